@@ -1,0 +1,47 @@
+# Every target works in a fresh clone: the first one run makes .venv and installs into it.
+#   make demo      train the GPT example on two ranks over an emulated link, before and after
+#   make test      ruff, mypy and every test but the slow ones (what CI runs)
+#   make test-all  the same with the slow tests and more random examples
+#   make bench     the benchmarks
+#   make lint      ruff and mypy alone
+#   make clean     remove caches and build outputs; .venv stays
+# `make PYTHON=python3.12 …` chooses the interpreter .venv is made with.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+INSTALLED := .venv/.overlapc-installed
+
+.PHONY: demo test test-all bench lint clean
+
+demo: $(INSTALLED)
+	$(PY) examples/gpt/train.py --ranks 2 --link emulated --compare
+
+test: lint
+	$(PY) -m pytest -m "not slow"
+
+test-all: lint
+	$(PY) -m pytest --hypothesis-profile=thorough
+
+bench: $(INSTALLED)
+	$(PY) benchmarks/run.py
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+# A .venv made by hand is used as it is. torch comes first, so that one already there, a CPU
+# build for instance, is found good before anything else asks for it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo 'overlapc needs Python 3.10 or newer; name one: make PYTHON=python3.11 ...' >&2; \
+	    exit 1; }; \
+	  echo '$(PYTHON) -m venv .venv'; $(PYTHON) -m venv .venv; }
+	$(PY) -m pip install -c constraints.txt torch==2.13.0
+	$(PY) -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(INSTALLED)
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

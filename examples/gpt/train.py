@@ -1,0 +1,72 @@
+"""Train a small GPT, tensor parallel, with and without overlapc.
+
+python examples/gpt/train.py --ranks 2 --compare
+torchrun --nproc-per-node 2 examples/gpt/train.py --dtensor --steps 50
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import overlapc
+from examples import common
+from examples.gpt.model import GPT, GPTConfig, parallelize_dtensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtensor", action="store_true", help="parallelize with DTensor instead")
+    parser.add_argument("--tie-embeddings", action="store_true")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    common.launch(args.ranks)
+    group = common.connect(args.link, args.link_mbit, args.device)
+
+    config = GPTConfig(
+        layers=args.layers,
+        width=args.width,
+        dropout=args.dropout,
+        tie_embeddings=args.tie_embeddings,
+        max_seq=args.seq,
+    )
+
+    def build() -> nn.Module:
+        if args.dtensor:
+            mesh = init_device_mesh(args.device, (group.size(),))
+            return parallelize_dtensor(GPT(config).to(args.device), mesh)
+        return GPT(config, group).to(args.device)
+
+    def build_variant(name: str) -> common.Variant:
+        model = build()
+        if name == "checkpoint":
+            model = common.checkpoint_blocks(model)
+        if name == "overlapc":
+            model = overlapc.optimize(
+                model, memory_budget=args.memory_budget, solver=args.solver, backend=args.backend
+            )
+        return common.Variant(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    text = common.Text()
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        """Tensor-parallel ranks all read the same batch."""
+        tokens, targets = text.batch(step, stream=0, batch=args.batch, seq=args.seq)
+        return tokens.to(args.device), targets.to(args.device)
+
+    variants = [build_variant(name) for name in args.variants.split(",")]
+    common.train(variants, batch, args.steps)
+    common.report(variants, batch(0))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""A lane of modelled collectives on a CUDA device: asynchronous for the host, as NCCL is.
+
+    launch: the lane's stream waits for the current stream, then two things run side by side,
+            the *delay* (as long as the link would take) and the *values* (real kernels)
+    end:    both are done; whoever waits makes its stream wait for the event
+
+Three kinds of delay bracket what a real collective does to the compute beside it:
+
+    ideal        one warp watches the clock: nothing is taken from compute
+    copy_engine  the wire bytes also go to pinned host memory and come from it, on the copy
+                 engines: memory traffic, no multiprocessor. Takes at least as long as the
+                 host bus does, which may be slower than the link asked for
+    contending   a few thread blocks copy the wire bytes inside the GPU, paced to last exactly
+                 as long as the link: memory traffic and multiprocessors, as NCCL's kernels
+
+Memory is bounded: one scratch buffer for each device, whatever the size of the collectives.
+Triton, which CUDA builds of torch ship, compiles the two kernels on first use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+_SCRATCH_BYTES = 64 << 20  # larger than a last-level cache, so that the copies reach memory
+_STAGE_BYTES = 16 << 20
+_WORD_BYTES = 4  # everything here is copied as int32
+_PIECE_BYTES = 16 << 10  # what one block copies before it looks at the clock
+
+
+class GpuLane:
+    """Collectives of one group on one device, in order."""
+
+    def __init__(self, device: torch.device, mode: str, blocks: int) -> None:
+        self._device = device
+        self._mode = mode
+        self._blocks = blocks
+        self.stream = torch.cuda.Stream(device)
+        self._values = torch.cuda.Stream(device)
+        self._inbound = torch.cuda.Stream(device) if mode == "copy_engine" else None
+        # Compile and allocate now, not inside a measurement.
+        with torch.cuda.device(device), torch.cuda.stream(self.stream):
+            self._delay(duration_ns=1, wire_bytes=1.0)
+        self.stream.synchronize()
+
+    def launch(
+        self, duration_ns: int, wire_bytes: float, values: Callable[[], None]
+    ) -> torch.cuda.Event:
+        """Enqueue a transfer after what the current stream holds; returns its end.
+
+        `values` issues the kernels that write the results. The caller keeps every tensor
+        involved alive until a stream it may be reused on waits for the end.
+        """
+        with torch.cuda.device(self._device):
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._values.wait_stream(self.stream)  # also after all earlier transfers
+            with torch.cuda.stream(self._values):
+                values()
+            with torch.cuda.stream(self.stream):
+                self._delay(duration_ns, wire_bytes)
+            self.stream.wait_stream(self._values)
+            return self.stream.record_event()
+
+    def _delay(self, duration_ns: int, wire_bytes: float) -> None:
+        """Occupy the current stream, which is the lane's."""
+        if duration_ns == 0:
+            return
+        if self._mode == "contending":
+            source, target = _scratch(self._device)
+            pieces = math.ceil(wire_bytes / (_PIECE_BYTES * self._blocks))
+            _paced_copy[(self._blocks,)](
+                source,
+                target,
+                duration_ns,
+                pieces,
+                SLOTS=_SCRATCH_BYTES // _PIECE_BYTES,
+                WORDS=_PIECE_BYTES // _WORD_BYTES,
+                num_warps=8,
+            )
+            return
+        if self._mode == "copy_engine":
+            self._through_host(wire_bytes)
+        _watch_clock[(1,)](duration_ns, num_warps=1)
+
+    def _through_host(self, wire_bytes: float) -> None:
+        """Both directions at once: out on the values' stream, in on a stream of its own."""
+        assert self._inbound is not None
+        source, target = _scratch(self._device)
+        outbox, inbox = _stage(self._device)
+        self._inbound.wait_stream(self.stream)
+        left = math.ceil(wire_bytes / _WORD_BYTES)
+        while left > 0:
+            now = min(left, outbox.numel())
+            with torch.cuda.stream(self._values):
+                outbox[:now].copy_(source[:now], non_blocking=True)
+            with torch.cuda.stream(self._inbound):
+                target[:now].copy_(inbox[:now], non_blocking=True)
+            left -= now
+        self.stream.wait_stream(self._values)
+        self.stream.wait_stream(self._inbound)
+
+
+@triton.jit(do_not_specialize=["duration_ns"])
+def _watch_clock(duration_ns):
+    begin = globaltimer()
+    now = begin
+    while now - begin < duration_ns:
+        now = globaltimer()
+
+
+@triton.jit(do_not_specialize=["duration_ns", "pieces"])
+def _paced_copy(source, target, duration_ns, pieces, SLOTS: tl.constexpr, WORDS: tl.constexpr):
+    """Copy `pieces` pieces in each block, the i-th no earlier than i/pieces of the duration."""
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    word = tl.arange(0, WORDS)
+    begin = globaltimer()
+    now = begin
+    for i in range(pieces):
+        due = duration_ns.to(tl.int64) * i // pieces
+        while now - begin < due:
+            now = globaltimer()
+        slot = ((i * blocks + block) % SLOTS) * WORDS
+        tl.store(target + slot + word, tl.load(source + slot + word))
+    while now - begin < duration_ns:
+        now = globaltimer()
+
+
+@lru_cache
+def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes to copy and a place to copy them to. Their content means nothing."""
+    return (
+        torch.zeros(_SCRATCH_BYTES // _WORD_BYTES, dtype=torch.int32, device=device),
+        torch.zeros(_SCRATCH_BYTES // _WORD_BYTES, dtype=torch.int32, device=device),
+    )
+
+
+@lru_cache
+def _stage(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.zeros(_STAGE_BYTES // _WORD_BYTES, dtype=torch.int32, pin_memory=True),
+        torch.zeros(_STAGE_BYTES // _WORD_BYTES, dtype=torch.int32, pin_memory=True),
+    )

@@ -1,0 +1,61 @@
+"""Every error overlapc raises on purpose.
+
+    OverlapcError
+    ├── CaptureError        the model could not be captured; execution falls back unchanged
+    ├── InvalidPlan         a plan breaks a rule of `check`, or is for another trace
+    ├── InvalidProblem      a problem or trace contradicts itself
+    ├── Infeasible          nothing fits the memory budget; carries the smallest that does
+    ├── FileError           a file is missing, truncated, corrupt or of another version
+    ├── OptionError         an argument or option has a value that means nothing
+    └── RankError           ranks disagree, one is missing, or one died
+
+A message says what was found, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class OverlapcError(Exception):
+    """Base of all errors of overlapc."""
+
+
+class CaptureError(OverlapcError):
+    """The model holds something overlapc cannot capture. `place` names where."""
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(f"{reason} (at {place})" if place else reason)
+        self.reason = reason
+        self.place = place
+
+
+class InvalidProblem(OverlapcError):
+    """A trace, profile or problem contradicts itself."""
+
+
+class InvalidPlan(OverlapcError):
+    """A plan is not legal for the problem it is used with."""
+
+
+class Infeasible(OverlapcError):
+    """No plan fits the budget; `smallest_bytes` is the least budget that is known to work."""
+
+    def __init__(self, budget_bytes: int, smallest_bytes: int) -> None:
+        super().__init__(
+            f"no plan fits memory_budget={budget_bytes} bytes; the smallest budget that works "
+            f"here is {smallest_bytes} bytes: pass memory_budget={smallest_bytes} or more, "
+            "or make the batch smaller"
+        )
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+
+
+class FileError(OverlapcError):
+    """A file of overlapc's could not be read or written; nothing was changed."""
+
+
+class OptionError(OverlapcError):
+    """An option has a value that overlapc does not know."""
+
+
+class RankError(OverlapcError):
+    """The ranks of a run do not agree, or not all of them answered."""

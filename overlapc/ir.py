@@ -1,0 +1,335 @@
+"""The core types: what enters a solver and what leaves it. Torch-free, frozen.
+
+Grammar (names are those of the FX nodes):
+
+    trace    = value* op*                     ops in topological order
+    value    = name bytes storage producer    values that alias share one storage
+    op       = name role lane piece inputs -> outputs
+    role     = forward | input_grad | weight_grad | start | wait
+    piece    = stage letter microbatch        "0F0": letter is F, I or W (R appears in plans)
+    plan     = saved values, issue order      "name" issues an op, "R:name" recomputes one
+    problem  = trace + nanoseconds and bytes + budget + phases
+
+How work runs: a rank has one *compute* lane and one lane per process group. Ops are issued in
+the plan's order. A `start` costs its launch on the compute lane and then occupies its
+group's lane; a `wait` blocks the compute lane until the matching start has finished. Whatever
+is issued between the two is hidden under the collective.
+
+How memory runs: it follows the issue order, as allocators do. A storage lives from the op that
+makes it to the last op that reads any value on it. Between the *phases* of a problem (the
+forward graph, then the backward graph) only saved values, inputs and outputs survive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from overlapc.errors import InvalidProblem
+
+Role = Literal["forward", "input_grad", "weight_grad", "start", "wait"]
+ROLES: tuple[Role, ...] = ("forward", "input_grad", "weight_grad", "start", "wait")
+COMPUTE = "compute"
+RECOMPUTE = "R:"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """One part of the work of one stage on one microbatch; prints as `2F0`."""
+
+    stage: int
+    letter: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor (or symbolic number) of the graph.
+
+    `bytes` is the size of the whole `storage`, so every value on one storage carries the same
+    number. `producer` is the op that makes it, or "" for an input of the graph. A storage that
+    belongs to an input is resident: it costs nothing to keep.
+    """
+
+    name: str
+    bytes: int
+    storage: str
+    producer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call of the graph.
+
+    `lane` is COMPUTE, or the process group a `start` communicates on. A `wait` reads the
+    start's output, and also the start's inputs when the collective needs them until it ends.
+    `signature` says what it is and on what shapes: ops of equal signature cost the same.
+    `recomputable` is false for what may run only once (mutation, host synchronisation).
+    """
+
+    name: str
+    role: Role
+    lane: str
+    piece: Piece
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    signature: str
+    random: bool = False
+    recomputable: bool = True
+
+    @property
+    def is_forward(self) -> bool:
+        return self.piece.letter == "F"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Ops in topological order and the values between them.
+
+    `inputs` are resident values (parameters, batch, incoming gradients); `outputs` are values
+    that outlive the trace (results and gradients).
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @cached_property
+    def op(self) -> Mapping[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def value(self) -> Mapping[str, Value]:
+        return {value.name: value for value in self.values}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Op, ...]]:
+        """Value name -> the ops that read it, in order."""
+        users: dict[str, list[Op]] = {value.name: [] for value in self.values}
+        for op in self.ops:
+            for name in dict.fromkeys(op.inputs):
+                users[name].append(op)
+        return {name: tuple(ops) for name, ops in users.items()}
+
+    @cached_property
+    def resident(self) -> frozenset[str]:
+        """Storages that belong to inputs."""
+        return frozenset(self.value[name].storage for name in self.inputs)
+
+    @cached_property
+    def start_of(self) -> Mapping[str, str]:
+        """Wait op -> its start op."""
+        found: dict[str, str] = {}
+        for op in self.ops:
+            if op.role == "wait":
+                starts = [
+                    producer
+                    for name in op.inputs
+                    if (producer := self.value[name].producer)
+                    and self.op[producer].role == "start"
+                ]
+                if len(starts) != 1:
+                    raise InvalidProblem(
+                        f"wait {op.name} reads {len(starts)} started collectives, expected one"
+                    )
+                found[op.name] = starts[0]
+        return found
+
+    @cached_property
+    def wait_of(self) -> Mapping[str, str]:
+        """Start op -> its (first) wait op."""
+        found: dict[str, str] = {}
+        for wait, start in self.start_of.items():
+            found.setdefault(start, wait)
+        return found
+
+    @cached_property
+    def lanes(self) -> tuple[str, ...]:
+        """Communication lanes, in order of first use."""
+        return tuple(dict.fromkeys(op.lane for op in self.ops if op.role == "start"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Changes whenever structure, shapes or order of the trace change."""
+        h = hashlib.sha256()
+        for op in self.ops:
+            h.update(f"{op.name}|{op.role}|{op.lane}|{op.piece}|{op.signature}|".encode())
+            h.update(f"{','.join(op.inputs)}>{','.join(op.outputs)}|".encode())
+            h.update(f"{op.random:d}{op.recomputable:d}\n".encode())
+        for value in self.values:
+            h.update(f"{value.name}|{value.storage}|{value.producer}\n".encode())
+        h.update(f"{','.join(self.inputs)}>{','.join(self.outputs)}".encode())
+        return h.hexdigest()[:16]
+
+    def validate(self) -> None:
+        """Raise InvalidProblem unless the trace obeys the grammar."""
+        known = set(self.inputs)
+        for op in self.ops:
+            for name in op.inputs:
+                if name not in known:
+                    raise InvalidProblem(f"{op.name} reads {name} before anything makes it")
+            for name in op.outputs:
+                if name in known or self.value[name].producer != op.name:
+                    raise InvalidProblem(f"{name} has more than one producer")
+                known.add(name)
+            if op.role not in ROLES:
+                raise InvalidProblem(f"{op.name} has unknown role {op.role!r}")
+            if (op.role == "start") != (op.lane != COMPUTE):
+                raise InvalidProblem(f"{op.name} ({op.role}) cannot be on lane {op.lane}")
+        for name in self.outputs:
+            if name not in known:
+                raise InvalidProblem(f"output {name} is never made")
+        for op in self.ops:
+            if op.role == "start" and op.name not in self.wait_of:
+                raise InvalidProblem(f"collective {op.name} is started and never waited for")
+        storage_bytes: dict[str, int] = {}
+        for value in self.values:
+            if storage_bytes.setdefault(value.storage, value.bytes) != value.bytes:
+                raise InvalidProblem(f"{value.name}: two sizes for storage {value.storage}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one op takes: compute-lane time, communication-lane time, transient bytes.
+
+    For a start `compute_ns` is the launch and `comm_ns` the collective alone on its lane.
+    """
+
+    compute_ns: int = 0
+    comm_ns: int = 0
+    workspace_bytes: int = 0
+    source: str = "default"  # measured | estimated | default
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How many thousandths longer one kind of work takes while the other runs beside it."""
+
+    compute_permille: int = 1000
+    comm_permille: int = 1000
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs by op name. `conditions` says on what and how they were found."""
+
+    costs: Mapping[str, Cost]
+    slowdown: Slowdown = Slowdown()
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A trace with its costs, its limits and the phases it is run in.
+
+    phases      sets of piece letters run one after the other. A lone graph under autograd has
+                ("F", "IW"): all of the forward, then all of the backward, where recomputed
+                ops belong to the backward. One phase means no such border (merged pieces).
+    in_flight   how many microbatches hold their saved values at the worst moment
+    resident_bytes  counted into the peak on top of what the trace allocates
+    """
+
+    trace: Trace
+    profile: Profile
+    budget_bytes: int | None = None
+    resident_bytes: int = 0
+    in_flight: int = 1
+    phases: tuple[str, ...] = ("F", "IW")
+
+    def phase_of(self, op: Op, recomputed: bool = False) -> int:
+        letter = "I" if recomputed else op.piece.letter
+        for index, letters in enumerate(self.phases):
+            if letter in letters:
+                return index
+        raise InvalidProblem(f"{op.name}: no phase holds piece {op.piece}")
+
+    def cost(self, op: str) -> Cost:
+        return self.profile.costs[op]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which values are saved, and in which order ops are issued.
+
+    status is `optimal`, `feasible` or `baseline`; `bound_ns` a proven lower bound on the step
+    time of any legal plan (0 when none is known).
+    """
+
+    digest: str
+    solver: str
+    saved: tuple[str, ...]
+    order: tuple[str, ...]
+    status: str = "feasible"
+    bound_ns: int = 0
+
+    @cached_property
+    def recomputed(self) -> tuple[str, ...]:
+        return tuple(name[len(RECOMPUTE) :] for name in self.order if name.startswith(RECOMPUTE))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An interval of a lane. `issue` is the plan's word for it ("R:gelu"); `rank` whose it is."""
+
+    lane: str
+    issue: str
+    start_ns: int
+    end_ns: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """One collective: how long it ran, and how long compute stood still for it.
+
+    `hidden_by` are the issues that ran on the compute lane while it was in flight.
+    """
+
+    issue: str
+    lane: str
+    comm_ns: int
+    exposed_ns: int
+    hidden_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a plan does, as `simulate` sees it."""
+
+    spans: tuple[Span, ...]
+    step_ns: int
+    phase_ns: tuple[int, ...]
+    exposures: tuple[Exposure, ...]
+    memory: tuple[int, ...]  # bytes alive while the n-th issue runs
+    peak_bytes: int
+    recompute_ns: int
+
+    @property
+    def exposed_ns(self) -> int:
+        return sum(e.exposed_ns for e in self.exposures)
+
+    @property
+    def comm_ns(self) -> int:
+        return sum(e.comm_ns for e in self.exposures)
+
+
+def issue(op: str, recomputed: bool = False) -> str:
+    return RECOMPUTE + op if recomputed else op
+
+
+def parse_issue(text: str) -> tuple[str, bool]:
+    """`R:gelu` -> ("gelu", True)"""
+    if text.startswith(RECOMPUTE):
+        return text[len(RECOMPUTE) :], True
+    return text, False
+
+
+def issues(order: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    return (parse_issue(text) for text in order)

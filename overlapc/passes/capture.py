@@ -1,0 +1,332 @@
+"""From a joint FX graph to a Trace: `trace_joint`, and front end B: `capture`.
+
+The joint graph is AOTAutograd's: placeholders `primals_*` and `tangents_*`, aten and
+`_c10d_functional` calls, one output holding the results followed by the gradients. A node is an
+op, except that `getitem` is folded into the op it takes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import _is_tangent, is_sym_node
+
+from overlapc.errors import CaptureError
+from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
+from overlapc.passes.roles import weight_grads
+
+UNBACKED_HINT = 8192
+# Collectives that read their input until they end; an all_reduce works on a copy of its own.
+_COPIES_INPUT = ("all_reduce", "broadcast")
+
+
+@dataclass
+class Captured:
+    """A joint graph and its Trace; op names are node names."""
+
+    joint: fx.GraphModule
+    trace: Trace
+    num_fwd_outputs: int
+    static_inputs: tuple[int, ...] = ()
+
+
+def is_start(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace in ("_c10d_functional", "c10d_functional", "_dtensor")
+        and not is_wait(node)
+    )
+
+
+def is_wait(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name.split("::")[-1] == "wait_tensor"
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_folded_getitem(node: fx.Node) -> bool:
+    """A getitem that names one output of a multi-output op."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and isinstance(node.args[0].meta.get("val"), (tuple, list))
+    )
+
+
+def group_of(node: fx.Node) -> str:
+    """The process group of a collective: its last string argument."""
+    names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
+    if not names:
+        raise CaptureError(f"collective {node.target} names no process group", node.name)
+    return str(names[-1])
+
+
+def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that AOTAutograd's partitioner counts as forward: all up to the last so tagged."""
+    found: list[fx.Node] = []
+    last = 0
+    for node in joint.graph.nodes:
+        if node.op == "output":
+            break
+        if not _is_tangent(node):
+            found.append(node)
+        if node.meta.get("partitioner_tag") == "is_forward" or (
+            node.op == "placeholder" and "primals" in str(node.target)
+        ):
+            last = len(found)
+    return set(found[:last])
+
+
+def trace_joint(
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    static_inputs: Iterable[int] = (),
+    stage: int = 0,
+    sizes: Mapping[str, int] | None = None,
+) -> Captured:
+    """The Trace of a joint graph.
+
+    `static_inputs` are the positions of primals that are parameters or buffers: their gradients
+    are weight gradients. `sizes` overrides the storage bytes of values (as measured).
+    """
+    forward = forward_nodes(joint)
+    weight = weight_grads(joint, forward, num_fwd_outputs, frozenset(static_inputs))
+    ops: list[Op] = []
+    values: dict[str, Value] = {}
+    inputs: list[str] = []
+    root: dict[str, str] = {}  # value -> storage
+    bytes_of: dict[str, int] = {}
+    symbols: dict[str, str] = {}
+
+    def storage(node: fx.Node, source: fx.Node) -> tuple[str, int]:
+        """The storage a value lives on: that of the input it aliases, or one of its own."""
+        for given in _aliases(source):
+            if given.name in root and _same_storage(node, given):
+                return root[given.name], bytes_of[root[given.name]]
+        if is_wait(source) or _is_view(source):
+            given = source.all_input_nodes[0]
+            return root[given.name], bytes_of[root[given.name]]
+        size = _storage_bytes(node.meta.get("val"))
+        if sizes is not None:
+            size = sizes.get(node.name, size)
+        return node.name, size
+
+    def define(node: fx.Node, producer: str, source: fx.Node) -> str:
+        root[node.name], size = storage(node, source)
+        bytes_of[root[node.name]] = size
+        values[node.name] = Value(node.name, size, root[node.name], producer)
+        return node.name
+
+    for node in joint.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            inputs.append(define(node, "", node))
+            continue
+        if node.op == "output" or is_folded_getitem(node):
+            continue
+        if node.op != "call_function":
+            raise CaptureError(f"the graph holds a {node.op} node", node.name)
+        made = [user for user in node.users if is_folded_getitem(user)] or [node]
+        # A tuple handed on whole (a list of tensors into another op) keeps its own name too.
+        if made != [node] and any(not is_folded_getitem(user) for user in node.users):
+            made.append(node)
+        given = [n.name for n in node.all_input_nodes]
+        if is_wait(node):
+            start = node.all_input_nodes[0]
+            start = start.args[0] if is_folded_getitem(start) else start
+            if not any(copy in str(start.target) for copy in _COPIES_INPUT):
+                given += [n.name for n in start.all_input_nodes]
+        letter = "F" if node in forward else "W" if node in weight else "I"
+        ops.append(
+            Op(
+                name=node.name,
+                role=_role(node, letter),
+                lane=group_of(node) if is_start(node) else COMPUTE,
+                piece=Piece(stage, letter, 0),
+                inputs=tuple(dict.fromkeys(given)),
+                outputs=tuple(define(n, node.name, node) for n in made),
+                signature=_signature(node, symbols),
+                random=is_random(node),
+                recomputable=_is_recomputable(node),
+            )
+        )
+    results = joint.graph.find_nodes(op="output")[0].args[0]
+    outputs = [n.name for n in results if isinstance(n, fx.Node)]
+    trace = Trace(
+        tuple(ops), tuple(values.values()), tuple(inputs), tuple(dict.fromkeys(outputs))
+    )
+    try:
+        trace.validate()
+    except Exception as error:
+        raise CaptureError(str(error)) from error
+    return Captured(joint, trace, num_fwd_outputs, tuple(static_inputs))
+
+
+def _role(node: fx.Node, letter: str) -> Role:
+    if is_start(node):
+        return "start"
+    if is_wait(node):
+        return "wait"
+    return {"F": "forward", "I": "input_grad", "W": "weight_grad"}[letter]  # type: ignore[return-value]
+
+
+def _is_recomputable(node: fx.Node) -> bool:
+    """May this op run a second time? Not if it mutates, or makes numbers rather than tensors."""
+    if is_sym_node(node) or not _tensors(node.meta.get("val")):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return not (schema is not None and schema.is_mutable)
+
+
+# --------------------------------------------------------------------------- storage
+
+
+def _tensors(val: Any) -> list[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        return [val]
+    if isinstance(val, (tuple, list)):
+        return [t for item in val for t in _tensors(item)]
+    return []
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Ops whose kernel hands back its input's storage though the schema may not say so."""
+    name = str(node.target)
+    return name.startswith(("aten._unsafe_view.", "aten._reshape_alias.", "aten.detach."))
+
+
+def _aliases(node: fx.Node) -> list[fx.Node]:
+    """Inputs that an output of this node may share storage with, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        return []
+    return [n for n in node.all_input_nodes]
+
+
+def _same_storage(a: fx.Node, b: fx.Node) -> bool:
+    """Two values that an aliasing op joins: fake tensors of one graph share storages as real."""
+    mine, theirs = _tensors(a.meta.get("val")), _tensors(b.meta.get("val"))
+    if not mine or not theirs:
+        return False
+    try:
+        keys = {t.untyped_storage()._cdata for t in theirs}
+        return any(t.untyped_storage()._cdata in keys for t in mine) or len(
+            [n for n in a.all_input_nodes]
+        ) <= 1
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def hint(size: Any) -> int:
+    """A symbolic size as a number: its example value, or UNBACKED_HINT for unknown ones."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    if node.has_hint():
+        return int(node.hint)
+    expr = node.expr
+    known = {s: UNBACKED_HINT for s in expr.free_symbols}
+    env = node.shape_env
+    for symbol in expr.free_symbols:
+        found = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
+        if symbol in found:
+            known[symbol] = int(found[symbol])
+    return max(0, int(expr.xreplace(known)))
+
+
+def _storage_bytes(val: Any) -> int:
+    total = 0
+    for tensor in _tensors(val):
+        try:
+            total += hint(tensor.untyped_storage().nbytes())
+        except (RuntimeError, NotImplementedError):
+            numel = 1
+            for size in tensor.shape:
+                numel *= hint(size)
+            total += numel * tensor.element_size()
+    return total
+
+
+# --------------------------------------------------------------------------- signature
+
+
+def _signature(node: fx.Node, symbols: dict[str, str]) -> str:
+    """Target, and dtype and shape of what enters and leaves. Numbers among the arguments are
+    left out: they may differ from rank to rank (a slice by rank) where the work does not."""
+    given = " ".join(
+        _describe(n.meta.get("val"), symbols) for n in node.all_input_nodes if "val" in n.meta
+    )
+    return f"{node.target} {given} > {_describe(node.meta.get('val'), symbols)}"
+
+
+def _describe(val: Any, symbols: dict[str, str]) -> str:
+    if isinstance(val, torch.Tensor):
+        dtype = str(val.dtype).removeprefix("torch.")
+        return f"{dtype}[{','.join(_dimension(s, symbols) for s in val.shape)}]"
+    if isinstance(val, (tuple, list)):
+        return f"({' '.join(_describe(v, symbols) for v in val)})"
+    if isinstance(val, (torch.SymInt, int)):
+        return "int"
+    return type(val).__name__
+
+
+def _dimension(size: Any, symbols: dict[str, str]) -> str:
+    """Symbols are renamed in order of appearance, so that every rank writes them alike."""
+    if isinstance(size, int):
+        return str(size)
+    expr = size.node.expr
+    for symbol in sorted(expr.free_symbols, key=lambda s: s.name):
+        symbols.setdefault(symbol.name, f"d{len(symbols)}")
+    renamed = expr.xreplace({s: type(s)(symbols[s.name]) for s in expr.free_symbols})
+    return str(renamed).replace(" ", "")
+
+
+# --------------------------------------------------------------------------- front end B
+
+
+def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
+    """The joint graph of one training step of `model`, without running it.
+
+    Works on real and fake tensors and on real and fake process groups. `model(*args)` must give
+    tensors, at least one of which requires a gradient.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.fx.traceback import preserve_node_meta
+
+    with contextlib.ExitStack() as stack, preserve_node_meta():
+        try:
+            exported = aot_export_joint_with_descriptors(stack, model, args, kwargs)
+        except Exception as error:
+            raise CaptureError(
+                f"{type(model).__name__} could not be traced as one graph: {error}"
+            ) from error
+        joint = exported.graph_module
+        metadata = exported._aot_state.fw_metadata
+        static = tuple(getattr(metadata, "static_input_indices", ()))
+        count = sum(1 for _ in exported.params_spec) + sum(1 for _ in exported.buffers_spec)
+        return trace_joint(
+            joint, num_fwd_outputs=_forward_outputs(joint), static_inputs=static or range(count)
+        )
+
+
+def _forward_outputs(joint: fx.GraphModule) -> int:
+    """How many of the joint graph's outputs are results: those before the first gradient."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+
+    output = joint.graph.find_nodes(op="output")[0]
+    descs: Sequence[Any] = output.meta["desc"]
+    for index, desc in enumerate(descs):
+        if isinstance(desc, GradAOTOutput):
+            return index
+    return len(descs)

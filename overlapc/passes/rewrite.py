@@ -1,0 +1,167 @@
+"""From a plan to FX graphs: `rewrite(captured, plan)` -> forward and backward graph modules.
+
+The saved set is given to AOTAutograd's own partitioner as recompute tags, so that RNG states,
+symbolic sizes and aliasing stay PyTorch's business; what is ours is the order of both graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import default_partition, is_sym_node
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils.checkpoint import CheckpointPolicy
+
+from overlapc.errors import CaptureError
+from overlapc.ir import Plan, issues
+from overlapc.passes.capture import Captured, forward_nodes, is_folded_getitem, is_random
+
+_FOREIGN_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
+
+
+def rewrite(
+    captured: Captured, plan: Plan, joint_inputs: Any = None, **partition_options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graphs that save what the plan saves, in the plan's order, boxed.
+
+    The plan must have passed `check`. The joint graph's tags are overwritten.
+    """
+    _tag(captured, plan)
+    options = {"num_fwd_outputs": captured.num_fwd_outputs, **partition_options}
+    if "static_lifetime_input_indices" not in options:
+        options["static_lifetime_input_indices"] = list(captured.static_inputs)
+    with functorch_config.patch(unsafe_allow_optimization_of_collectives=True):
+        forward, backward = default_partition(captured.joint, joint_inputs, **options)
+    # The partitioner keeps every seeded op it might need; what nothing reads must not run.
+    backward.graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output")
+    )
+    names = _origin(captured, forward, backward, plan)
+    order = list(issues(plan.order))
+    phase_one = {op.name for op in captured.trace.ops if op.is_forward}
+    reorder(forward, [name for name, again in order if not again and name in phase_one])
+    reorder(backward, [name for name, again in order if again or name not in phase_one], names)
+    _verify(captured, plan, backward, names)
+    return forward, backward
+
+
+def _tag(captured: Captured, plan: Plan) -> None:
+    saved = frozenset(plan.saved)
+    recomputed = frozenset(plan.recomputed)
+    forward = forward_nodes(captured.joint)
+    for node in captured.joint.graph.nodes:
+        for tag in _FOREIGN_TAGS:
+            node.meta.pop(tag, None)
+        if node not in forward or node.op != "call_function" or is_sym_node(node):
+            continue
+        producer = node.args[0] if is_folded_getitem(node) else node
+        if node.name in saved:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif producer.name in recomputed:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _origin(
+    captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan
+) -> dict[fx.Node, str]:
+    """Backward node -> op of the trace. Nodes keep their names, save recomputed random ops,
+    which RNG functionalisation replaces, in the order of the joint graph."""
+    known = {op.name for op in captured.trace.ops}
+    names = {node: node.name for node in backward.graph.nodes if node.name in known}
+    present = {node.name for node in backward.graph.nodes}
+    recomputed = frozenset(plan.recomputed)
+    missing = [
+        node.name
+        for node in captured.joint.graph.nodes
+        if node.name in recomputed and is_random(node) and node.name not in present
+    ]
+    replaced = [n for n in backward.graph.nodes if "run_with_rng_state" in str(n.target)]
+    replaced.sort(key=_rng_position)
+    if len(missing) != len(replaced):
+        raise CaptureError(
+            f"{len(missing)} random ops are to be recomputed, PyTorch's partitioner made "
+            f"{len(replaced)}"
+        )
+    return names | dict(zip(replaced, missing, strict=True))
+
+
+def _rng_position(node: fx.Node) -> int:
+    """Random ops get their states as placeholders numbered in the order of the joint graph."""
+    states = [
+        n for n in node.all_input_nodes if n.op == "placeholder" and "rng_state" in str(n.target)
+    ]
+    placeholders = node.graph.find_nodes(op="placeholder")
+    return min(placeholders.index(state) for state in states)
+
+
+def reorder(
+    module: fx.GraphModule, order: Iterable[str], names: Mapping[fx.Node, str] | None = None
+) -> None:
+    """Put the graph's nodes into the given order of op names, in place, and box it.
+
+    A node the order does not name (sizes, getitems, RNG plumbing) goes right before its first
+    user; a getitem right after what it takes from. Names the graph lacks are passed over.
+    """
+    graph = module.graph
+    by_name = {(names or {}).get(node, node.name): node for node in graph.nodes}
+    output = graph.find_nodes(op="output")[0]
+    placed: dict[fx.Node, None] = {n: None for n in graph.find_nodes(op="placeholder")}
+
+    def place(node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in placed:
+                stack.pop()
+                continue
+            waiting = [n for n in top.all_input_nodes if n not in placed]
+            if waiting:
+                stack.extend(reversed(waiting))
+                continue
+            stack.pop()
+            placed[top] = None
+            for user in top.users:
+                if is_folded_getitem(user) and user not in placed:
+                    placed[user] = None
+
+    for name in order:
+        if name in by_name:
+            place(by_name[name])
+    for node in list(graph.nodes):
+        if node is not output:
+            place(node)
+    for node in placed:
+        if node.op != "placeholder":
+            output.prepend(node)
+    graph.set_codegen(_BoxedCodeGen())
+    graph.lint()
+    module.recompile()
+    if not getattr(module, "_boxed_call", False):  # older releases do not infer it
+        module._boxed_call = True  # type: ignore[assignment]
+
+
+def _verify(
+    captured: Captured, plan: Plan, backward: fx.GraphModule, names: Mapping[fx.Node, str]
+) -> None:
+    """The emitted backward issues exactly what the plan says, in its order."""
+    trace = captured.trace
+    emitted = [names[n] for n in backward.graph.nodes if n in names and n.op == "call_function"]
+    planned = [
+        name for name, again in issues(plan.order) if again or not trace.op[name].is_forward
+    ]
+    alive = set(emitted)
+    if emitted != [name for name in planned if name in alive]:
+        wrong = next(
+            (a, b)
+            for a, b in zip(emitted, (n for n in planned if n in alive), strict=False)
+            if a != b
+        )
+        raise CaptureError(f"the backward graph issues {wrong[0]} where the plan says {wrong[1]}")
+    recomputed = set(plan.recomputed)
+    extra = [name for name in emitted if trace.op[name].is_forward and name not in recomputed]
+    extra = [name for name in extra if trace.op[name].recomputable]
+    if extra:
+        raise CaptureError(f"PyTorch's partitioner recomputes {extra[0]}, which the plan saves")

@@ -1,0 +1,281 @@
+"""What a plan does: the only definition of time and memory in overlapc.
+
+`simulate(problem, plan)` issues the plan's order on one compute lane and one in-order lane per
+process group and returns the Timeline. With `ranks`, the profiles of all ranks, every rank runs
+the same plan at its own speed and a collective starts when the last of them has launched it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from overlapc.errors import InvalidPlan
+from overlapc.ir import (
+    Exposure,
+    Plan,
+    Problem,
+    Profile,
+    Slowdown,
+    Span,
+    Timeline,
+    issue,
+    issues,
+)
+
+
+def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = None) -> Timeline:
+    """Time, exposure and memory of a legal plan. The Timeline's exposures are rank 0's."""
+    profiles = list(ranks) if ranks is not None else [problem.profile]
+    spans, blocked, phase_end = _run(problem, plan, profiles)
+    memory = memory_curve(problem, plan)
+    step_ns = max((span.end_ns for span in spans), default=0)
+    borders = [0, *phase_end]
+    return Timeline(
+        spans=tuple(spans),
+        step_ns=step_ns,
+        phase_ns=tuple(b - a for a, b in zip(borders[:-1], borders[1:], strict=True)),
+        exposures=_exposures(spans, blocked),
+        memory=tuple(memory),
+        peak_bytes=max(memory, default=0),
+        recompute_ns=sum(problem.cost(name).compute_ns for name in plan.recomputed),
+    )
+
+
+# --------------------------------------------------------------------------- time
+
+
+@dataclass(slots=True)
+class _Collective:
+    issue: str
+    lane: str
+    work: int
+    launched: int = 0
+    begun_ns: int = -1
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Progress of one compute lane: `work` left of the issue at `at`, begun at `since`."""
+
+    costs: Sequence[int]
+    at: int = -1
+    work: int = 0
+    since: int = 0
+    blocked_on: _Collective | None = None
+    blocked_since: int = 0
+    blocked: dict[str, int] = field(default_factory=dict)
+
+
+def _run(
+    problem: Problem, plan: Plan, profiles: Sequence[Profile]
+) -> tuple[list[Span], dict[str, int], list[int]]:
+    """Issue the order on every rank. Returns spans, rank 0's blocked time by collective, and
+    when rank 0 finished each phase."""
+    trace = problem.trace
+    order = list(issues(plan.order))
+    ops = [trace.op[name] for name, _ in order]
+    slowdown = profiles[0].slowdown
+    collectives: dict[int, _Collective] = {}  # position of start or wait -> collective
+    by_issue: dict[str, _Collective] = {}
+    for i, ((name, recomputed), op) in enumerate(zip(order, ops, strict=True)):
+        if op.role == "start":
+            work = max(profile.costs[name].comm_ns for profile in profiles)
+            collectives[i] = by_issue[issue(name, recomputed)] = _Collective(
+                issue(name, recomputed), op.lane, work
+            )
+        elif op.role == "wait":
+            start = issue(trace.start_of[name], recomputed)
+            if start not in by_issue:
+                raise InvalidPlan(f"{issue(name, recomputed)} waits for {start}, not yet issued")
+            collectives[i] = by_issue[start]
+    lanes: dict[str, deque[_Collective]] = {lane: deque() for lane in trace.lanes}
+    phases = [problem.phase_of(op, rec) for op, (_, rec) in zip(ops, order, strict=True)]
+    phase_end = [0] * len(problem.phases)
+    ranks = [
+        _Rank([profile.costs[name].compute_ns for name, _ in order]) for profile in profiles
+    ]
+    spans: list[Span] = []
+    now = 0
+
+    def finish(index: int, rank: _Rank) -> None:
+        """The compute part of the issue at rank.at has ended now."""
+        if rank.at < 0:
+            return
+        op = ops[rank.at]
+        if rank.costs[rank.at]:
+            spans.append(Span("compute", plan.order[rank.at], rank.since, now, index))
+        if op.role == "start":
+            collective = collectives[rank.at]
+            collective.launched += 1
+            if collective.launched == 1:
+                lanes[op.lane].append(collective)
+        if index == 0:
+            phase_end[phases[rank.at]] = now
+
+    def advance(index: int, rank: _Rank) -> None:
+        """Move on until the rank has work, is blocked, or is through."""
+        while rank.work == 0:
+            if rank.blocked_on is not None:
+                if not rank.blocked_on.done:
+                    return
+                key = rank.blocked_on.issue
+                rank.blocked[key] = rank.blocked.get(key, 0) + now - rank.blocked_since
+                rank.blocked_on = None
+            else:
+                if rank.at >= len(order):
+                    return
+                finish(index, rank)
+                rank.at += 1
+                if rank.at >= len(order):
+                    return
+                if ops[rank.at].role == "wait" and not collectives[rank.at].done:
+                    rank.blocked_on = collectives[rank.at]
+                    rank.blocked_since = now
+                    rank.since = now
+                    continue
+            rank.work = rank.costs[rank.at]
+            rank.since = now
+
+    while True:
+        for index, rank in enumerate(ranks):
+            advance(index, rank)
+        active = []
+        for queue in lanes.values():
+            # A finished or zero-length collective leaves its lane at once.
+            while queue and queue[0].launched == len(ranks):
+                head = queue[0]
+                if head.begun_ns < 0:
+                    head.begun_ns = now
+                if head.work > 0:
+                    active.append(head)
+                    break
+                head.done = True
+                spans.append(Span(head.lane, head.issue, head.begun_ns, now))
+                queue.popleft()
+        busy = [rank for rank in ranks if rank.work > 0]
+        if not busy and not active:
+            if all(rank.at >= len(order) for rank in ranks):
+                return spans, ranks[0].blocked, phase_end
+            if any(r.blocked_on is None or r.blocked_on.done for r in ranks if r.at < len(order)):
+                continue
+            raise InvalidPlan("the plan waits for a collective that never starts")
+        now += _progress(busy, active, slowdown)
+
+
+def _progress(busy: list[_Rank], active: list[_Collective], slowdown: Slowdown) -> int:
+    """Run all lanes until the first of them ends its work; returns the time that took."""
+    compute = slowdown.compute_permille if active else 1000
+    comm = slowdown.comm_permille if busy else 1000
+    step = min(
+        [-(-rank.work * compute // 1000) for rank in busy]
+        + [-(-collective.work * comm // 1000) for collective in active]
+    )
+    for rank in busy:
+        rank.work = max(0, rank.work - step * 1000 // compute)
+    for collective in active:
+        collective.work = max(0, collective.work - step * 1000 // comm)
+    return step
+
+
+def _exposures(spans: Sequence[Span], blocked: dict[str, int]) -> tuple[Exposure, ...]:
+    compute = [span for span in spans if span.lane == "compute" and span.rank == 0]
+    ends = [span.end_ns for span in compute]
+    found = []
+    for span in spans:
+        if span.lane == "compute":
+            continue
+        hidden = []
+        for other in compute[bisect_left(ends, span.start_ns + 1) :]:
+            if other.start_ns >= span.end_ns:
+                break
+            hidden.append(other.issue)
+        found.append(
+            Exposure(
+                span.issue,
+                span.lane,
+                span.end_ns - span.start_ns,
+                blocked.get(span.issue, 0),
+                tuple(hidden),
+            )
+        )
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def memory_curve(problem: Problem, plan: Plan) -> list[int]:
+    """Bytes alive while each issue of the plan runs.
+
+    A storage instance lives from the issue that allocates it to the last issue that reads a
+    value on it, or to the end if the trace hands it out. Work on later microbatches holds
+    `in_flight - 1` more copies of what is saved.
+    """
+    trace = problem.trace
+    saved = frozenset(plan.saved)
+    recomputed = frozenset(plan.recomputed)
+    outputs = frozenset(trace.outputs)
+    resident = trace.resident
+    instance_of: dict[tuple[str, bool], int] = {}  # value, recomputed? -> storage instance
+    size: list[int] = []
+    born: list[int] = []
+    dies: list[int] = []
+    end = len(plan.order)
+
+    def read(name: str, by_backward: bool) -> int | None:
+        value = trace.value[name]
+        if value.storage in resident or not value.producer:
+            return None
+        producer = trace.op[value.producer]
+        again = (
+            by_backward
+            and producer.is_forward
+            and name not in saved
+            and producer.name in recomputed
+        )
+        return instance_of.get((name, again))
+
+    for i, (name, again) in enumerate(issues(plan.order)):
+        op = trace.op[name]
+        by_backward = again or not op.is_forward
+        reads: dict[str, int] = {}
+        for given in op.inputs:
+            found = read(given, by_backward)
+            if found is not None:
+                dies[found] = max(dies[found], i)
+                reads[trace.value[given].storage] = found
+        for made in op.outputs:
+            value = trace.value[made]
+            if value.storage in resident:
+                continue
+            found = reads.get(value.storage)
+            if found is None:
+                found = len(size)
+                size.append(value.bytes)
+                born.append(i)
+                dies.append(i)
+                reads[value.storage] = found
+            instance_of[made, again] = found
+            if made in outputs and not again:
+                dies[found] = end
+    change = [0] * (end + 2)
+    for bytes_, first, last in zip(size, born, dies, strict=True):
+        change[first] += bytes_
+        change[last + 1] -= bytes_
+    held = problem.resident_bytes + (problem.in_flight - 1) * saved_bytes(problem, plan.saved)
+    curve = []
+    for i, (name, _) in enumerate(issues(plan.order)):
+        held += change[i]
+        curve.append(held + problem.cost(name).workspace_bytes)
+    return curve
+
+
+def saved_bytes(problem: Problem, saved: Sequence[str]) -> int:
+    """Bytes of the distinct, not resident storages of the saved values."""
+    trace = problem.trace
+    storages = {trace.value[name].storage: trace.value[name].bytes for name in saved}
+    return sum(b for storage, b in storages.items() if storage not in trace.resident)

@@ -1,0 +1,131 @@
+"""From a choice of storages to keep, to what is saved and what is recomputed; and the plain order.
+
+Solvers decide on storages (views of a kept storage cost nothing); a plan names values and ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from overlapc.ir import Op, Plan, Problem, Trace, issue
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Saved values, and the forward ops that must run again, in trace order."""
+
+    saved: tuple[str, ...]
+    recomputed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the backward reads of the forward: computed once for a trace."""
+
+    trace: Trace
+
+    @cached_property
+    def read_by_backward(self) -> tuple[str, ...]:
+        """Values made by forward ops that backward ops read."""
+        found: dict[str, None] = {}
+        for op in self.trace.ops:
+            if not op.is_forward:
+                for name in op.inputs:
+                    if self.forward_made(name):
+                        found[name] = None
+        return tuple(found)
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {op.name: i for i, op in enumerate(self.trace.ops)}
+
+    def forward_made(self, name: str) -> bool:
+        producer = self.trace.value[name].producer
+        return bool(producer) and self.trace.op[producer].is_forward
+
+    @cached_property
+    def storages(self) -> tuple[str, ...]:
+        """The storages that saving everything the backward reads would hold."""
+        found = {
+            self.trace.value[name].storage: None
+            for name in self.read_by_backward
+            if self.trace.value[name].storage not in self.trace.resident
+        }
+        return tuple(found)
+
+    def complete(self, keep: frozenset[str]) -> Choice:
+        """The saved values and recomputed ops that follow from keeping these storages.
+
+        Kept for free besides: views of inputs, and whatever may not run twice.
+        """
+        trace = self.trace
+        saved: dict[str, None] = {}
+        recomputed: set[str] = set()
+        front = list(self.read_by_backward)
+        seen = set(front)
+        while front:
+            name = front.pop()
+            value = trace.value[name]
+            producer = trace.op[value.producer]
+            held = value.storage in keep or value.storage in trace.resident
+            if (held and producer.role != "start") or not producer.recomputable:
+                saved[name] = None
+                continue
+            if producer.name in recomputed:
+                continue
+            recomputed.add(producer.name)
+            for given in producer.inputs:
+                if given not in seen and self.forward_made(given):
+                    seen.add(given)
+                    front.append(given)
+        position = self.position
+        return Choice(
+            tuple(sorted(saved, key=lambda n: (position[trace.value[n].producer], n))),
+            tuple(sorted(recomputed, key=position.__getitem__)),
+        )
+
+
+def on_demand(trace: Trace, choice: Choice) -> tuple[str, ...]:
+    """The trace's own order, each recomputed op right before the first that needs it."""
+    waiting = set(choice.recomputed)
+    saved = set(choice.saved)
+    order = [op.name for op in trace.ops if op.is_forward]
+
+    def recompute(op: Op) -> None:
+        stack = [(op, iter(op.inputs))]
+        while stack:
+            top, inputs = stack[-1]
+            for name in inputs:
+                producer = trace.value[name].producer
+                if name not in saved and producer in waiting:
+                    waiting.discard(producer)
+                    needed = trace.op[producer]
+                    stack.append((needed, iter(needed.inputs)))
+                    break
+            else:
+                stack.pop()
+                if stack:
+                    order.append(issue(top.name, True))
+
+    for op in trace.ops:
+        if not op.is_forward:
+            recompute(op)
+            order.append(op.name)
+    return tuple(order)
+
+
+def plan_on_demand(
+    problem: Problem, keep: Iterable[str], solver: str, needs: Needs | None = None
+) -> Plan:
+    """Keep these storages, recompute the rest where it is needed: what eager frameworks do."""
+    needs = needs or Needs(problem.trace)
+    choice = needs.complete(frozenset(keep))
+    return Plan(
+        digest=problem.trace.digest,
+        solver=solver,
+        saved=choice.saved,
+        order=on_demand(problem.trace, choice),
+        status="baseline",
+    )

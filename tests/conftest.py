@@ -1,0 +1,33 @@
+"""What every test shares.
+
+One thread per process, so that tests of several ranks do not fight over the cores; a Dynamo
+without memory of the test before; and the hypothesis profiles `ci` (default, the same examples
+every time) and `thorough` (`make test-all`).
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Read when torch is first imported, and inherited by the processes a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# No deadline, no health check on speed: an example that compiles a graph takes seconds.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "thorough", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo counts recompilations per code object and gives up at a limit, across tests."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()

@@ -1,0 +1,110 @@
+"""Run one function in several processes, each a rank, and never hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or ran out of time; the message says which and how."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60
+) -> list[Any]:
+    """`fn(rank, world_size, *args)` in `world_size` fresh processes; their results by rank.
+
+    `fn` must be importable (top level of a module), and what it takes and gives picklable.
+    MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK and WORLD_SIZE are set, so that
+    `dist.init_process_group("gloo")` works as it is. The first failure ends all ranks.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    port = _free_port()
+    processes, answers = [], {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        for rank in range(world_size):
+            ours, theirs = spawn.Pipe(duplex=False)
+            process = spawn.Process(
+                target=_rank_main, args=(theirs, port, fn, rank, world_size, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            answers[ours] = rank
+        results: list[Any] = [None] * world_size
+        while answers:
+            ready = wait(list(answers), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(answers.values())
+                raise RankFailed(f"ranks {late} of {world_size} not done after {timeout_s} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = answers.pop(pipe)
+                results[rank] = _receive(pipe, rank)
+        return results
+    finally:
+        for process in processes:
+            # A rank that has answered needs a moment to leave; one that has not, no mercy.
+            process.join(timeout=0 if answers else 5)
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in answers:
+            pipe.close()
+
+
+def _receive(pipe: Connection, rank: int) -> Any:
+    try:
+        answer = pipe.recv_bytes()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died without a word") from None
+    finally:
+        pipe.close()
+    failed, result = pickle.loads(answer)
+    if failed:
+        raise RankFailed(f"rank {rank} raised:\n{result}")
+    return result
+
+
+def _rank_main(
+    pipe: Connection,
+    port: int,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        OMP_NUM_THREADS="1",
+    )
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        # pickle copies tensors; multiprocessing's own pickler would share memory that is gone
+        # once this process ends.
+        answer = pickle.dumps((False, fn(rank, world_size, *args)))
+    except BaseException:
+        answer = pickle.dumps((True, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    pipe.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
