@@ -45,8 +45,10 @@ class ShapedPair:
         self.links = tuple(f"oc{os.getpid()}-{rank}" for rank in range(2))
 
     def __enter__(self) -> ShapedPair:
-        require_permission()
+        # A SIGTERM then ends the program by an exception, and so through `close`.
+        self._previous = signal.signal(signal.SIGTERM, _raise_exit)
         try:
+            require_permission()
             for name in self.names:
                 _command("ip", "netns", "add", name)
             first, second = self.links
@@ -74,6 +76,7 @@ class ShapedPair:
         """Remove the namespaces, and with them the link; whatever is already gone stays gone."""
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        signal.signal(signal.SIGTERM, self._previous)
 
     def set_rate(self, rate_mbit: float | None) -> None:
         """Change the link's bandwidth, in both directions; None lets it run free."""
@@ -89,7 +92,7 @@ class ShapedPair:
         self.rate_mbit = rate_mbit
 
     def run(
-        self, script: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 3600
+        self, script: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 1800
     ) -> None:
         """Run a Python script with its arguments as two ranks; raise if either of them fails.
 
@@ -168,7 +171,6 @@ def _command(*command: str) -> None:
 
 
 def _raise_exit(number: int, frame: FrameType | None) -> None:
-    """Turn SIGTERM into an exception, so that the namespaces are removed then too."""
     raise SystemExit(128 + number)
 
 
@@ -177,7 +179,6 @@ def main() -> None:
     parser.add_argument("--rate", type=parse_rates, default=[400.0], help="in Mbit/s, or none")
     parser.add_argument("script", nargs="+", help="a Python script and its arguments, after --")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _raise_exit)
     try:
         with ShapedPair(None) as pair:
             for rate in args.rate:

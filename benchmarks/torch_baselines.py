@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._inductor.fx_passes import overlap_scheduling
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_map
 
@@ -33,13 +33,19 @@ COLLECTIVES = "_c10d_functional"
 class MeasuredCosts:
     """Milliseconds of one op of a graph: run alone, on the device at hand, the same on all ranks.
 
-    Every rank must ask for the same ops in the same order. `unknown_size` stands for a size that
+    All ranks measure together, so every rank must come with the same ops in the same order:
+    `learn` a whole graph first, then ask in any order. `unknown_size` stands for a size that
     is only known at run time.
     """
 
     def __init__(self, unknown_size: int = 1, repeats: int = 5) -> None:
         self.unknown_size, self.repeats = unknown_size, repeats
         self.known: dict[str, float] = {}
+        self._clean = ThreadPoolExecutor(max_workers=1)
+
+    def learn(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            self(node)
 
     def __call__(self, node: fx.Node, override_size: int | None = None) -> float:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -47,16 +53,19 @@ class MeasuredCosts:
         args, kwargs = tree_map(self._describe, (node.args, node.kwargs))
         key = f"{node.target}{args}{kwargs}"
         if key not in self.known:
-            self.known[key] = self._measure(node.target, args, kwargs)
+            # A thread of its own has none of the compiler's modes. With them, waiting for gloo
+            # keeps the GIL, which gloo's thread then needs to finish: a deadlock.
+            measured = self._clean.submit(self._measure, node.target, args, kwargs)
+            self.known[key] = measured.result()
         return self.known[key]
 
     def _measure(self, target: Any, args: Any, kwargs: Any) -> float:
         if target is torch.ops._c10d_functional.wait_tensor.default:
             return 0.0
         collective = target.namespace == COLLECTIVES
-        with unset_fake_temporarily(), torch.no_grad():
-            args, kwargs = tree_map(_materialize, (args, kwargs))
-            seconds = []
+        args, kwargs = tree_map(_materialize, (args, kwargs))
+        seconds = []
+        with torch.no_grad():
             for _ in range(self.repeats):
                 if collective:
                     dist.barrier()
@@ -67,7 +76,7 @@ class MeasuredCosts:
                 seconds.append(time.perf_counter() - start)
             agreed = torch.tensor(statistics.median(seconds[1:]) * 1e3)
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-            return agreed.item()
+        return agreed.item()
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -118,6 +127,7 @@ class Baseline:
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
 
     def _partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        self.costs.learn(joint.graph)
         with (
             functorch_config.patch(activation_memory_budget=self.budget),
             patch.object(partitioners, "estimate_runtime", self.costs),
@@ -126,13 +136,14 @@ class Baseline:
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         if self.overlap:
+            self.costs.learn(graph.graph)
             with patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", self.costs):
                 graph = overlap_scheduling.schedule_overlap_bucketing(
                     graph,
                     custom_runtime_estimation=self.costs,
                     compute_estimator="analytical",
-                    max_memory_increase_gb=None,
-                    max_memory_increase_ratio=None,
+                    max_memory_increase_gb=64.0,
+                    max_memory_increase_ratio=1.0,
                 )
         graph.graph.set_codegen(_BoxedCodeGen())
         graph.recompile()

@@ -1,4 +1,4 @@
-"""What makes a plan legal. Shares no code with `simulate` or the solvers, so that it can judge them.
+"""What makes a plan legal; shares no code with `simulate` and the solvers, whom it judges.
 
 A plan is legal for a problem when running its order, front to back, computes the trace's own
 results:
@@ -20,8 +20,10 @@ with it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from overlapc.errors import InvalidPlan
-from overlapc.ir import Op, Plan, Problem, issue, issues
+from overlapc.ir import Plan, Problem, issue, issues, parse_issue
 
 
 def check(problem: Problem, plan: Plan) -> None:
@@ -120,7 +122,7 @@ def _check_recomputed(problem: Problem, plan: Plan) -> None:
                 f"R:{name} is issued, but all that {name} makes is saved already; expected "
                 "either to save or to recompute: drop one of the two"
             )
-        elif _phase(problem, op, True) == _phase(problem, op, False) and name not in done:
+        elif name not in done:
             raise InvalidPlan(
                 f"R:{name} is issued before {name}; expected to recompute what has run: "
                 f"move it behind {name}"
@@ -130,7 +132,7 @@ def _check_recomputed(problem: Problem, plan: Plan) -> None:
 def _check_phases(problem: Problem, plan: Plan) -> None:
     reached, by = 0, ""
     for name, recomputed in issues(plan.order):
-        phase = _phase(problem, problem.trace.op[name], recomputed)
+        phase = problem.phase_of(problem.trace.op[name], recomputed)
         if phase < reached:
             raise InvalidPlan(
                 f"{issue(name, recomputed)} of phase {problem.phases[phase]} is issued after "
@@ -160,28 +162,33 @@ def _check_collectives(problem: Problem, plan: Plan) -> None:
             waited.add(start)
     for start in plan.order:
         if start in started and start not in waited:
-            wait = start.replace(*_start_and_wait(problem, start))
+            name, recomputed = parse_issue(start)
+            wait = issue(problem.trace.wait_of[name], recomputed)
             raise InvalidPlan(
-                f"{start} is started and never waited for; expected {wait} after it: issue {wait}"
+                f"{start} is started and never waited for; expected a wait after each start: "
+                f"issue {wait}"
             )
 
 
 def _check_random(problem: Problem, plan: Plan) -> None:
-    trace = problem.trace
-    for index, letters in enumerate(problem.phases):
+    def draws(names: Iterable[str]) -> dict[int, list[str]]:
+        """The random ops of each phase, in the order of `names`."""
+        found: dict[int, list[str]] = {}
+        for name in names:
+            op = problem.trace.op[name]
+            if op.random:
+                found.setdefault(problem.phase_of(op), []).append(name)
+        return found
 
-        def draws(name: str, phase: int = index) -> bool:
-            op = trace.op[name]
-            return op.random and _phase(problem, op, False) == phase
-
-        expected = [op.name for op in trace.ops if draws(op.name)]
-        found = [name for name, recomputed in issues(plan.order) if not recomputed and draws(name)]
-        for one, other in zip(found, expected, strict=True):
+    expected = draws(op.name for op in problem.trace.ops)
+    found = draws(name for name, recomputed in issues(plan.order) if not recomputed)
+    for phase, names in found.items():
+        for one, other in zip(names, expected[phase], strict=True):
             if one != other:
                 raise InvalidPlan(
                     f"the random op {one} is issued before {other}; expected the trace's order "
-                    f"of the random ops of phase {letters}, or they draw other numbers: "
-                    f"move {one} behind {other}"
+                    f"of the random ops of phase {problem.phases[phase]}, or they draw other "
+                    f"numbers: move {one} behind {other}"
                 )
 
 
@@ -209,15 +216,11 @@ def _check_available(problem: Problem, plan: Plan) -> None:
                     f"{text} reads {name} of {source}, which is not issued before it; expected "
                     f"values to be made before they are read: move {source} before {text}"
                 )
-            here = _phase(problem, op, recomputed)
-            if not later and _phase(problem, producer, False) != here:
+            here = problem.phase_of(op, recomputed)
+            if not later and problem.phase_of(producer) != here:
                 raise InvalidPlan(
                     f"{text} of phase {problem.phases[here]} reads {name}, which "
                     f"{producer.name} of another phase makes; expected only saved values of the "
                     "forward to cross a phase border: put both into one phase"
                 )
         issued.add(text)
-
-
-def _phase(problem: Problem, op: Op, recomputed: bool) -> int:
-    return problem.phase_of(op, recomputed)

@@ -132,8 +132,7 @@ class Trace:
                 starts = [
                     producer
                     for name in op.inputs
-                    if (producer := self.value[name].producer)
-                    and self.op[producer].role == "start"
+                    if (producer := self.value[name].producer) and self.op[producer].role == "start"
                 ]
                 if len(starts) != 1:
                     raise InvalidProblem(
@@ -160,22 +159,34 @@ class Trace:
         """Changes whenever structure, shapes or order of the trace change."""
         h = hashlib.sha256()
         for op in self.ops:
-            h.update(f"{op.name}|{op.role}|{op.lane}|{op.piece}|{op.signature}|".encode())
-            h.update(f"{','.join(op.inputs)}>{','.join(op.outputs)}|".encode())
-            h.update(f"{op.random:d}{op.recomputable:d}\n".encode())
+            h.update(ascii(op).encode())
         for value in self.values:
-            h.update(f"{value.name}|{value.storage}|{value.producer}\n".encode())
-        h.update(f"{','.join(self.inputs)}>{','.join(self.outputs)}".encode())
+            h.update(ascii((value.name, value.storage, value.producer)).encode())
+        h.update(ascii((self.inputs, self.outputs)).encode())
         return h.hexdigest()[:16]
 
     def validate(self) -> None:
         """Raise InvalidProblem unless the trace obeys the grammar."""
-        known = set(self.inputs)
+        for what, count, names in (
+            ("ops", len(self.ops), self.op),
+            ("values", len(self.values), self.value),
+        ):
+            if len(names) != count:
+                raise InvalidProblem(f"{count - len(names)} {what} share a name with another")
+        known: set[str] = set()
+        for name in self.inputs:
+            if name in known or name not in self.value or self.value[name].producer:
+                raise InvalidProblem(f"input {name} is listed twice, unknown or made by an op")
+            known.add(name)
         for op in self.ops:
+            if op.name.startswith(RECOMPUTE):
+                raise InvalidProblem(f"op {op.name}: names cannot start with {RECOMPUTE}")
             for name in op.inputs:
                 if name not in known:
                     raise InvalidProblem(f"{op.name} reads {name} before anything makes it")
             for name in op.outputs:
+                if name not in self.value:
+                    raise InvalidProblem(f"{op.name} makes {name}, which is no value")
                 if name in known or self.value[name].producer != op.name:
                     raise InvalidProblem(f"{name} has more than one producer")
                 known.add(name)
@@ -183,9 +194,9 @@ class Trace:
                 raise InvalidProblem(f"{op.name} has unknown role {op.role!r}")
             if (op.role == "start") != (op.lane != COMPUTE):
                 raise InvalidProblem(f"{op.name} ({op.role}) cannot be on lane {op.lane}")
-        for name in self.outputs:
+        for name in (*self.value, *self.outputs):
             if name not in known:
-                raise InvalidProblem(f"output {name} is never made")
+                raise InvalidProblem(f"value {name} is never made")
         for op in self.ops:
             if op.role == "start" and op.name not in self.wait_of:
                 raise InvalidProblem(f"collective {op.name} is started and never waited for")

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from overlapc.errors import InvalidPlan
 from overlapc.ir import (
@@ -36,7 +37,7 @@ def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = Non
     return Timeline(
         spans=tuple(spans),
         step_ns=step_ns,
-        phase_ns=tuple(b - a for a, b in zip(borders[:-1], borders[1:], strict=True)),
+        phase_ns=tuple(b - a for a, b in pairwise(borders)),
         exposures=_exposures(spans, blocked),
         memory=tuple(memory),
         peak_bytes=max(memory, default=0),
@@ -95,9 +96,7 @@ def _run(
     lanes: dict[str, deque[_Collective]] = {lane: deque() for lane in trace.lanes}
     phases = [problem.phase_of(op, rec) for op, (_, rec) in zip(ops, order, strict=True)]
     phase_end = [0] * len(problem.phases)
-    ranks = [
-        _Rank([profile.costs[name].compute_ns for name, _ in order]) for profile in profiles
-    ]
+    ranks = [_Rank([profile.costs[name].compute_ns for name, _ in order]) for profile in profiles]
     spans: list[Span] = []
     now = 0
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import globaltimer
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from triton.language.extra.cuda import globaltimer  # type: ignore[import-not-found]
 
 _SCRATCH_BYTES = 64 << 20  # larger than a last-level cache, so that the copies reach memory
 _STAGE_BYTES = 16 << 20
@@ -42,11 +42,11 @@ class GpuLane:
         self._mode = mode
         self._blocks = blocks
         self.stream = torch.cuda.Stream(device)
-        self._values = torch.cuda.Stream(device)
-        self._inbound = torch.cuda.Stream(device) if mode == "copy_engine" else None
+        # What runs beside the delay: the values, then what leaves the GPU; and what enters it.
+        self._outbound = torch.cuda.Stream(device)
+        self._inbound = torch.cuda.Stream(device)
         # Compile and allocate now, not inside a measurement.
-        with torch.cuda.device(device), torch.cuda.stream(self.stream):
-            self._delay(duration_ns=1, wire_bytes=1.0)
+        self.launch(duration_ns=1, wire_bytes=1.0, values=lambda: None)
         self.stream.synchronize()
 
     def launch(
@@ -59,51 +59,49 @@ class GpuLane:
         """
         with torch.cuda.device(self._device):
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._values.wait_stream(self.stream)  # also after all earlier transfers
-            with torch.cuda.stream(self._values):
+            self._outbound.wait_stream(self.stream)  # also after all earlier transfers
+            self._inbound.wait_stream(self.stream)
+            with torch.cuda.stream(self._outbound):
                 values()
-            with torch.cuda.stream(self.stream):
+            if duration_ns > 0:
                 self._delay(duration_ns, wire_bytes)
-            self.stream.wait_stream(self._values)
+            self.stream.wait_stream(self._outbound)
+            self.stream.wait_stream(self._inbound)
             return self.stream.record_event()
 
     def _delay(self, duration_ns: int, wire_bytes: float) -> None:
-        """Occupy the current stream, which is the lane's."""
-        if duration_ns == 0:
-            return
-        if self._mode == "contending":
-            source, target = _scratch(self._device)
-            pieces = math.ceil(wire_bytes / (_PIECE_BYTES * self._blocks))
-            _paced_copy[(self._blocks,)](
-                source,
-                target,
-                duration_ns,
-                pieces,
-                SLOTS=_SCRATCH_BYTES // _PIECE_BYTES,
-                WORDS=_PIECE_BYTES // _WORD_BYTES,
-                num_warps=8,
-            )
-            return
         if self._mode == "copy_engine":
             self._through_host(wire_bytes)
-        _watch_clock[(1,)](duration_ns, num_warps=1)
+        with torch.cuda.stream(self.stream):
+            if self._mode == "contending":
+                self._paced(duration_ns, wire_bytes)
+            else:
+                _watch_clock[(1,)](duration_ns, num_warps=1)
+
+    def _paced(self, duration_ns: int, wire_bytes: float) -> None:
+        source, target = _scratch(self._device)
+        _paced_copy[(self._blocks,)](
+            source,
+            target,
+            duration_ns,
+            math.ceil(wire_bytes / (_PIECE_BYTES * self._blocks)),
+            SLOTS=_SCRATCH_BYTES // _PIECE_BYTES,
+            WORDS=_PIECE_BYTES // _WORD_BYTES,
+            num_warps=8,
+        )
 
     def _through_host(self, wire_bytes: float) -> None:
-        """Both directions at once: out on the values' stream, in on a stream of its own."""
-        assert self._inbound is not None
+        """Both directions at once, in stages, so that pinned memory stays small."""
         source, target = _scratch(self._device)
         outbox, inbox = _stage(self._device)
-        self._inbound.wait_stream(self.stream)
         left = math.ceil(wire_bytes / _WORD_BYTES)
         while left > 0:
             now = min(left, outbox.numel())
-            with torch.cuda.stream(self._values):
+            with torch.cuda.stream(self._outbound):
                 outbox[:now].copy_(source[:now], non_blocking=True)
             with torch.cuda.stream(self._inbound):
                 target[:now].copy_(inbox[:now], non_blocking=True)
             left -= now
-        self.stream.wait_stream(self._values)
-        self.stream.wait_stream(self._inbound)
 
 
 @triton.jit(do_not_specialize=["duration_ns"])

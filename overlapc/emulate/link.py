@@ -8,9 +8,9 @@ A group is one in-order lane, as an NCCL communicator's stream is: a second coll
 flight begins when the first ends. Sends and receives have a lane for each ordered pair of
 ranks. Groups do not slow each other down.
 
-Launch times travel on a second, private gloo group, asynchronously. They can be compared
-because `time.monotonic_ns` is one clock for all processes of one machine; ranks on different
-machines are refused.
+Ranks tell each other their launch times through shared memory: no message, no thread. The
+times can be compared because `time.monotonic_ns` is one clock for all processes of one
+machine; ranks on different machines are refused.
 
 Choose a link slower than gloo over loopback (about 1 GB/s, and it costs CPU): the data must
 have arrived before the modelled end for the model to be what is measured.
@@ -18,17 +18,20 @@ have arrived before the modelled end for the model to be what is measured.
 
 from __future__ import annotations
 
+import mmap
+import os
+import platform
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from overlapc.emulate.group import EmulatedGroup, register, settings_of_world, sleep_until
 from overlapc.emulate.model import Link
@@ -53,57 +56,103 @@ class LinkGroup(EmulatedGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, link: Link):
         super().__init__(rank, size, link)
-        _check_one_machine(store, rank)
         self.settings = link
-        self._data = _gloo(dist.PrefixStore("data", store), rank, size, timeout)
-        self._clock = _gloo(dist.PrefixStore("clock", store), rank, size, timeout)
-        self._collectives = _Lane()
+        self._board = _Board(dist.PrefixStore("board", store), rank, size, timeout)
+        self._gloo = _gloo(dist.PrefixStore("data", store), rank, size, timeout)
+        self._collectives = _Lane(self._board, mine=rank, all_rows=list(range(size)))
         self._pairs: dict[tuple[int, int], _Lane] = {}
 
     def _start(self, call: str, wire_bytes: float, *args: Any) -> dist.Work:
-        mine = torch.tensor([time.monotonic_ns(), self.duration_ns(wire_bytes)])
-        if call in ("send", "recv"):
-            lane, meet = self._meet_peer(mine, call, peer=args[1], tag=args[2])
-        else:
-            lane, meet = self._meet_all(mine)
-        # The clock goes first: it must not queue behind the data on the way out.
-        work = getattr(self._data, _GLOO_NAME.get(call, call))(*args)
-        return lane.join(_Transfer(work, meet, lane, result=args[0] if args else None))
+        launched_ns = time.monotonic_ns()
+        lane = self._pair(call, args[1]) if call in ("send", "recv") else self._collectives
+        transfer = lane.launch(launched_ns, self.duration_ns(wire_bytes))
+        work = getattr(self._gloo, _GLOO_NAME.get(call, call))(*args)
+        return _Work(work, transfer, lane, result=args[0] if args else None)
 
-    def _meet_all(self, mine: torch.Tensor) -> tuple[_Lane, _Meet]:
-        """The latest launch and the longest duration of any rank (splits may be uneven)."""
-        opts = c10d.AllreduceOptions()
-        opts.reduceOp = dist.ReduceOp.MAX
-        work = self._clock.allreduce([mine], opts)
-
-        def meet() -> list[int]:
-            work.wait()
-            return mine.tolist()
-
-        return self._collectives, meet
-
-    def _meet_peer(self, mine: torch.Tensor, call: str, peer: int, tag: int) -> tuple[_Lane, _Meet]:
-        """The same between two ranks. Both tell each other; tags keep the directions apart."""
-        sends = call == "send"
-        pair = (self.rank(), peer) if sends else (peer, self.rank())
-        theirs = torch.empty_like(mine)
-        told = self._clock.send([mine], peer, 2 * tag + (not sends))
-        heard = self._clock.recv([theirs], peer, 2 * tag + sends)
-
-        def meet() -> list[int]:
-            told.wait()
-            heard.wait()
-            return torch.maximum(mine, theirs).tolist()
-
-        return self._pairs.setdefault(pair, _Lane()), meet
+    def _pair(self, call: str, peer: int) -> _Lane:
+        """The lane of the sends from one rank to another; both ends write into it."""
+        source, target = (self.rank(), peer) if call == "send" else (peer, self.rank())
+        if (source, target) not in self._pairs:
+            row = self.size() + 2 * (source * self.size() + target)
+            mine = row if call == "send" else row + 1
+            self._pairs[source, target] = _Lane(self._board, mine, all_rows=[row, row + 1])
+        return self._pairs[source, target]
 
     def shutdown(self) -> None:
-        self._data.shutdown()
-        self._clock.shutdown()
+        self._gloo.shutdown()
 
 
-# Blocks until every rank concerned has launched; gives [latest launch, longest duration] in ns.
-_Meet = Callable[[], list[int]]
+class _Board:
+    """Launch times in memory that all ranks of a group map: written by one, read by all.
+
+    A row belongs to one writer: row r to rank r's collectives, then two rows to each ordered
+    pair of ranks, for the sender and the receiver. A row is a ring of entries
+    `(number + 1, launch ns, duration ns)`, the first word written last.
+    """
+
+    RING = 512  # transfers of one row that may be in flight
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+        rows = ranks + 2 * ranks * ranks
+        if rank == 0:
+            shared = Path("/dev/shm")
+            file, path = tempfile.mkstemp("", "overlapc-link-", shared if shared.exists() else None)
+            os.ftruncate(file, rows * self.RING * 3 * 8)
+            store.set("path", path)
+            store.set("machine", _machine())
+        else:
+            if (machine := store.get("machine").decode()) != _machine():
+                raise RankError(
+                    f"rank {rank} runs on machine {_machine()}, rank 0 on {machine}; the emulated "
+                    "link needs one clock and one memory: start all ranks on one machine, or use "
+                    "a real backend"
+                )
+            file = os.open(store.get("path").decode(), os.O_RDWR)
+        self._words = memoryview(mmap.mmap(file, 0)).cast("q")
+        os.close(file)
+        if rank == 0:
+            store.wait([f"mapped {other}" for other in range(1, ranks)])
+            os.unlink(path)
+        else:
+            store.set(f"mapped {rank}", "")
+
+    def write(self, row: int, number: int, launched_ns: int, duration_ns: int) -> None:
+        at = self._entry(row, number)
+        self._words[at + 1] = launched_ns
+        self._words[at + 2] = duration_ns
+        self._words[at] = number + 1
+
+    def read(self, row: int, number: int, block: bool) -> tuple[int, int] | None:
+        """(launch, duration), once they are written; None if not yet and `block` is false.
+
+        Gloo has usually had to wait for the other ranks anyway, so a read rarely polls.
+        """
+        at = self._entry(row, number)
+        give_up = time.monotonic() + self._timeout_s
+        while self._words[at] <= number:
+            if not block:
+                return None
+            if time.monotonic() > give_up:
+                raise RankError(
+                    f"a rank has not launched transfer {number} after {self._timeout_s:g} s; "
+                    "every rank must issue the same collectives in the same order"
+                )
+            time.sleep(1e-4)
+        if self._words[at] != number + 1:
+            raise RankError(
+                f"more than {self.RING} transfers in flight on one group; wait for them earlier"
+            )
+        return self._words[at + 1], self._words[at + 2]
+
+    def _entry(self, row: int, number: int) -> int:
+        return (row * self.RING + number % self.RING) * 3
+
+
+@dataclass(eq=False)
+class _Transfer:
+    number: int  # within its lane
+    end_ns: int | None = None  # known once all ranks concerned have launched
 
 
 class _Lane:
@@ -112,33 +161,53 @@ class _Lane:
     All ranks compute the same ends, from the same launch times, without further messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, board: _Board, mine: int, all_rows: list[int]) -> None:
+        self._board = board
+        self._mine = mine
+        self._all_rows = all_rows
         self._lock = threading.Lock()
-        self._unmet: deque[_Transfer] = deque()
+        self._launched = 0
+        self._open: deque[_Transfer] = deque()
         self._free_ns = 0
 
-    def join(self, transfer: _Transfer) -> _Transfer:
-        self._unmet.append(transfer)
+    def launch(self, launched_ns: int, duration_ns: int) -> _Transfer:
+        transfer = _Transfer(self._launched)
+        self._board.write(self._mine, transfer.number, launched_ns, duration_ns)
+        self._open.append(transfer)
+        self._launched += 1
+        # Works that nobody waits for must not fill the ring. Whoever holds the lock does this.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle(transfer, block=False)
+            finally:
+                self._lock.release()
         return transfer
 
-    def end_of(self, transfer: _Transfer) -> int:
+    def end_of(self, transfer: _Transfer, block: bool = True) -> int | None:
         with self._lock:
-            while transfer.end_ns is None:
-                first = self._unmet[0]
-                launched_ns, duration_ns = first.meet()
-                first.end_ns = self._free_ns = max(self._free_ns, launched_ns) + duration_ns
-                self._unmet.popleft()
+            return self._settle(transfer, block)
+
+    def _settle(self, transfer: _Transfer, block: bool) -> int | None:
+        while transfer.end_ns is None:
+            first = self._open[0]
+            entries = [self._board.read(row, first.number, block) for row in self._all_rows]
+            known = [entry for entry in entries if entry is not None]
+            if len(known) < len(entries):
+                return None
+            # Uneven splits take as long as they take the rank with most to carry.
+            launched_ns, duration_ns = (max(column) for column in zip(*known, strict=True))
+            first.end_ns = self._free_ns = max(self._free_ns, launched_ns) + duration_ns
+            self._open.popleft()
         return transfer.end_ns
 
 
-class _Transfer(dist.Work):
+class _Work(dist.Work):
     """One operation in flight. `wait` may be called often and from any thread."""
 
-    def __init__(self, work: dist.Work, meet: _Meet, lane: _Lane, result: Any) -> None:
+    def __init__(self, work: dist.Work, transfer: _Transfer, lane: _Lane, result: Any) -> None:
         super().__init__()
-        self.meet = meet
-        self.end_ns: int | None = None
         self._work = work
+        self._transfer = transfer
         self._lane = lane
         self._result = result
         self._lock = threading.Lock()
@@ -151,7 +220,9 @@ class _Transfer(dist.Work):
                     self._work.wait(timeout)
                 else:
                     self._work.wait()
-                sleep_until(self._lane.end_of(self))
+                end_ns = self._lane.end_of(self._transfer)
+                assert end_ns is not None
+                sleep_until(end_ns)
                 self._delivered = True
         return True
 
@@ -161,7 +232,8 @@ class _Transfer(dist.Work):
             return True
         if not self._work.is_completed():
             return False
-        return time.monotonic_ns() >= self._lane.end_of(self)
+        end_ns = self._lane.end_of(self._transfer, block=False)
+        return end_ns is not None and time.monotonic_ns() >= end_ns
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -215,19 +287,10 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.P
     return group
 
 
-def _check_one_machine(store: dist.Store, rank: int) -> None:
+def _machine() -> str:
+    """A name of this machine, of this boot where the system tells."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    if not boot_id.exists():  # not Linux: trust the user
-        return
-    mine = boot_id.read_text().strip()
-    if rank == 0:
-        store.set("boot_id", mine)
-    elif (first := store.get("boot_id").decode()) != mine:
-        raise RankError(
-            f"rank {rank} runs on another machine than rank 0 (boot {mine} and {first}); the "
-            "emulated link compares one machine's clock: start all ranks on one machine, or use "
-            "a real backend"
-        )
+    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
 def _create(backend: Any, options: Any) -> LinkGroup:

@@ -28,8 +28,14 @@ def _reduce(tensor: torch.Tensor, op: Any, ranks: int) -> None:
         tensor.pow_(ranks)
     elif not any(op == same for same in _UNCHANGED):
         raise NotImplementedError(
-            f"the fabric cannot reduce with {op}; it knows SUM, PRODUCT, AVG, MAX, MIN, BAND, BOR"
+            f"the fabric cannot reduce with {_name(op)}; "
+            "it knows SUM, PRODUCT, AVG, MAX, MIN, BAND and BOR"
         )
+
+
+def _name(op: Any) -> str:
+    kinds = dist.ReduceOp.RedOpType.__members__
+    return next((name for name, kind in kinds.items() if op == kind), str(op))
 
 
 @torch.no_grad()
@@ -168,7 +174,8 @@ def scatter(
     if rank != opts.rootRank:
         raise NotImplementedError(
             f"scatter from rank {opts.rootRank}, but only rank {rank} is present in the fabric "
-            "and knows no other rank's list; scatter from the present rank"
+            "and knows no other rank's list: scatter from the present rank, be rank "
+            f"{opts.rootRank}, or, with DTensors, pass src_data_rank=None, which keeps own data"
         )
     for output, slots in zip(outputs, inputs, strict=True):
         output.copy_(slots[rank])

@@ -163,9 +163,7 @@ def trace_joint(
         )
     results = joint.graph.find_nodes(op="output")[0].args[0]
     outputs = [n.name for n in results if isinstance(n, fx.Node)]
-    trace = Trace(
-        tuple(ops), tuple(values.values()), tuple(inputs), tuple(dict.fromkeys(outputs))
-    )
+    trace = Trace(tuple(ops), tuple(values.values()), tuple(inputs), tuple(dict.fromkeys(outputs)))
     try:
         trace.validate()
     except Exception as error:
@@ -221,9 +219,10 @@ def _same_storage(a: fx.Node, b: fx.Node) -> bool:
         return False
     try:
         keys = {t.untyped_storage()._cdata for t in theirs}
-        return any(t.untyped_storage()._cdata in keys for t in mine) or len(
-            [n for n in a.all_input_nodes]
-        ) <= 1
+        return (
+            any(t.untyped_storage()._cdata in keys for t in mine)
+            or len([n for n in a.all_input_nodes]) <= 1
+        )
     except (RuntimeError, NotImplementedError):
         return True
 

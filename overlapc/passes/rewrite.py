@@ -149,9 +149,7 @@ def _verify(
     """The emitted backward issues exactly what the plan says, in its order."""
     trace = captured.trace
     emitted = [names[n] for n in backward.graph.nodes if n in names and n.op == "call_function"]
-    planned = [
-        name for name, again in issues(plan.order) if again or not trace.op[name].is_forward
-    ]
+    planned = [name for name, again in issues(plan.order) if again or not trace.op[name].is_forward]
     alive = set(emitted)
     if emitted != [name for name in planned if name in alive]:
         wrong = next(

@@ -18,9 +18,7 @@ def weight_grads(
     joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int, static: frozenset[int]
 ) -> set[fx.Node]:
     """The W nodes of a joint graph. `static` are the positions of parameters among primals."""
-    primals = [
-        n for n in joint.graph.nodes if n.op == "placeholder" and "primals" in str(n.target)
-    ]
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
     module = _modules([p for i, p in enumerate(primals) if i in static], forward)
     results = joint.graph.find_nodes(op="output")[0].args[0]
     reaches: dict[fx.Node, int | None] = {}
@@ -40,9 +38,7 @@ def weight_grads(
                 continue
             there = reaches.get(given)
             reaches[given] = here if there is None or there == here else _MANY
-    return {
-        n for n, r in reaches.items() if r is not None and r != _MANY and n not in forward
-    }
+    return {n for n, r in reaches.items() if r is not None and r != _MANY and n not in forward}
 
 
 def _modules(parameters: list[fx.Node], forward: set[fx.Node]) -> dict[fx.Node, int]:

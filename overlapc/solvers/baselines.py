@@ -28,9 +28,7 @@ def full(problem: Problem) -> Plan:
     inside = {
         trace.value[name].storage for op in trace.ops[first:last] for name in op.outputs
     } - set(borders)
-    return plan_on_demand(
-        problem, (set(needs.storages) | set(borders)) - inside, "full", needs
-    )
+    return plan_on_demand(problem, (set(needs.storages) | set(borders)) - inside, "full", needs)
 
 
 def selective(problem: Problem) -> Plan:

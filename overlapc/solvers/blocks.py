@@ -7,6 +7,8 @@ some period (attention and MLP segments repeat with period two).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from overlapc.ir import Trace
 
 
@@ -52,10 +54,7 @@ def block_borders(trace: Trace) -> tuple[int, int, tuple[str, ...]]:
     its blocks. Without repetition the whole forward is one block with no border."""
     places = cuts(trace)
     ends = [i for i, _ in places] + [sum(op.is_forward for op in trace.ops)]
-    segments = [
-        tuple(op.signature for op in trace.ops[a:b])
-        for a, b in zip(ends[:-1], ends[1:], strict=True)
-    ]
+    segments = [tuple(op.signature for op in trace.ops[a:b]) for a, b in pairwise(ends)]
     best = (0, 0, 1)  # covered segments, first, period
     for period in range(1, max(2, len(segments) // 2 + 1)):
         run = 0
@@ -68,7 +67,9 @@ def block_borders(trace: Trace) -> tuple[int, int, tuple[str, ...]]:
     if not best[0]:
         return 0, ends[-1], ()
     ops, first, period = best
-    covered = next(n for n in range(period, len(segments) + 1) if ends[first + n] - ends[first] == ops)
+    covered = next(
+        n for n in range(period, len(segments) + 1) if ends[first + n] - ends[first] == ops
+    )
     borders = tuple(places[first + n][1] for n in range(0, covered, period))
     if first + covered < len(places):
         borders += (places[first + covered][1],)

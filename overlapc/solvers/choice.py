@@ -45,6 +45,12 @@ class Needs:
         producer = self.trace.value[name].producer
         return bool(producer) and self.trace.op[producer].is_forward
 
+    def may_rerun(self, op: Op) -> bool:
+        """A wait runs again only with its start: a started collective cannot be kept."""
+        if op.role == "wait":
+            return op.recomputable and self.trace.op[self.trace.start_of[op.name]].recomputable
+        return op.recomputable
+
     @cached_property
     def storages(self) -> tuple[str, ...]:
         """The storages that saving everything the backward reads would hold."""
@@ -70,7 +76,7 @@ class Needs:
             value = trace.value[name]
             producer = trace.op[value.producer]
             held = value.storage in keep or value.storage in trace.resident
-            if (held and producer.role != "start") or not producer.recomputable:
+            if (held and producer.role != "start") or not self.may_rerun(producer):
                 saved[name] = None
                 continue
             if producer.name in recomputed:

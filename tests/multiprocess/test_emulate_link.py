@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from overlapc.emulate import Link, init_link
+from overlapc.emulate.link import _Board, _Lane
+from overlapc.errors import RankError
 from tests.multiprocess.collectives import every_operation
 from tests.multiprocess.spawn import RankFailed, run_ranks
 
@@ -60,9 +64,9 @@ def timings(rank: int, ranks: int) -> dict[str, float]:
         work.wait()
     took["three in flight"] = time.monotonic() - begin
 
-    begin = start()
+    funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))  # imports on first use
+    start()
     y = funcol.all_reduce(x, "sum", dist.group.WORLD)
-    took["launch"] = time.monotonic() - begin
     time.sleep(0.3)  # stands for compute
     begin_wait = time.monotonic()
     funcol.wait_tensor(y)
@@ -123,17 +127,49 @@ def test_time_follows_the_model() -> None:
         "uneven all-to-all": 0.15,
         "own link": 0.4,
     }
-    late = {"one rank late"}
     for rank, took in enumerate(run_ranks(timings, 2)):
         for case, seconds in expected.items():
             # Ranks leave the barrier at slightly different times.
             least = seconds - 0.02
             assert least <= took[case] <= seconds + SLACK_S, (rank, case, took)
-        assert took["launch"] < 0.09, took
         assert took["residual wait"] < 0.09, took  # hidden: 100 ms of link under 300 of compute
         assert not took["completed early"]
         assert took["completed late"]
-    assert late <= expected.keys()
+
+
+def two_lanes() -> list[_Lane]:
+    """One lane as two ranks see it, in one process."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        boards = pool.map(lambda rank: _Board(store, rank, 2, timedelta(seconds=5)), range(2))
+        return [_Lane(board, mine=r, all_rows=[0, 1]) for r, board in enumerate(boards)]
+
+
+def test_lane_begins_with_the_last_rank_and_keeps_order() -> None:
+    ours, theirs = two_lanes()
+    first, second, third = (ours.launch(at, 100) for at in (1000, 1010, 2000))
+    assert ours.end_of(first, block=False) is None  # the other rank has launched nothing
+    for at, duration in [(1050, 100), (1060, 300), (1990, 100)]:
+        theirs.launch(at, duration)
+    assert ours.end_of(third) == 2100  # the link was idle before
+    assert (first.end_ns, second.end_ns) == (1150, 1450)  # one after the other; the longer counts
+
+
+def test_works_nobody_waits_for_do_not_fill_the_ring() -> None:
+    ours, theirs = two_lanes()
+    for at in range(3 * _Board.RING):
+        ours.launch(at, 1)
+        last = theirs.launch(at, 1)
+    assert theirs.end_of(last) == 3 * _Board.RING
+
+
+def test_too_many_in_flight_is_an_error() -> None:
+    ours, theirs = two_lanes()
+    first = ours.launch(0, 1)
+    for at in range(_Board.RING + 1):
+        theirs.launch(at, 1)
+    with pytest.raises(RankError, match="in flight"):
+        ours.end_of(first)
 
 
 def tensor_parallel(rank: int, ranks: int) -> bool:
@@ -172,7 +208,7 @@ def tensor_parallel(rank: int, ranks: int) -> bool:
 
 
 def test_dtensor_and_compiled_collectives_match_gloo() -> None:
-    assert run_ranks(tensor_parallel, 2, timeout_s=120) == [True, True]
+    assert run_ranks(tensor_parallel, 2, timeout_s=50) == [True, True]
 
 
 def data_parallel(rank: int, ranks: int) -> list[torch.Tensor]:
@@ -202,12 +238,12 @@ def test_missing_settings_are_named() -> None:
         run_ranks(asks_without_settings, 1)
 
 
-def waits_for_nobody(rank: int, ranks: int) -> None:
+def sleeps_too_long(rank: int, ranks: int) -> None:
     time.sleep(60 if rank else 0)
 
 
 def test_run_ranks_ends_in_time() -> None:
     begin = time.monotonic()
-    with pytest.raises(RankFailed, match=r"ranks \[1\] of 2"):
-        run_ranks(waits_for_nobody, 2, timeout_s=12)
+    with pytest.raises(RankFailed, match="not done after 5 s"):
+        run_ranks(sleeps_too_long, 2, timeout_s=5)
     assert time.monotonic() - begin < 40

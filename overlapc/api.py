@@ -1,0 +1,173 @@
+"""The front door: `optimize` for training, `capture` and `plan` for planning without running."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from overlapc.errors import OptionError, OverlapcError
+from overlapc.files import load_plan
+from overlapc.ir import Plan
+from overlapc.passes.capture import Captured, capture
+from overlapc.passes.rewrite import rewrite
+from overlapc.planning import Options, Report, plan_captured
+from overlapc.runtime.backend import Backend
+from overlapc.runtime.exchange import busy
+from overlapc.solvers import SOLVERS
+
+__all__ = ["capture", "optimize", "plan", "rewrite"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def optimize(
+    model: Model,
+    *,
+    memory_budget: int | float | str | None = None,
+    solver: str = "overlap",
+    backend: str = "eager",
+    profile: str = "measure",
+    hardware: str = "cpu-gloo",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    timeout_s: float = 10.0,
+    dynamic: bool | None = None,
+) -> Model:
+    """A twin of `model` whose training step overlaps recompute and weight gradients with
+    communication, with bitwise the same gradients.
+
+    The twin shares all state with `model` (parameters, buffers, hooks, mode) and has its type;
+    use either. It plans at its first forward under autograd, once for each graph.
+
+    memory_budget   what one step may allocate at its peak: bytes (int), text with a unit
+                    ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
+    solver          "overlap", or a baseline: "none", "full", "selective", "torch"
+    backend         "eager" runs the graph's ops in the plan's order; "inductor" compiles them
+    profile         "measure" times the ops and links on this machine; "estimate" uses `hardware`
+    plan            a Plan, or the path of a saved one, instead of solving; refused for other graphs
+    timeout_s       how long ranks wait for a rank that does nothing
+    dynamic         as in torch.compile
+
+    Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
+    `plan` and `timeline` of the only graph, `explain()` for all.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"optimize expects an nn.Module, found {type(model).__name__}")
+    if isinstance(model, Optimized):
+        raise OptionError("this model is optimized already; pass the original to optimize again")
+    if solver not in SOLVERS:
+        raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
+    if profile not in ("measure", "estimate"):
+        raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
+    if plan is not None and not isinstance(plan, Plan):
+        plan = load_plan(plan)
+    options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s)
+    return _twin(model, options, dynamic)
+
+
+def plan(
+    model: nn.Module,
+    *args: Any,
+    memory_budget: int | float | str | None = None,
+    solver: str = "overlap",
+    hardware: str = "a100-sxm-80",
+    **kwargs: Any,
+) -> tuple[Captured, Report]:
+    """Plan a model without running it, on real or fake tensors and process groups, with costs
+    estimated for `hardware`. `rewrite(captured, report.plan)` gives the graphs."""
+    captured = capture(model, *args, **kwargs)
+    options = Options(memory_budget, solver, profile="estimate", hardware=hardware)
+    return plan_captured(captured, options)
+
+
+class Optimized:
+    """What `optimize` adds to the class of a model. Instances share the model's `__dict__`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine(self)
+        if not torch.is_grad_enabled():
+            return engine.model(*args, **kwargs)
+        try:
+            if engine.begun:
+                return engine.compiled(*args, **kwargs)
+            engine.begun = True
+            with busy("tracing"):  # the other ranks wait for a rank that is at it
+                return engine.compiled(*args, **kwargs)
+        except BackendCompilerFailed as failed:
+            if isinstance(failed.inner_exception, OverlapcError):
+                raise failed.inner_exception from None
+            raise
+
+    @property
+    def reports(self) -> list[Report]:
+        """One report for each graph planned so far."""
+        return _engine(self).backend.reports
+
+    @property
+    def unchanged(self) -> list[str]:
+        """Graphs that run as plain PyTorch, with the reason."""
+        return _engine(self).backend.unchanged
+
+    @property
+    def plan(self) -> Plan:
+        return self._only().plan
+
+    @property
+    def timeline(self) -> Any:
+        return self._only().timeline
+
+    def explain(self) -> str:
+        """For every collective: how long it takes, what hides it, and why not more."""
+        parts = [report.explain() for report in self.reports]
+        parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
+        return "\n\n".join(parts) or "nothing planned yet: run a training forward first"
+
+    def _only(self) -> Report:
+        reports = self.reports
+        if len(reports) != 1:
+            raise OverlapcError(
+                f"this model has {len(reports)} planned graphs, not one; "
+                + ("run a training forward first" if not reports else "see .reports")
+            )
+        return reports[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        engine = _engine(self)
+        return _twin(copy.deepcopy(engine.model, memo), engine.backend.options, engine.dynamic)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        engine = _engine(self)
+        return _twin, (engine.model, engine.backend.options, engine.dynamic)
+
+
+class _Engine:
+    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None) -> None:
+        self.model = model
+        self.dynamic = dynamic
+        self.begun = False
+        self.backend = Backend(options)
+        self.compiled = torch.compile(model, backend=self.backend, dynamic=dynamic)
+
+
+# The engine lives beside the twin, not in the __dict__ it shares with its model.
+_SLOT = "_overlapc_engine"
+
+
+def _engine(twin: Any) -> _Engine:
+    engine: _Engine = object.__getattribute__(twin, _SLOT)
+    return engine
+
+
+def _twin(model: Any, options: Options, dynamic: bool | None) -> Any:
+    base = type(model)
+    kind = type(
+        base.__name__, (Optimized, base), {"__slots__": (_SLOT,), "__module__": base.__module__}
+    )
+    twin = kind.__new__(kind)
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    object.__setattr__(twin, _SLOT, _Engine(model, options, dynamic))
+    return twin

@@ -1,0 +1,154 @@
+"""Plans, profiles, traces and problems on disk. Whatever goes wrong is a FileError.
+
+A file is replaced as a whole or not at all: readers see the old text or the new one, also when
+the writer dies. What is saved has been read back first, so that it can be loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from typing import TypeVar
+
+from overlapc.errors import FileError
+from overlapc.ir import Plan, Problem, Profile, Trace
+from overlapc.text import (
+    format_plan,
+    format_problem,
+    format_profile,
+    format_trace,
+    parse_plan,
+    parse_problem,
+    parse_profile,
+    parse_trace,
+)
+
+StrPath = str | os.PathLike[str]
+MAX_BYTES = 256 << 20
+
+_T = TypeVar("_T")
+
+
+def load_plan(path: StrPath) -> Plan:
+    return _load(path, "plan", parse_plan)
+
+
+def save_plan(path: StrPath, plan: Plan) -> None:
+    _save(path, "plan", plan, format_plan, parse_plan)
+
+
+def load_profile(path: StrPath) -> Profile:
+    return _load(path, "profile", parse_profile)
+
+
+def save_profile(path: StrPath, profile: Profile) -> None:
+    _save(path, "profile", profile, format_profile, parse_profile)
+
+
+def load_trace(path: StrPath) -> Trace:
+    return _load(path, "trace", parse_trace)
+
+
+def save_trace(path: StrPath, trace: Trace) -> None:
+    _save(path, "trace", trace, format_trace, parse_trace)
+
+
+def load_problem(path: StrPath) -> Problem:
+    return _load(path, "problem", parse_problem)
+
+
+def save_problem(path: StrPath, problem: Problem) -> None:
+    _save(path, "problem", problem, format_problem, parse_problem)
+
+
+def read_text(path: StrPath, kind: str) -> str:
+    """The file's text, newlines as they are. `kind` says in errors what the file should hold."""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileError(
+                    f"cannot read the {kind} {_show(path)}: found a pipe or device, "
+                    "expected a file: pass the path of a file"
+                )
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise FileError(
+                f"cannot read the {kind} {_show(path)}: found more than {MAX_BYTES} bytes, "
+                f"expected a {kind} of overlapc's: pass the path of one"
+            )
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"cannot read the {kind} {_show(path)}: found {error.object[error.start]:#x} at byte "
+            f"{error.start}, expected UTF-8: make the {kind} again"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise FileError(
+            f"cannot read the {kind} {_show(path)}: {_reason(error)}: pass the path of a file "
+            "you may read"
+        ) from error
+
+
+def write_text(path: StrPath, text: str) -> None:
+    """Replace the file by one with `text`; on failure it stays as it was."""
+    try:
+        data = text.encode("utf-8")
+        target = os.path.realpath(path)  # through a link, not over it
+        temporary = os.path.join(os.path.dirname(target), f".overlapc-{secrets.token_hex(8)}")
+        try:
+            # Not `tempfile`, whose files only their owner may read.
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except (OSError, ValueError) as error:
+        raise FileError(
+            f"cannot write {_show(path)}: {_reason(error)}: pass a path where you may write; "
+            "nothing was changed"
+        ) from error
+
+
+def _load(path: StrPath, kind: str, parse: Callable[[str], _T]) -> _T:
+    text = read_text(path, kind)
+    try:
+        return parse(text)
+    except FileError as error:
+        raise FileError(f"{_show(path)}: {error}") from error
+
+
+def _save(
+    path: StrPath, kind: str, item: _T, format: Callable[[_T], str], parse: Callable[[str], _T]
+) -> None:
+    text = format(item)
+    try:
+        same = parse(text) == item
+    except FileError as error:
+        raise FileError(f"cannot write {_show(path)}: {error}") from error
+    if not same:
+        raise FileError(
+            f"cannot write {_show(path)}: found names that are not Unicode text, expected a "
+            f"{kind} that reads back as it is: rename them"
+        )
+    write_text(path, text)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens without waiting: a pipe nobody writes to would block otherwise."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _show(path: StrPath) -> str:
+    """Names a path on one printable line."""
+    return ascii(os.fspath(path))

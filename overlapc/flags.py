@@ -1,0 +1,16 @@
+"""OVERLAPC_DEBUG: 1 stage summaries, 2 the plan, 3 each pass's diff, 4 full graphs (stderr)."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def debug_level() -> int:
+    text = os.environ.get("OVERLAPC_DEBUG", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def log(level: int, message: str) -> None:
+    if debug_level() >= level:
+        print(f"overlapc: {message}", file=sys.stderr, flush=True)

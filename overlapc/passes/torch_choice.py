@@ -1,0 +1,55 @@
+"""What PyTorch's own budgeted min-cut would save: the baseline called `torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from overlapc.passes.capture import Captured
+
+_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+
+
+def torch_choices(
+    captured: Captured, joint_inputs: Any, budgets: Sequence[float] = _BUDGETS
+) -> list[tuple[str, ...]]:
+    """For each activation_memory_budget, the names of the forward values torch would save."""
+    forward = {name for op in captured.trace.ops if op.is_forward for name in op.outputs}
+    found: dict[tuple[str, ...], None] = {}
+    for budget in budgets:
+        joint = _copied(captured.joint)
+        for node in joint.graph.nodes:
+            for tag in ("recompute", "ac_graph_id", "has_backward_hook"):
+                node.meta.pop(tag, None)
+        with functorch_config.patch(
+            activation_memory_budget=budget,
+            activation_memory_budget_runtime_estimator="flops",
+            activation_memory_budget_solver="dp",
+            unsafe_allow_optimization_of_collectives=budget == 0.0,
+        ):
+            _, backward = min_cut_rematerialization_partition(
+                joint,
+                joint_inputs,
+                num_fwd_outputs=captured.num_fwd_outputs,
+                static_lifetime_input_indices=list(captured.static_inputs),
+            )
+        names = [
+            str(node.target)
+            for node in backward.graph.find_nodes(op="placeholder")
+            if isinstance(node.meta.get("val"), torch.Tensor)
+        ]
+        found[tuple(name for name in names if name in forward)] = None
+    return list(found)
+
+
+def _copied(joint: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in joint.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(joint, graph)

@@ -1,0 +1,223 @@
+"""The road from a captured graph to a plan: profile, formulate, solve, check, simulate.
+
+`plan_captured` is that road on one rank or many. One rank solves; every rank checks that its
+trace is the same, receives the plan's text, and judges it for itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from overlapc.check import check
+from overlapc.errors import InvalidPlan, OptionError
+from overlapc.flags import log
+from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline
+from overlapc.simulate import saved_bytes, simulate
+from overlapc.solvers import bound_ns, solve
+from overlapc.solvers.choice import Needs, plan_on_demand
+from overlapc.text import format_plan, parse_plan
+
+if TYPE_CHECKING:
+    from overlapc.passes.capture import Captured
+    from overlapc.runtime.exchange import Exchange
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `optimize` was asked for. See its docstring for the meaning of each."""
+
+    memory_budget: int | float | str | None = None
+    solver: str = "overlap"
+    backend: str = "eager"
+    profile: str = "measure"
+    hardware: str = "cpu-gloo"
+    plan: Plan | None = None
+    timeout_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was decided for one graph, and what it is predicted to do."""
+
+    name: str
+    problem: Problem
+    plan: Plan
+    timeline: Timeline
+    bound_ns: int
+    eager: Timeline  # of the plan that saves all, in the graph's own order
+
+    def explain(self) -> str:
+        from overlapc.report.explain import explain
+
+        return explain(self)
+
+
+def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_bytes: int) -> int:
+    """A budget in bytes for one step's peak.
+
+    None keeps eager's peak. A float is a fraction of eager's activation memory: of what its peak
+    holds beyond `lasting_bytes`, the gradients and results that no plan can avoid. Text has a
+    unit.
+    """
+    if budget is None:
+        return eager_bytes
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise OptionError(
+            f"memory_budget={budget!r}: expected bytes (an int), a fraction of eager's "
+            'activation memory (a float), text like "8GB", or None'
+        )
+    if isinstance(budget, str):
+        number = budget.strip().upper()
+        unit = number.lstrip("0123456789._ ").strip()
+        try:
+            amount = float(number[: len(number) - len(unit)].strip() or "x")
+            parsed = int(amount * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            raise OptionError(
+                f'memory_budget={budget!r}: expected a number and a unit, as "8GB" or "512MiB"'
+            ) from None
+    elif isinstance(budget, float):
+        if not 0 < budget <= 1e6:
+            raise OptionError(
+                f"memory_budget={budget!r}: a float is a fraction of eager's activation memory "
+                "and must be positive; bytes are given as an int"
+            )
+        parsed = lasting_bytes + int(budget * (eager_bytes - lasting_bytes))
+    else:
+        parsed = budget
+    if parsed <= 0:
+        raise OptionError(f"memory_budget={budget!r}: expected more than 0 bytes")
+    return parsed
+
+
+def formulate(trace: Any, profile: Profile, budget: int | float | str | None = None) -> Problem:
+    """The problem of one graph under autograd: all of the forward, then all of the backward."""
+    problem = Problem(trace, profile)
+    eager_bytes = eager_timeline(problem).peak_bytes
+    lasting_bytes = saved_bytes(problem, trace.outputs)
+    return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
+
+
+def eager_timeline(problem: Problem) -> Timeline:
+    needs = Needs(problem.trace)
+    return simulate(problem, plan_on_demand(problem, needs.storages, "none", needs))
+
+
+def plan_captured(
+    captured: Captured,
+    options: Options,
+    *,
+    name: str = "graph",
+    primals: Sequence[Any] | None = None,
+    exchange: Exchange | None = None,
+    torch_choices: Callable[[], Sequence[tuple[str, ...]]] | None = None,
+) -> tuple[Captured, Report]:
+    """Plan one captured graph; returns it with measured sizes in its trace, and the report.
+
+    `exchange` joins the ranks that must agree; without one this rank plans alone.
+    `torch_choices` gives the saved sets PyTorch's own partitioner would choose.
+    """
+    from overlapc.passes.capture import trace_joint
+
+    if exchange is not None:
+        exchange.agree(
+            "trace",
+            captured.trace.digest,
+            "every rank must run the same model on inputs of the same shapes",
+        )
+    profile, sizes = profile_captured(captured, options, primals)
+    profiles = [profile]
+    if exchange is not None:
+        gathered = exchange.gather("profile", _pack(profile, sizes))
+        profiles, all_sizes = map(list, zip(*map(_unpack, gathered), strict=True))
+        sizes = {k: max(s.get(k, 0) for s in all_sizes) for k in all_sizes[0]}
+        profile = merge_profiles(profiles)
+    if sizes:
+        captured = trace_joint(
+            captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
+        )
+    problem = formulate(captured.trace, profile, options.memory_budget)
+    log(1, f"{name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
+
+    leads = exchange is None or exchange.rank == exchange.leader
+    wanted = leads and torch_choices is not None and options.solver in ("overlap", "torch")
+    choices = torch_choices() if wanted and options.plan is None and torch_choices else ()
+
+    def decide() -> str:
+        if options.plan is not None:
+            return format_plan(options.plan)
+        return format_plan(solve(problem, options.solver, torch_choices=choices))
+
+    plan = parse_plan(decide() if exchange is None else exchange.broadcast("plan", decide))
+    check(problem, plan)
+    timeline = simulate(problem, plan, profiles)
+    if options.plan is None and timeline.peak_bytes > (problem.budget_bytes or 0):
+        raise InvalidPlan(
+            f"the plan of solver {plan.solver!r} peaks at {timeline.peak_bytes} bytes, "
+            f"the budget is {problem.budget_bytes}"
+        )
+    log(2, format_plan(plan))
+    report = Report(name, problem, plan, timeline, bound_ns(problem), eager_timeline(problem))
+    return captured, report
+
+
+def profile_captured(
+    captured: Captured, options: Options, primals: Sequence[Any] | None
+) -> tuple[Profile, Mapping[str, int]]:
+    if options.profile == "measure":
+        from overlapc.profiler.measure import measure
+
+        return measure(captured, primals)
+    if options.profile == "estimate":
+        from overlapc.profiler.estimate import estimate
+        from overlapc.profiler.hardware import load_hardware
+
+        return estimate(captured, load_hardware(options.hardware)), {}
+    raise OptionError(f'profile={options.profile!r}: expected "measure" or "estimate"')
+
+
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
+    """One profile of all ranks': mean compute, the slowest rank's communication and memory."""
+    first = profiles[0]
+    count = len(profiles)
+    costs = {}
+    for name, cost in first.costs.items():
+        all_costs = [p.costs[name] for p in profiles]
+        costs[name] = Cost(
+            compute_ns=sum(c.compute_ns for c in all_costs) // count,
+            comm_ns=max(c.comm_ns for c in all_costs),
+            workspace_bytes=max(c.workspace_bytes for c in all_costs),
+            source=cost.source,
+        )
+    slowdown = Slowdown(
+        max(p.slowdown.compute_permille for p in profiles),
+        max(p.slowdown.comm_permille for p in profiles),
+    )
+    return Profile(costs, slowdown, first.conditions)
+
+
+def _pack(profile: Profile, sizes: Mapping[str, int]) -> bytes:
+    slowdown = profile.slowdown
+    return json.dumps(
+        {
+            "costs": {
+                n: [c.compute_ns, c.comm_ns, c.workspace_bytes, c.source]
+                for n, c in profile.costs.items()
+            },
+            "slowdown": [slowdown.compute_permille, slowdown.comm_permille],
+            "conditions": dict(profile.conditions),
+            "sizes": dict(sizes),
+        }
+    ).encode()
+
+
+def _unpack(data: bytes) -> tuple[Profile, dict[str, int]]:
+    found = json.loads(data)
+    costs = {name: Cost(*cost) for name, cost in found["costs"].items()}
+    return Profile(costs, Slowdown(*found["slowdown"]), found["conditions"]), found["sizes"]

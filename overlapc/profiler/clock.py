@@ -1,0 +1,69 @@
+"""Reading a device's clock between calls: the host's for CPU, events on the stream for CUDA."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["Clock", "conditions_of", "device_name"]
+
+
+class Clock:
+    """`mark()` is cheap and may be called in the middle of work; `read` turns marks into ns.
+
+    On CUDA a mark is an event on the current stream, so a difference of two marks is time on
+    the device, and the host does not wait before `read`.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.on_device = self.device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self.on_device:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self) -> None:
+        """Until all work handed to the device has ended."""
+        if self.on_device:
+            torch.cuda.synchronize(self.device)
+
+    def read(self, marks: Sequence[Any]) -> list[int]:
+        """Nanoseconds since the first mark."""
+        if not self.on_device or not marks:
+            return [mark - marks[0] for mark in marks]
+        self.wait()
+        return [round(marks[0].elapsed_time(mark) * 1e6) for mark in marks]
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """What the device calls itself: times are comparable only under the same name."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+        return f"{models[0]} x{len(models)}"
+    except (OSError, IndexError):
+        return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"
+
+
+def conditions_of(device: torch.device) -> Mapping[str, str]:
+    """What a measured time depends on besides the op itself."""
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+    }

@@ -1,0 +1,261 @@
+"""What a machine can do, read from `hardware/*.toml`: `load_hardware("h100-sxm")` or your file.
+
+Every figure in such a file is a table `{ value = 312e12, source = "where it is from" }`, so that
+an estimate can say what it stands on; `Hardware.sources` keeps the sources by dotted key. To
+describe a machine of your own, copy the nearest file and give `load_hardware` its path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overlapc.emulate.model import Kind, Link
+from overlapc.errors import FileError, OptionError
+from overlapc.ir import Slowdown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["Hardware", "LinkSpec", "known_hardware", "load_hardware"]
+
+_FOLDER = Path(__file__).with_name("hardware")
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+
+Table = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """One kind of link, per rank and direction.
+
+    A kind in `busbw` (full bytes -> bus bandwidth, ascending) is read from that table: the wire
+    volume of the ring algorithm over the bus bandwidth. Any other kind takes `alpha_ns` plus
+    the wire volume over `bytes_per_s` times its `efficiency`.
+    """
+
+    alpha_ns: int
+    bytes_per_s: float
+    efficiency: Mapping[str, float]
+    busbw: Mapping[str, Table]
+    slowdown: Slowdown
+
+    def collective_ns(self, kind: Kind, size_bytes: int, ranks: int, share: float = 1.0) -> int:
+        """`share` is this rank's part of `bytes_per_s`; it applies to tables too."""
+        if ranks <= 1 or size_bytes <= 0:
+            return 0
+
+        def wire_ns(size: float, bytes_per_s: float) -> float:
+            return Link.wire_bytes(kind, size, ranks) / (bytes_per_s * share) * 1e9  # type: ignore[arg-type]
+
+        table = self.busbw.get(kind)
+        if table is None:
+            rate = self.bytes_per_s * self.efficiency.get(kind, 1.0)
+            return round(self.alpha_ns + wire_ns(size_bytes, rate))
+        smallest, rate = table[0]
+        if size_bytes >= smallest:
+            return round(wire_ns(size_bytes, interpolate(table, size_bytes)))
+        first = wire_ns(smallest, rate)  # below the table: a line down to the latency
+        alpha = min(float(self.alpha_ns), first)
+        return round(alpha + (first - alpha) * size_bytes / smallest)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine. Rates are peaks; efficiencies are the reachable part of them."""
+
+    name: str
+    status: str  # how far the figures can be trusted, in words
+    peak_flops: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    memory_efficiency: float
+    launch_ns: int
+    matmul_efficiency: Table  # smallest of m, n, k -> part of the peak
+    attention_efficiency: float
+    gpus_per_node: int
+    intra: LinkSpec
+    inter: LinkSpec
+    sources: Mapping[str, str] = field(repr=False)
+
+    def flops_ns(self, flops: float, dtype: str, efficiency: float) -> float:
+        peak = self.peak_flops.get(dtype) or self.peak_flops["float32"]
+        return flops / (peak * efficiency) * 1e9
+
+    def memory_ns(self, moved_bytes: float) -> float:
+        return moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e9
+
+    def matmul_part(self, smallest_dimension: int) -> float:
+        return interpolate(self.matmul_efficiency, smallest_dimension)
+
+    def collective_ns(self, kind: Kind, size_bytes: int, ranks: int, per_node: int) -> int:
+        """A collective over `ranks` of which at most `per_node` are on one node.
+
+        Between nodes a ring enters and leaves each node once, so its ranks share the network
+        cards of as many GPUs as they are, and never more than the link inside the node carries.
+        """
+        if ranks <= per_node:
+            return self.intra.collective_ns(kind, size_bytes, ranks)
+        rate = self.inter.bytes_per_s
+        share = min(per_node / self.gpus_per_node, self.intra.bytes_per_s / rate)
+        if kind in ("all_to_all", "p2p", "broadcast"):  # no ring: every rank crosses by itself
+            share = min(1 / self.gpus_per_node, self.intra.bytes_per_s / rate)
+        return self.inter.collective_ns(kind, size_bytes, ranks, share)
+
+
+def interpolate(table: Table, at: float) -> float:
+    """Linear between the points in the logarithm of the key; flat beyond both ends."""
+    if at <= table[0][0]:
+        return table[0][1]
+    for (left, low), (right, high) in itertools.pairwise(table):
+        if at <= right:
+            part = math.log(at / left) / math.log(right / left)
+            return low + (high - low) * part
+    return table[-1][1]
+
+
+def known_hardware() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A machine by name (`known_hardware()`), or from a file of the same form."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml" and path.name == str(name_or_path):
+        if path.name not in known_hardware():
+            raise OptionError(
+                f"unknown hardware {str(name_or_path)!r}; known: {', '.join(known_hardware())}; "
+                "or give the path of a .toml file"
+            )
+        path = _FOLDER / f"{path.name}.toml"
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(f"hardware file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"hardware file {path} is not TOML: {error}") from error
+    return _Reader(path, data).hardware()
+
+
+class _Reader:
+    """Takes figures out of the parsed file by dotted key, and keeps their sources."""
+
+    def __init__(self, path: Path, data: dict[str, Any]) -> None:
+        self.path, self.data = path, data
+        self.sources: dict[str, str] = {}
+
+    def hardware(self) -> Hardware:
+        matmul = self.table("compute.matmul_efficiency")
+        for _, part in matmul:
+            self.require(part <= 1, "compute.matmul_efficiency", "a part of the peak, 0 to 1")
+        flops = {dtype: self.number(f"peak_flops.{dtype}") for dtype in self.section("peak_flops")}
+        self.require("float32" in flops, "peak_flops.float32", "given: others fall back to it")
+        return Hardware(
+            name=self.text("name"),
+            status=self.text("status"),
+            peak_flops=flops,
+            memory_bytes=int(self.number("memory.bytes")),
+            memory_bytes_per_s=self.number("memory.bytes_per_s"),
+            memory_efficiency=self.part("memory.efficiency"),
+            launch_ns=int(self.number("compute.launch_ns")),
+            matmul_efficiency=matmul,
+            attention_efficiency=self.part("compute.attention_efficiency"),
+            gpus_per_node=int(self.number("node.gpus")),
+            intra=self.link("intra"),
+            inter=self.link("inter"),
+            sources=self.sources,
+        )
+
+    def link(self, name: str) -> LinkSpec:
+        efficiency = {
+            kind: self.part(f"{name}.efficiency.{kind}") for kind in self.kinds(name, "efficiency")
+        }
+        busbw = {kind: self.table(f"{name}.busbw.{kind}") for kind in self.kinds(name, "busbw")}
+        slow = [
+            int(self.number(f"{name}.slowdown.{which}_permille")) for which in ("compute", "comm")
+        ]
+        self.require(min(slow) >= 1000, f"{name}.slowdown", "1000 or more thousandths")
+        return LinkSpec(
+            alpha_ns=int(self.number(f"{name}.alpha_ns")),
+            bytes_per_s=self.number(f"{name}.bytes_per_s"),
+            efficiency=efficiency,
+            busbw=busbw,
+            slowdown=Slowdown(*slow),
+        )
+
+    def require(self, holds: bool, key: str, expected: str) -> None:
+        if not holds:
+            raise FileError(f"hardware file {self.path}: {key}: expected {expected}")
+
+    def get(self, key: str) -> Any:
+        found: Any = self.data
+        for word in key.split("."):
+            self.require(isinstance(found, dict) and word in found, key, "this key; it is missing")
+            found = found[word]
+        return found
+
+    def text(self, key: str) -> str:
+        found = self.get(key)
+        self.require(isinstance(found, str), key, f"a string, found {found!r}")
+        return str(found)
+
+    def section(self, key: str) -> dict[str, Any]:
+        found = self.get(key)
+        self.require(isinstance(found, dict) and bool(found), key, "a section with figures")
+        return dict(found)
+
+    def kinds(self, link: str, section: str) -> list[str]:
+        found = self.get(link).get(section, {})
+        self.require(isinstance(found, dict), f"{link}.{section}", "a section by collective")
+        for kind in found:
+            self.require(kind in _KINDS, f"{link}.{section}.{kind}", f"one of {', '.join(_KINDS)}")
+        return list(found)
+
+    def figure(self, key: str) -> Any:
+        found = self.get(key)
+        self.require(
+            isinstance(found, dict)
+            and set(found) == {"value", "source"}
+            and isinstance(found["source"], str)
+            and bool(found["source"].strip()),
+            key,
+            'a table { value = ..., source = "..." }',
+        )
+        self.sources[key] = found["source"]
+        return found["value"]
+
+    def number(self, key: str) -> float:
+        value = self.figure(key)
+        self.require(_is_positive(value), key, f"a number above zero, found {value!r}")
+        return float(value)
+
+    def part(self, key: str) -> float:
+        value = self.number(key)
+        self.require(value <= 1, key, f"a part of the peak, 0 to 1, found {value!r}")
+        return value
+
+    def table(self, key: str) -> Table:
+        value = self.figure(key)
+        good = isinstance(value, list) and all(
+            isinstance(row, list) and len(row) == 2 and all(map(_is_positive, row)) for row in value
+        )
+        self.require(good and bool(value), key, "a list of [key, value] rows, above zero")
+        keys = [row[0] for row in value]
+        self.require(keys == sorted(set(keys)), key, "ascending keys")
+        return tuple((float(left), float(right)) for left, right in value)
+
+
+def _is_positive(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    )

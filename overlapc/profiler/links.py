@@ -1,0 +1,377 @@
+"""Measure the links under a graph: every kind of collective it holds, on its own process group.
+
+Collectives run as functional ones, since those are what the graph runs. All ranks of a group
+call `measure_links` with the same collectives in the same order; every figure that decides how
+often something runs is agreed first, so the ranks stay in step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import socket
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from overlapc.emulate.model import Kind
+from overlapc.errors import CaptureError, OptionError, RankError
+from overlapc.ir import Slowdown
+from overlapc.passes.capture import group_of, hint
+from overlapc.profiler.cache import Cache
+from overlapc.profiler.clock import Clock, device_name
+from overlapc.profiler.link_model import Collective, Curve, LinkModel
+
+__all__ = ["agree", "agree_sizes", "collective_of", "measure_links", "ranks_in"]
+
+_KINDS: tuple[tuple[str, Kind], ...] = (
+    ("all_reduce", "all_reduce"),
+    ("all_gather", "all_gather"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("all_to_all", "all_to_all"),
+    ("shard_dim_alltoall", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("isend", "p2p"),
+    ("irecv", "p2p"),
+    ("batch_p2p", "p2p"),
+)
+_SHORT_NS = 200_000  # below this, noise hides what compute and communication do to each other
+_WORST_PERMILLE = 5000
+_CACHE_TOLERANCE = 0.25
+
+_ops = torch.ops._c10d_functional
+
+
+def collective_of(node: fx.Node, bytes_of: Callable[[Any], int] | None = None) -> Collective:
+    """What a start node moves. `bytes_of` sizes a tensor of `meta["val"]`; default: its hint."""
+    name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
+    kind = next((kind for prefix, kind in _KINDS if name.startswith(prefix)), None)
+    if kind is None:
+        raise CaptureError(f"overlapc knows no figures for the collective {node.target}", node.name)
+    given = [t for n in node.all_input_nodes for t in tensors(n.meta.get("val"))]
+    made = tensors(node.meta.get("val"))
+    size = bytes_of or hinted_bytes
+    dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
+    return Collective(
+        group_of(node),
+        kind,
+        dtype if kind in ("all_reduce", "reduce_scatter") else "",
+        max(sum(map(size, given)), sum(map(size, made))),
+    )
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in an op's value, which may be a list or tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in tensors(item)]
+    return []
+
+
+def hinted_bytes(tensor: torch.Tensor) -> int:
+    count = tensor.element_size()
+    for size in tensor.shape:
+        count *= hint(size)
+    return count
+
+
+def ranks_in(group: str) -> int:
+    return dist.distributed_c10d._resolve_process_group(group).size()
+
+
+def backend_of(group: str) -> str:
+    return str(dist.get_backend(dist.distributed_c10d._resolve_process_group(group)))
+
+
+def agree(numbers: Sequence[int], how: str, group: str, device: torch.device) -> list[int]:
+    """The same numbers on every rank of the group: `max` or `min` over the ranks. A barrier."""
+    if ranks_in(group) == 1:
+        return list(numbers)
+    tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    return [int(n) for n in _ops.wait_tensor(_ops.all_reduce(tensor, how, group)).tolist()]
+
+
+def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Collective]:
+    """The same collectives with the largest size of any rank: the largest decides the time.
+
+    RankError if the ranks of a group are about to run different collectives.
+    """
+    calls = list(calls)
+    for group in dict.fromkeys(call.group for call in calls):
+        mine = [i for i, call in enumerate(calls) if call.group == group]
+        told = str([(calls[i].kind, calls[i].dtype) for i in mine])
+        digest = int(hashlib.sha256(told.encode()).hexdigest()[:15], 16)
+        most, least = agree([digest, -digest], "max", group, device)
+        if most != -least:
+            raise RankError(
+                f"the ranks of group {group} hold different collectives; this one holds "
+                f"{len(mine)}: run the same model on every rank"
+            )
+        sizes = agree([calls[i].bytes for i in mine], "max", group, device)
+        for i, size in zip(mine, sizes, strict=True):
+            calls[i] = replace(calls[i], bytes=size)
+    return calls
+
+
+def measure_links(
+    calls: Iterable[Collective],
+    *,
+    device: torch.device | str = "cpu",
+    repeats: int = 5,
+    budget_s: float = 10.0,
+    cache: Cache | None = None,
+) -> LinkModel:
+    """Time each collective at its exact size, and a smaller one so that a line can be drawn.
+
+    A figure is the median of at most `repeats` runs on each rank, and then the slowest rank's.
+    It counts from the moment the launch has returned: the launch is the compute lane's.
+    `budget_s` bounds the whole; when it runs out, the largest and the smallest size of each
+    kind are measured still and the ones between are interpolated. A figure in `cache` is used
+    only if one fresh run of the largest size agrees with it.
+    """
+    if repeats < 1 or not budget_s > 0:
+        raise OptionError(
+            f"repeats={repeats}, budget_s={budget_s}: expected at least one run and some time"
+        )
+    device = torch.device(device)
+    calls = list(calls)
+    try:
+        for group in {call.group for call in calls}:
+            if backend_of(group) == "fake":
+                raise OptionError(
+                    f"process group {group} is fake, so its links take no time: plan with "
+                    'estimate (profile="estimate"), or give links of your own'
+                )
+        with torch.no_grad():
+            return _Links(device, repeats, budget_s, cache).measure(agree_sizes(calls, device))
+    except RuntimeError as error:  # how torch reports a peer that died or a group timing out
+        raise RankError(f"a collective failed while links were measured: {error}") from error
+
+
+class _Links:
+    def __init__(
+        self, device: torch.device, repeats: int, budget_s: float, cache: Cache | None
+    ) -> None:
+        self.device, self.repeats, self.cache = device, repeats, cache
+        self.budget_ns = int(budget_s * 1e9)
+        self.clock = Clock(device)
+        self.identities: dict[str, str] = {}
+
+    def measure(self, calls: Sequence[Collective]) -> LinkModel:
+        sizes: dict[Collective, set[int]] = {}  # keyed by the call with bytes=0
+        for call in calls:
+            if ranks_in(call.group) > 1 and call.bytes > 0:
+                sizes.setdefault(replace(call, bytes=0), set()).add(call.bytes)
+            else:
+                sizes.setdefault(replace(call, bytes=0), set())
+        share_ns = int(self.budget_ns * 0.7) // max(1, len(sizes))
+        curves = [self.curve(call, wanted, share_ns) for call, wanted in sizes.items()]
+        slowdown, how = self.slowdown(curves)
+        if self.cache is not None:
+            self.cache.save()
+        conditions = {
+            "device": device_name(self.device),
+            "backend": ", ".join(dict.fromkeys(backend_of(c.group) for c in curves)),
+            "runs": f"median of at most {self.repeats}, slowest rank",
+            "slowdown": how,
+        }
+        return LinkModel(tuple(curves), slowdown, conditions)
+
+    def curve(self, call: Collective, wanted: set[int], share_ns: int) -> Curve:
+        ranks = ranks_in(call.group)
+        if not wanted:
+            return Curve(call.group, call.kind, call.dtype, ranks, (), "measured")
+        largest = max(wanted)
+        # One size far below the largest gives the latency.
+        sizes = sorted(wanted | {max(1024, largest // 8)}, reverse=True)
+        order = dict.fromkeys([largest, sizes[-1], *sizes])
+        points, source = self.cached(call, tuple(order)), "cached"
+        if points is None:
+            points, source = self.timed(call, tuple(order), share_ns), "measured"
+            if self.cache is not None:
+                for size, ns in points.items():
+                    self.cache.put(*self.key(call, size), (ns,))
+        return Curve(
+            call.group, call.kind, call.dtype, ranks, tuple(sorted(points.items())), source
+        )
+
+    def timed(self, call: Collective, sizes: Sequence[int], share_ns: int) -> dict[int, int]:
+        points: dict[int, int] = {}
+        spent_ns = 0
+        for left, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
+            if spent_ns > share_ns and len(points) >= 2:
+                break
+            run = self.runner(call, size)
+            (once,) = agree([max(1, run())], "max", call.group, self.device)  # also the warm-up
+            affordable = (share_ns - spent_ns) // left // once
+            count = max(1, min(self.repeats, affordable))
+            mine = int(statistics.median(run() for _ in range(count)))
+            (points[size],) = agree([mine], "max", call.group, self.device)
+            spent_ns += once * (count + 1)
+        return points
+
+    def runner(self, call: Collective, size: int) -> Callable[[], int]:
+        """A function that runs the collective once, all ranks together, and returns its time."""
+        start, wait = self.functional(call, size)
+
+        def run() -> int:
+            agree([0], "max", call.group, self.device)
+            pending = start()
+            launched = self.clock.mark()
+            wait(pending)
+            _, ns = self.clock.read([launched, self.clock.mark()])
+            return ns
+
+        return run
+
+    def functional(
+        self, call: Collective, size: int
+    ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+        """(start, wait) of a collective of about `size` full bytes."""
+        group = call.group
+        ranks = ranks_in(group)
+        dtype = getattr(torch, call.dtype) if call.dtype else torch.uint8
+        each = max(1, size // (dtype.itemsize * ranks))  # elements of one rank's part
+        full = torch.ones(each * ranks, dtype=dtype, device=self.device)
+        part = full[:each].clone()
+        wait = _ops.wait_tensor
+        match call.kind:
+            case "all_reduce":
+                return lambda: _ops.all_reduce(full, "sum", group), wait
+            case "all_gather":
+                return lambda: _ops.all_gather_into_tensor(part, ranks, group), wait
+            case "reduce_scatter":
+                return lambda: _ops.reduce_scatter_tensor(full, "sum", ranks, group), wait
+            case "all_to_all":
+                split = [each] * ranks
+                return lambda: _ops.all_to_all_single(full, split, split, group), wait
+            case "broadcast":
+                return lambda: _ops.broadcast(full, 0, group), wait
+        return self.point_to_point(full, group)
+
+    def point_to_point(
+        self, tensor: torch.Tensor, name: str
+    ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+        """Every even rank sends to the odd one after it; a rank left over watches."""
+        group = dist.distributed_c10d._resolve_process_group(name)
+        me, members = group.rank(), dist.get_process_group_ranks(group)
+        peer = me ^ 1
+
+        def start() -> Any:
+            if peer >= len(members):
+                return None
+            send = dist.isend if me < peer else dist.irecv
+            return send(tensor, members[peer], group=group)
+
+        return start, lambda work: work.wait() if work is not None else None
+
+    # ------------------------------------------------------------------ cache
+
+    def identity(self, group: str) -> str:
+        """Text that is the same only for the same link, agreed over the group."""
+        if group not in self.identities:
+            here = [
+                socket.gethostname(),
+                [name for _, name in socket.if_nameindex()],
+                os.environ.get("GLOO_SOCKET_IFNAME"),
+                os.environ.get("NCCL_SOCKET_IFNAME"),
+            ]
+            number = int(hashlib.sha256(str(here).encode()).hexdigest()[:12], 16)
+            high, low = agree([number, -number], "max", group, self.device)
+            text = f"link {backend_of(group)} {device_name(self.device)} torch {torch.__version__}"
+            self.identities[group] = f"{text} hosts {high:x} {-low:x}"
+        return self.identities[group]
+
+    def key(self, call: Collective, size: int) -> tuple[str, str]:
+        text = f"{call.kind} {call.dtype} ranks {ranks_in(call.group)} bytes {size}"
+        return self.identity(call.group), text
+
+    def cached(self, call: Collective, sizes: Sequence[int]) -> dict[int, int] | None:
+        """The cached figures if all ranks have all of them and a fresh run says the same."""
+        if self.cache is None:
+            return None
+        found = [self.cache.get(*self.key(call, size)) for size in sizes]
+        times = [numbers[0] for numbers in found if numbers]
+        hit = int(len(times) == len(sizes))
+        if agree([hit], "min", call.group, self.device) == [0]:
+            return None
+        times = agree(times, "max", call.group, self.device)
+        run = self.runner(call, sizes[0])
+        run()
+        (fresh,) = agree([min(run(), run())], "max", call.group, self.device)
+        if abs(fresh - times[0]) > _CACHE_TOLERANCE * times[0]:
+            return None
+        return dict(zip(sizes, times, strict=True))
+
+    # ------------------------------------------------------------------ slowdown
+
+    def slowdown(self, curves: Sequence[Curve]) -> tuple[Slowdown, str]:
+        """What the slowest collective and a batch of matmuls do to each other."""
+        timed = [curve for curve in curves if curve.points]
+        if not timed:
+            return Slowdown(), "no collective to measure with"
+        slowest = max(timed, key=lambda curve: curve.points[-1][1])
+        size, alone_ns = slowest.points[-1]
+        if alone_ns < _SHORT_NS:
+            return Slowdown(), f"not measured: collectives end within {alone_ns} ns"
+        call = Collective(slowest.group, slowest.kind, slowest.dtype, size)
+        start, wait = self.functional(call, size)
+        batch = self.batch()
+        batch(1)
+        marks = [self.clock.mark()]
+        for _ in range(5):
+            batch(1)
+            marks.append(self.clock.mark())
+        read = self.clock.read(marks)
+        unit_ns = max(1, min(b - a for a, b in itertools.pairwise(read)))
+        # The batch ends before the collective does: what is left of it shows its slowing.
+        count = max(1, min(10_000, int(0.6 * alone_ns / unit_ns)))
+        affordable = int(self.budget_ns * 0.3) // (4 * alone_ns)
+        compute, comm = [], []
+        for _ in range(max(1, min(self.repeats, affordable))):
+            agree([0], "max", call.group, self.device)
+            begin = self.clock.mark()
+            batch(count)
+            _, free_ns = self.clock.read([begin, self.clock.mark()])
+
+            agree([0], "max", call.group, self.device)
+            pending = start()
+            begin = self.clock.mark()
+            wait(pending)
+            _, alone_ns = self.clock.read([begin, self.clock.mark()])
+
+            agree([0], "max", call.group, self.device)
+            pending = start()
+            begin = self.clock.mark()
+            batch(count)
+            middle = self.clock.mark()
+            wait(pending)
+            _, beside_ns, total_ns = self.clock.read([begin, middle, self.clock.mark()])
+
+            compute.append(1000 * beside_ns / max(1, free_ns))
+            # While the batch ran, the collective did what it does alone in the time it saved.
+            done_ns = alone_ns - (total_ns - beside_ns)
+            comm.append(1000 * beside_ns / done_ns if done_ns > 0 else _WORST_PERMILLE)
+        mine = [round(statistics.median(found)) for found in (compute, comm)]
+        worst = agree(mine, "max", call.group, self.device)
+        found = Slowdown(*(min(_WORST_PERMILLE, max(1000, permille)) for permille in worst))
+        return found, f"measured: {count} matmuls beside {call.kind} of {size} bytes"
+
+    def batch(self) -> Callable[[int], None]:
+        """A unit of work that is mostly matmul, as layers are."""
+        n, dtype = (256, torch.float32) if self.device.type == "cpu" else (2048, torch.bfloat16)
+        a = torch.full((n, n), 1 / n, dtype=dtype, device=self.device)
+        out = torch.empty_like(a)
+
+        def run(count: int) -> None:
+            for _ in range(count):
+                torch.mm(a, a, out=out)
+
+        return run

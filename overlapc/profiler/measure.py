@@ -1,0 +1,391 @@
+"""Time every op of a captured graph on the device it will run on: `measure`.
+
+The joint graph runs whole and in order, on the real inputs, a few times: so each op meets the
+caches and the allocator as it will in training. An op's time is the median over these runs and
+over all ops of its signature; it includes freeing what dies with the op. Collectives run for
+their data; how long they take is asked of the links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from overlapc.errors import OptionError
+from overlapc.ir import Cost, Profile, Slowdown
+from overlapc.passes.capture import Captured
+from overlapc.profiler.cache import Cache
+from overlapc.profiler.clock import Clock, conditions_of
+from overlapc.profiler.link_model import LinkModel
+from overlapc.profiler.links import agree, agree_sizes, measure_links, tensors
+from overlapc.profiler.replay import Replay, Step
+
+__all__ = ["measure"]
+
+_STABLE = 0.02
+_MIN_PASSES, _MAX_PASSES, _PASSES_TOGETHER = 3, 7, 5
+_LIMIT_NS = 10_000_000_000
+_CUDA_BLOCK = 512  # the caching allocator rounds every allocation up to this
+_LABEL = "overlapc:"
+
+
+def measure(
+    captured: Captured,
+    primals: Sequence[Any] | None = None,
+    *,
+    tangents: Sequence[Any] | None = None,
+    passes: int | None = None,
+    links: LinkModel | None = None,
+    cache: Cache | None = None,
+) -> tuple[Profile, dict[str, int]]:
+    """Costs of all ops, and the storage bytes that every value really takes.
+
+    `primals` and `tangents` are the joint graph's, real tensors and numbers; without them they
+    are made up. Nothing the caller owns changes: parameters, buffers and random state are as
+    before. `passes` fixes how often the graph is timed. Without it a graph on its own is timed
+    until its total is stable within 2%, and one with collectives, which all ranks of its groups
+    must measure together, as often as these ranks agree to. Without `links` these are measured
+    too. If `cache` (of every rank) has all figures, only one probe of each kind of collective
+    runs.
+
+    CaptureError names the op that cannot be run, or for which memory does not suffice.
+    """
+    if passes is not None and passes < 1:
+        raise OptionError(f"passes={passes}: expected at least one")
+    replay = Replay(captured, primals, tangents)
+    with _undisturbed(replay.device):
+        keys = _keys(replay)
+        found = _from_cache(replay, keys, cache)
+        if not _least(replay, int(found is not None)) or found is None:
+            found = _run(replay, passes)
+            _into_cache(replay, keys, found, cache)
+        names, calls = list(replay.calls()), list(replay.calls().values())
+        if calls:
+            calls = agree_sizes(calls, replay.device)
+            links = links or measure_links(calls, device=replay.device, cache=cache)
+    if links is None:
+        return Profile(found.costs, Slowdown(), found.conditions), found.sizes
+    for name, call in zip(names, calls, strict=True):
+        found.costs[name] = replace(found.costs[name], comm_ns=links.time_ns(call))
+    how = {f"links.{key}": text for key, text in links.conditions.items()}
+    return Profile(found.costs, links.slowdown, found.conditions | how), found.sizes
+
+
+@dataclass
+class _Found:
+    """What is known of a graph, but for its collectives."""
+
+    costs: dict[str, Cost]
+    sizes: dict[str, int]
+    conditions: dict[str, str]
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Run as compiled code would, and leave the caller's random state and modes as they were."""
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    collecting = gc.isenabled()
+    with (
+        torch.random.fork_rng(devices=cuda),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),  # its casts are in the graph already
+        _disable_current_modes(),
+        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
+    ):
+        gc.disable()  # a collection in the middle of a pass is no op's cost
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
+
+
+def _least(replay: Replay, number: int) -> int:
+    """The least number of any rank that this one is joined to, group by group."""
+    for _ in replay.groups:
+        for group in replay.groups:
+            (number,) = agree([number], "min", group, replay.device)
+    return number
+
+
+def _run(replay: Replay, passes: int | None) -> _Found:
+    times, conditions = _time(replay, passes)
+    memory = _Memory(replay)
+    workspace = memory.measure()
+    costs = {
+        op.name: Cost(times[op.signature], 0, workspace.get(op.name, 0), "measured")
+        for op in replay.captured.trace.ops
+    }
+    if memory.otherwise:
+        conditions["aliasing"] = (
+            f"{len(memory.otherwise)} values share storage otherwise than traced: "
+            + ", ".join(memory.otherwise[:5])
+        )
+    return _Found(costs, memory.sizes, {**conditions_of(replay.device), **conditions})
+
+
+# --------------------------------------------------------------------------- time
+
+
+@dataclass
+class _Stopwatch:
+    clock: Clock
+    names: list[str] = field(default_factory=list)
+    marks: list[Any] = field(default_factory=list)
+
+    def before(self, step: Step) -> None:
+        if step.is_op:
+            self.names.append(step.node.name)
+            self.marks.append(self.clock.mark())
+
+    def after(self, step: Step, result: Any) -> None:
+        if step.is_op:
+            self.marks.append(self.clock.mark())
+
+    def times(self) -> dict[str, int]:
+        read = self.clock.read(self.marks)
+        spans = zip(self.names, read[::2], read[1::2], strict=True)
+        return {name: max(0, end - begin) for name, begin, end in spans}
+
+
+def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str, str]]:
+    """Signature -> nanoseconds, and how they were found."""
+    clock = Clock(replay.device)
+    began = time.perf_counter_ns()
+    replay.run(_Stopwatch(clock))  # warm-up: kernels are chosen, memory is mapped
+    clock.wait()
+    affordable = _LIMIT_NS // max(1, time.perf_counter_ns() - began)
+    if passes is not None:
+        least = most = passes
+    elif replay.groups:
+        least = most = _least(replay, max(1, min(_PASSES_TOGETHER, affordable)))
+    else:
+        least, most = _MIN_PASSES, max(_MIN_PASSES, min(_MAX_PASSES, affordable))
+
+    signature = {op.name: op.signature for op in replay.captured.trace.ops}
+    count = Counter(signature.values())
+    samples: dict[str, list[int]] = {}
+    totals: list[int] = []
+    total = 0.0
+    while len(totals) < most:
+        watch = _Stopwatch(clock)
+        clock.wait()
+        replay.run(watch)
+        taken = watch.times()
+        totals.append(sum(taken.values()))
+        for name, ns in taken.items():
+            samples.setdefault(signature[name], []).append(ns)
+        before, total = total, sum(count[s] * statistics.median(ns) for s, ns in samples.items())
+        if len(totals) >= least and abs(total - before) <= _STABLE * total:
+            break
+    spread = (max(totals) - min(totals)) / max(1, min(totals))
+    return (
+        {s: round(statistics.median(ns)) for s, ns in samples.items()},
+        {
+            "passes": f"median of {len(totals)}",
+            "spread": f"{100 * spread:.1f}% between the fastest pass and the slowest",
+        },
+    )
+
+
+# --------------------------------------------------------------------------- memory
+
+
+class _Memory:
+    """One run that looks at memory: workspace by op, real sizes, and who shares storage."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        self.values = replay.captured.trace.value
+        self.sizes: dict[str, int] = {}
+        self.otherwise: list[str] = []  # values whose storage is not the one traced
+        self.made: dict[str, int] = {}  # op -> bytes of the storages it made
+        self.peak: dict[str, int] = {}  # op -> most bytes it held at once, on CUDA
+        self.alive: dict[int, str] = {}  # storage -> the first value on it
+        self.readers: dict[int, int] = {}  # storage -> values on it that are alive
+        self.holds: dict[str, list[int]] = {}  # value -> its storages
+        self.level = 0
+        self.range: Any = None
+        self.on_cuda = replay.device.type == "cuda"
+
+    def measure(self) -> dict[str, int]:
+        """Op -> transient bytes beyond its inputs and outputs; fills `sizes`, `otherwise`."""
+        for node, value in self.replay.inputs.items():
+            self._enter(node.name, value, is_input=True)
+        if self.on_cuda:
+            self.replay.run(self)
+        elif torch._C._autograd._profiler_enabled():  # the user's, and there can be but one
+            self.replay.run(self)
+            return {}
+        else:
+            self.peak = self._recorded()
+        return {op: max(0, self.peak[op] - made) for op, made in self.made.items()}
+
+    def _recorded(self) -> dict[str, int]:
+        """Run with every allocation of the CPU recorded; op -> most bytes it held at once.
+
+        By PyTorch's older profiler: the newer one takes seconds to start and prints as it does.
+        """
+        config = torch._C._profiler.ProfilerConfig(
+            torch._C._profiler.ProfilerState.CPU,
+            False,  # report_input_shapes
+            True,  # profile_memory
+            False,  # with_stack
+            False,  # with_flops
+            False,  # with_modules
+            torch._C._profiler._ExperimentalConfig(),
+        )
+        torch._C._autograd._enable_profiler_legacy(config)
+        try:
+            self.replay.run(self)
+        finally:
+            threads = torch._C._autograd._disable_profiler_legacy()
+        return {name: peak for events in threads for name, peak in _peaks(events)}
+
+    def before(self, step: Step) -> None:
+        if self.on_cuda:
+            self.level = torch.cuda.memory_allocated(self.replay.device)
+            torch.cuda.reset_peak_memory_stats(self.replay.device)
+        else:
+            self.range = torch.profiler.record_function(_LABEL + step.node.name)
+            self.range.__enter__()
+
+    def after(self, step: Step, result: Any) -> None:
+        name = step.node.name
+        if self.on_cuda:
+            highest = torch.cuda.max_memory_allocated(self.replay.device)
+            if step.is_op:
+                self.peak[name] = highest - self.level
+        else:
+            self.range.__exit__(None, None, None)
+        if step.is_op:
+            fresh = {
+                t.untyped_storage()._cdata: t
+                for t in tensors(result)
+                if t.untyped_storage()._cdata not in self.alive
+            }
+            self.made[name] = sum(map(_allocated, fresh.values()))
+        if name in self.values:
+            self._enter(name, result)
+        elif step.is_op:  # a tuple keeps alive what its getitems will name
+            self.holds[name] = [
+                t.untyped_storage()._cdata
+                for t in tensors(result)
+                if t.untyped_storage()._cdata in self.alive
+            ]
+            for storage in self.holds[name]:
+                self.readers[storage] += 1
+        for dead in step.frees:
+            self._leave(dead.name)
+
+    def _enter(self, name: str, value: Any, is_input: bool = False) -> None:
+        self.sizes[name] = sum(map(_allocated, tensors(value)))
+        self.holds[name] = [t.untyped_storage()._cdata for t in tensors(value)]
+        for storage in self.holds[name]:
+            first = self.alive.setdefault(storage, name)
+            self.readers[storage] = self.readers.get(storage, 0) + 1
+            if not is_input and len(self.holds[name]) == 1 and self.values[name].storage != first:
+                self.otherwise.append(name)
+
+    def _leave(self, name: str) -> None:
+        for storage in self.holds.pop(name, ()):
+            self.readers[storage] -= 1
+            if self.readers[storage] == 0:
+                del self.readers[storage], self.alive[storage]
+
+
+def _peaks(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
+    """(op, most bytes above those at its begin) from a thread's events in order of time.
+
+    What an op frees of older memory it frees after its call, so that cannot hide its peak.
+    """
+    name, depth, level, peak = "", 0, 0, 0
+    for event in events:
+        match event.kind():
+            case "push":
+                if event.name().startswith(_LABEL):
+                    name, depth, level, peak = event.name().removeprefix(_LABEL), 0, 0, 0
+                depth += 1
+            case "pop":
+                depth -= 1
+                if name and depth == 0:
+                    yield name, peak
+                    name = ""
+            case "memory_alloc":
+                level += event.cpu_memory_usage()
+                peak = max(peak, level)
+
+
+def _allocated(tensor: torch.Tensor) -> int:
+    return _rounded(tensor.untyped_storage().nbytes(), tensor.device)
+
+
+def _rounded(size: int, device: torch.device) -> int:
+    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if device.type == "cuda" else size
+
+
+# --------------------------------------------------------------------------- cache
+
+
+def _keys(replay: Replay) -> Mapping[str, str | None]:
+    """Op -> its signature with sizes as numbers; None where only running shows a size."""
+    keys: dict[str, str | None] = {}
+    for step in replay.steps:
+        if not step.is_op:
+            continue
+        values = [n.meta.get("val") for n in (*step.node.all_input_nodes, step.node)]
+        sizes = [n for v in values for t in tensors(v) for n in t.shape if not isinstance(n, int)]
+        signature = replay.captured.trace.op[step.node.name].signature
+        known = all(n.node.expr.free_symbols <= replay.symbols.keys() for n in sizes)
+        numbers = ",".join(str(replay.number(n)) for n in sizes)
+        keys[step.node.name] = f"{signature} | {numbers}" if known else None
+    return keys
+
+
+def _section(replay: Replay) -> str:
+    return " ".join(f"{key}={text}" for key, text in conditions_of(replay.device).items())
+
+
+def _from_cache(
+    replay: Replay, keys: Mapping[str, str | None], cache: Cache | None
+) -> _Found | None:
+    if cache is None:
+        return None
+    costs: dict[str, Cost] = {}
+    section = _section(replay)
+    for name, key in keys.items():
+        found = cache.get(section, key) if key is not None else None
+        if found is None or len(found) != 2:
+            return None
+        costs[name] = Cost(found[0], 0, found[1], "measured")
+    sizes = {
+        node.name: sum(
+            _rounded(replay.number(t.untyped_storage().nbytes()), t.device)
+            for t in tensors(node.meta.get("val"))
+        )
+        for node in replay.captured.joint.graph.nodes
+        if node.name in replay.captured.trace.value
+    }
+    return _Found(costs, sizes, {**conditions_of(replay.device), "passes": "cached"})
+
+
+def _into_cache(
+    replay: Replay, keys: Mapping[str, str | None], found: _Found, cache: Cache | None
+) -> None:
+    if cache is None:
+        return
+    section = _section(replay)
+    for name, key in keys.items():
+        if key is not None:
+            cost = found.costs[name]
+            cache.put(section, key, (cost.compute_ns, cost.workspace_bytes))
+    cache.save()

@@ -1,0 +1,264 @@
+"""Run a joint graph node by node on real inputs, as often as one likes, and change nothing.
+
+A replay keeps what a step of training keeps: values die after their last reader, mutation
+happens (on copies of what the caller owns), every run draws the same random numbers and so
+meets the same data-dependent sizes. Who wants to know something watches: `Watcher.before` and
+`after` are called around each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from overlapc.errors import CaptureError, OverlapcError
+from overlapc.passes.capture import Captured, hint, is_start
+from overlapc.profiler.link_model import Collective
+from overlapc.profiler.links import collective_of, tensors
+
+__all__ = ["Replay", "Step", "Watcher"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node to call. `is_op` is false for the getitems folded into their producer."""
+
+    node: fx.Node
+    is_op: bool
+    is_start: bool
+    may_write: bool
+    frees: tuple[fx.Node, ...]  # nothing reads these nodes afterwards
+
+
+class Watcher(Protocol):
+    def before(self, step: Step) -> None: ...
+
+    def after(self, step: Step, result: Any) -> None:
+        """The node has run, and what died with it is free."""
+
+
+class Replay:
+    """A captured graph and its inputs, made ready to run.
+
+    Inputs that are not given are made up from the graph. CaptureError if an input is not real.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        primals: Sequence[Any] | None = None,
+        tangents: Sequence[Any] | None = None,
+    ) -> None:
+        self.captured = captured
+        self.symbols: dict[Any, int] = {}  # symbol of a size -> what it really is
+        nodes = captured.joint.graph.find_nodes(op="placeholder")
+        late = [node for node in nodes if "tangents" in str(node.target)]
+        early = [node for node in nodes if "tangents" not in str(node.target)]
+        self.inputs: dict[fx.Node, Any] = {}
+        self._take(early, primals, "primals")
+        self._take(late, tangents, "tangents")
+        self.lacking = {node for node in nodes if node not in self.inputs}
+        self.device = _device(
+            [t for n in nodes for t in tensors(self.inputs.get(n, n.meta.get("val")))]
+        )
+        self._random_state: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self.steps = self._steps()
+        self.groups = list(dict.fromkeys(call.group for call in self.calls().values()))
+
+    def calls(self) -> dict[str, Collective]:
+        """Start op -> its collective. Unknown sizes are right once the graph has run."""
+        return {
+            step.node.name: collective_of(step.node, self.bytes_of)
+            for step in self.steps
+            if step.is_start
+        }
+
+    def number(self, size: Any) -> int:
+        """A size of the graph as what it really is, or its hint as long as that is unknown."""
+        if isinstance(size, int):
+            return size
+        symbols = size.node.expr.free_symbols
+        if symbols <= self.symbols.keys():
+            return int(size.node.expr.xreplace({s: self.symbols[s] for s in symbols}))
+        return hint(size)
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        count = tensor.element_size()
+        for size in tensor.shape:
+            count *= self.number(size)
+        return count
+
+    def run(self, watcher: Watcher) -> None:
+        """Run the graph once. A collective is waited for at once, outside the watcher's sight.
+
+        CaptureError names the node that cannot be run. The caller has switched off autograd
+        and saved the random state.
+        """
+        self._same_random_numbers()
+        joint = self.captured.joint
+        env: dict[fx.Node, Any] = dict(self.inputs)
+        for node in joint.graph.find_nodes(op="get_attr"):
+            env[node] = _attribute(joint, str(node.target))
+
+        def value(node: fx.Node) -> Any:
+            if node in self.lacking and node not in env:
+                env[node] = self._make_up(node)  # at its first reader: all sizes are known
+            return env[node]
+
+        for step in self.steps:
+            node = step.node
+            try:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+                if step.may_write:
+                    args, kwargs = self._copied((args, kwargs))
+                watcher.before(step)
+                env[node] = result = node.target(*args, **kwargs)  # type: ignore[operator]
+                del args, kwargs
+                for dead in step.frees:
+                    env.pop(dead, None)
+                watcher.after(step, result)
+                if step.is_start:
+                    for tensor in tensors(result):
+                        torch.ops._c10d_functional.wait_tensor(tensor)
+                expected = node.meta.get("val")
+                if isinstance(expected, torch.SymInt) or "unbacked_bindings" in node.meta:
+                    self._learn(expected, result)
+                del result
+            except OverlapcError:
+                raise
+            except Exception as error:
+                raise CaptureError(_reason(error), node.name) from error
+
+    # ------------------------------------------------------------------ inputs
+
+    def _take(self, nodes: Sequence[fx.Node], values: Sequence[Any] | None, what: str) -> None:
+        if values is None:
+            return
+        if len(values) != len(nodes):
+            raise CaptureError(f"the graph takes {len(nodes)} {what}, {len(values)} were given")
+        for node, value in zip(nodes, values, strict=True):
+            if isinstance(value, torch.Tensor) and (
+                value.is_meta
+                or isinstance(value, FakeTensor)
+                or is_traceable_wrapper_subclass(value)
+            ):
+                raise CaptureError(
+                    f"only plain real tensors can be measured, found {type(value).__name__} on "
+                    f'{value.device}: plan with profile="estimate" instead',
+                    node.name,
+                )
+            self.inputs[node] = value
+            self._learn(node.meta.get("val"), value)
+
+    def _learn(self, expected: Any, value: Any) -> None:
+        """Read off a real value what the graph's symbols stand for."""
+        if isinstance(expected, torch.SymInt) and isinstance(value, int):
+            if expected.node.expr.is_Symbol:
+                self.symbols[expected.node.expr] = value
+        elif isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
+            for size, real in zip(expected.shape, value.shape, strict=True):
+                self._learn(size, real)
+        elif isinstance(expected, (tuple, list)) and isinstance(value, (tuple, list)):
+            for item, real in zip(expected, value, strict=True):
+                self._learn(item, real)
+
+    def _make_up(self, node: fx.Node) -> Any:
+        """A value of the node's kind: noise, since gradients of plain ones may cancel out into
+        denormals, which CPUs compute slowly; and zeros for integers, an index that exists."""
+        expected = node.meta.get("val")
+        if not isinstance(expected, torch.Tensor):
+            return self.number(expected) if isinstance(expected, torch.SymInt) else expected
+        made = torch.empty_strided(
+            [self.number(n) for n in expected.shape],
+            [self.number(n) for n in expected.stride()],
+            dtype=expected.dtype,
+            device=expected.device,
+        )
+        if not (made.is_floating_point() or made.is_complex()):
+            made.zero_()
+        elif made.numel() == 1:
+            made.fill_(1)
+        else:
+            made.normal_(std=0.02)
+        if all(isinstance(n, int) or n.node.has_hint() for n in expected.shape):
+            self.inputs[node] = made  # of the same size in every run: keep it
+        return made
+
+    def _copied(self, given: Any) -> Any:
+        """The arguments of a node that may write, with copies of what is not the graph's own."""
+        owned = {t.untyped_storage()._cdata for v in self.inputs.values() for t in tensors(v)}
+        owned |= {t.untyped_storage()._cdata for t in self.captured.joint.buffers()}
+        return tree_map_only(
+            torch.Tensor,
+            lambda t: t.clone() if t.untyped_storage()._cdata in owned else t,
+            given,
+        )
+
+    def _same_random_numbers(self) -> None:
+        cuda = torch.cuda.is_initialized()
+        if self._random_state is None:
+            states = torch.cuda.get_rng_state_all() if cuda else []
+            self._random_state = torch.get_rng_state(), states
+        torch.set_rng_state(self._random_state[0])
+        if self._random_state[1]:
+            torch.cuda.set_rng_state_all(self._random_state[1])
+
+    # ------------------------------------------------------------------ steps
+
+    def _steps(self) -> tuple[Step, ...]:
+        graph, trace = self.captured.joint.graph, self.captured.trace
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        last = {node: node for node in calls}
+        for reader in (*calls, *graph.find_nodes(op="output")):
+            for node in reader.all_input_nodes:
+                last[node] = reader
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for node, reader in last.items():
+            if node.op == "call_function" or node in self.lacking:
+                dying.setdefault(reader, []).append(node)
+        return tuple(
+            Step(
+                node,
+                is_op=node.name in trace.op,
+                is_start=is_start(node),
+                may_write=_may_write(node.target),
+                frees=tuple(dying.get(node, ())),
+            )
+            for node in calls
+        )
+
+
+def _device(given: Sequence[torch.Tensor]) -> torch.device:
+    """Where the graph runs: on the accelerator if any input is there."""
+    devices = [t.device for t in given]
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def _may_write(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    return isinstance(target, torch._ops.HigherOrderOperator)  # these tell no schema
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return (
+            f"measuring ran out of memory, since it keeps what a step without recompute keeps: "
+            f'{first}; plan with profile="estimate", or on a smaller batch'
+        )
+    return f"this op cannot be run to be measured: {type(error).__name__}: {first}"

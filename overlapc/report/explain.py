@@ -1,0 +1,112 @@
+"""`explain(report)`: for every collective its time, what is exposed, what hides it, and why the
+rest is not hidden."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from overlapc.ir import Exposure, Problem, issue, issues, parse_issue
+
+if TYPE_CHECKING:
+    from overlapc.planning import Report
+
+
+def explain(report: Report) -> str:
+    """A summary and a table, one row for each collective in order of issue."""
+    problem, plan, timeline = report.problem, report.plan, report.timeline
+    eager = report.eager
+    budget = problem.budget_bytes or 0
+    sources = {problem.cost(op.name).source for op in problem.trace.ops}
+    lines = [
+        f"{report.name}: {len(problem.trace.ops)} ops, solver {plan.solver}, "
+        f"costs {'/'.join(sorted(sources))}; every figure below is predicted",
+        f"  step {_ms(timeline.step_ns)} ms (plain order, all saved: {_ms(eager.step_ns)} ms; "
+        f"lower bound: {_ms(report.bound_ns)} ms)",
+        f"  exposed communication {_ms(timeline.exposed_ns)} of {_ms(timeline.comm_ns)} ms, "
+        f"recompute {_ms(timeline.recompute_ns)} ms",
+        f"  peak {_mb(timeline.peak_bytes)} MB of {_mb(budget)} MB "
+        f"(all saved: {_mb(eager.peak_bytes)} MB)",
+    ]
+    if not timeline.exposures:
+        return "\n".join([*lines, "  no collectives"])
+    rows = [("collective", "group", "ms", "exposed", "hidden by", "why not more")]
+    reasons = Reasons(problem, plan.order)
+    for exposure in timeline.exposures:
+        rows.append(
+            (
+                exposure.issue,
+                exposure.lane,
+                _ms(exposure.comm_ns),
+                _ms(exposure.exposed_ns),
+                _hidden_by(problem, exposure),
+                reasons.why(exposure),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    for row in rows:
+        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+class Reasons:
+    """Why a collective stays exposed: what else could have run beside it."""
+
+    def __init__(self, problem: Problem, order: tuple[str, ...]) -> None:
+        self.problem = problem
+        self.order = list(issues(order))
+        self.at = {text: i for i, text in enumerate(order)}
+        made: dict[str, int] = {}
+        for i, (name, again) in enumerate(self.order):
+            if again or not problem.trace.op[name].is_forward:
+                for value in problem.trace.op[name].outputs:
+                    made[value] = i
+        self.made = made
+
+    def why(self, exposure: Exposure) -> str:
+        if exposure.exposed_ns * 50 <= exposure.comm_ns:
+            return ""
+        trace = self.problem.trace
+        name, again = parse_issue(exposure.issue)
+        wait = self.at[issue(trace.wait_of[name], again)]
+        phase = self.problem.phase_of(trace.op[name], again)
+        later_ns = 0
+        for i in range(wait + 1, len(self.order)):
+            op_name, op_again = self.order[i]
+            op = trace.op[op_name]
+            if self.problem.phase_of(op, op_again) != phase or op.role == "wait":
+                continue
+            if all(self._there(value, wait, op.is_forward and not op_again) for value in op.inputs):
+                later_ns += self.problem.cost(op_name).compute_ns
+        reader = next(
+            (u.name for v in trace.op[trace.wait_of[name]].outputs for u in trace.users[v]), "end"
+        )
+        if phase == 0 and len(self.problem.phases) > 1:
+            return f"forward: all that follows needs it ({reader})"
+        if later_ns * 20 <= exposure.exposed_ns:
+            return f"nothing else is ready: {reader} needs it"
+        return f"{_ms(later_ns)} ms of ready work is kept for later windows, or by memory"
+
+    def _there(self, value: str, wait: int, forward: bool) -> bool:
+        if forward:
+            producer = self.problem.trace.value[value].producer
+            return not producer or self.at.get(producer, -1) < wait
+        return self.made.get(value, -1) < wait
+
+
+def _hidden_by(problem: Problem, exposure: Exposure) -> str:
+    """What ran beside the collective, by kind and time."""
+    kinds: dict[str, int] = {}
+    for text in exposure.hidden_by:
+        name, again = parse_issue(text)
+        letter = "R" if again else problem.trace.op[name].piece.letter
+        kinds[letter] = kinds.get(letter, 0) + problem.cost(name).compute_ns
+    return " ".join(f"{letter} {_ms(ns)}" for letter, ns in sorted(kinds.items()) if ns) or "-"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.1f}" if ns >= 100_000 or ns == 0 else f"{ns / 1e6:.3f}"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.1f}"

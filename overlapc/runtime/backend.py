@@ -1,0 +1,167 @@
+"""Front end A: the `torch.compile` backend.
+
+AOTAutograd traces the joint graph and keeps RNG, mutation, aliasing and autograd PyTorch's; the
+partition function is where overlapc plans and rewrites. What cannot be captured runs unchanged,
+with one warning that names the reason and the place.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.flags import log
+from overlapc.passes.capture import Captured, trace_joint
+from overlapc.passes.rewrite import rewrite
+from overlapc.passes.torch_choice import torch_choices
+from overlapc.planning import Options, Report, plan_captured
+from overlapc.runtime.exchange import busy
+from overlapc.runtime.ranks import exchange_for
+
+COMPILERS = ("eager", "inductor")
+
+
+class Backend:
+    """Compiles the graphs of one model; `reports` grows by one for each graph planned."""
+
+    def __init__(self, options: Options) -> None:
+        if options.backend not in COMPILERS:
+            raise OptionError(f"backend={options.backend!r}: expected one of {COMPILERS}")
+        self.options = options
+        self.reports: list[Report] = []
+        self.unchanged: list[str] = []  # why graphs were left as they are
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        partition = Partition(self, example_inputs)
+        try:
+            with busy("tracing"):
+                return self._compile(gm, example_inputs, partition)
+        except CaptureError as error:
+            return self._unchanged(gm, error.reason, error.place)
+        except OverlapcError:
+            raise
+        except Exception as error:
+            return self._unchanged(gm, f"{type(error).__name__}: {error}", "")
+        finally:
+            partition.primals = None
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], partition: Partition
+    ) -> Callable[..., Any]:
+        if self.options.backend == "inductor":
+            from overlapc.runtime.inductor import compile_with_inductor
+
+            return compile_with_inductor(gm, example_inputs, partition)
+        return aot_autograd(
+            fw_compiler=_run_as_ordered,
+            bw_compiler=_run_as_ordered,
+            inference_compiler=_run_as_ordered,
+            partition_fn=partition,
+        )(gm, example_inputs)
+
+    def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
+        first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"
+        where = place or f"graph {len(self.reports) + len(self.unchanged)}"
+        self.unchanged.append(f"{where}: {first_line}")
+        log(1, traceback.format_exc())
+        warnings.warn(
+            f"overlapc runs {where} unchanged, as plain PyTorch: {first_line}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return gm.forward
+
+
+class Partition:
+    """AOTAutograd's partition function: plan the joint graph, emit it in the plan's order."""
+
+    def __init__(self, backend: Backend, example_inputs: Sequence[Any]) -> None:
+        self.backend = backend
+        self.primals: list[Any] | None = flatten_inputs(example_inputs)
+
+    def __call__(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **partition_options: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        backend = self.backend
+        static = tuple(static_lifetime_input_indices or ())
+        captured = trace_joint(joint, num_fwd_outputs, static)
+        name = f"graph {len(backend.reports)}"
+        with exchange_for(captured.trace.lanes, backend.options.timeout_s) as exchange:
+            captured, report = plan_captured(
+                captured,
+                backend.options,
+                name=name,
+                primals=matching(self.primals, captured),
+                exchange=exchange,
+                torch_choices=lambda: torch_choices(captured, joint_inputs),
+            )
+        modules = rewrite(
+            captured,
+            report.plan,
+            joint_inputs,
+            static_lifetime_input_indices=list(static),
+            **partition_options,
+        )
+        backend.reports.append(report)
+        return modules
+
+
+def _run_as_ordered(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+    """The eager compiler: the graph itself, node by node, taking its arguments boxed."""
+    if getattr(module, "_boxed_call", False):
+        return module
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(module.forward)
+
+
+def flatten_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """Real inputs as AOTAutograd hands them on: tensor subclasses by their inner tensors."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    found: list[Any] = []
+    for value in inputs:
+        if is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            found += flatten_inputs([getattr(value, name) for name in names])
+        else:
+            found.append(value)
+    return found
+
+
+def matching(primals: list[Any] | None, captured: Captured) -> list[Any] | None:
+    """The real primals, if they are those of the graph; None makes `measure` invent some."""
+    nodes = [
+        n for n in captured.joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)
+    ]
+    if primals is None or len(primals) != len(nodes):
+        return None
+    for node, value in zip(nodes, primals, strict=True):
+        expected = node.meta.get("val")
+        if isinstance(expected, torch.Tensor) != isinstance(value, torch.Tensor):
+            return None
+        if isinstance(value, torch.Tensor) and (
+            value.dtype != expected.dtype or value.dim() != expected.dim()
+        ):
+            return None
+    return primals
+
+
+def overlapc_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="overlapc", options={...})`; options are `optimize`'s."""
+    return Backend(Options(**options.pop("options", None) or options))(gm, example_inputs)

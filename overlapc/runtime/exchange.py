@@ -1,0 +1,657 @@
+"""Agreement among ranks: they all hold one plan, or every one of them raises.
+
+    with Exchange(ranks) as exchange:               # one *round* of planning
+        exchange.agree("trace", trace.digest, hint)
+        times = exchange.gather("times", mine)      # everyone's bytes, on every rank
+        text = exchange.broadcast("plan", solve)    # the leader, ranks[0], solves; all receive
+        ...                                         # parse, check, rewrite
+
+The block is all or nothing. Either it ends normally on every rank, or every rank that lives
+gets an error: the one that failed its own, the others a `RankError` that says who and why.
+
+A round is a sequence of *steps*. In a step each rank contributes a record and the leader
+answers with one reply. Records go through the key-value store that the process group was made
+with, not through collectives, because a collective hangs when a rank is gone. Under the prefix
+`overlapc/<version>`:
+
+    beat/<rank>                          "I live, and this is what I am at"; see Beat
+    <group>/<round>/<step>/<rank>        a contribution
+    <group>/<round>/<step>/reply         the leader's answer
+    <group>/<round>/failed               why the round failed; stays for ranks that come late
+    <group>/<round>/told                 how many ranks know that it failed
+
+A late rank is waited for, however slow, while it is `busy` and its beat moves. It is given up
+when for `timeout_s` its beat has stood still (killed, or the GIL held that long), it was not
+planning at all, or it waited for ranks of which that is true, or that wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import json
+import queue
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin only from 3.11
+from dataclasses import dataclass, field
+from datetime import timedelta
+from operator import methodcaller
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from overlapc.errors import OptionError, RankError
+
+T = TypeVar("T")
+
+PREFIX = "overlapc/1"
+# TCPStore drops the connection of a client that sends a value above 8 MiB.
+CHUNK_BYTES = 1 << 20
+BEAT_S = 1.0
+# How long a rank that failed stays for the others to read why: its process may host the store.
+LINGER_S = 0.5
+# With beats each second and LINGER_S, 7 s keep every rank's error within 10 s of a death.
+TIMEOUT_S = 7.0
+LIMIT_S = 600.0
+IDLE = "idle"
+
+
+class Exchange:
+    """One round of planning among `ranks` (global ranks, the same list on each; [0] leads).
+
+    `timeout_s`: how long a rank may show no sign of coming. `limit_s`: the longest wait for a
+    rank that does show one. With one rank, or under the fake backend, every call answers at
+    once. `store` and `rank` default to those of the default process group.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float = TIMEOUT_S,
+        limit_s: float = LIMIT_S,
+        store: Any = None,
+        rank: int | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = _own_rank() if rank is None else rank
+        if self.rank not in self.ranks or len(set(self.ranks)) < len(self.ranks):
+            raise OptionError(
+                f"ranks={list(self.ranks)} on rank {self.rank}: expected distinct global ranks "
+                "with this one among them; pass dist.get_process_group_ranks(group)"
+            )
+        if not 2 * BEAT_S <= timeout_s <= limit_s:
+            raise OptionError(
+                f"timeout_s={timeout_s}, limit_s={limit_s}: expected {2 * BEAT_S:g} <= timeout_s "
+                "(two beats) <= limit_s; pass seconds in that range"
+            )
+        self.leader = self.ranks[0]
+        self._timeout_s = timeout_s
+        self._limit_s = limit_s
+        self._line: _Line | None = None
+        if len(self.ranks) > 1 and (store is not None or _has_peers()):
+            self._line = _line(_get_default_store() if store is None else store, self.rank)
+        self._step_number = 0
+        self._failed = False
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Exchange:
+        if self._line is not None:
+            self._group = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
+            number = self._line.history.rounds[self._group]
+            self._line.history.rounds[self._group] += 1
+            self._round = f"{self._group}/{number}"
+            self._exits.enter_context(self._line.busy("planning"))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._exits:
+            if error is not None:
+                self._fail(error)
+                return
+            try:
+                self._step("end of planning", b"", lambda parts: b"")
+            except BaseException as late:
+                self._fail(late)
+                raise
+
+    # What ranks say to each other
+
+    def agree(self, topic: str, value: str, hint: str) -> None:
+        """Return when every rank holds `value`; else RankError on each, ending in `hint`."""
+        short = value if len(value) <= 40 and value.isprintable() else ""
+        mine = json.dumps([hashlib.sha256(value.encode()).hexdigest(), short])
+
+        def compare(parts: list[bytes]) -> bytes:
+            if len(set(parts)) > 1:
+                raise RankError(self._disagreement(topic, parts, hint))
+            return b""
+
+        self._step(topic, mine.encode(), compare)
+
+    def gather(self, topic: str, value: bytes) -> list[bytes]:
+        """Everyone's bytes on every rank, in the order of `ranks`."""
+
+        def join(parts: list[bytes]) -> bytes:
+            return json.dumps([len(part) for part in parts]).encode() + b"\n" + b"".join(parts)
+
+        head, _, body = self._step(topic, value, join).partition(b"\n")
+        parts, start = [], 0
+        for size in json.loads(head):
+            parts.append(body[start : start + size])
+            start += size
+        return parts
+
+    def broadcast(self, topic: str, make: Callable[[], str]) -> str:
+        """The text that the leader's `make` returns, on every rank; only the leader calls it.
+
+        `make` may take long. It runs on a daemon thread, so that the leader too notices within
+        the timeout that a rank died, and it must not rely on state that torch keeps per thread.
+        """
+        if self._line is None:
+            return make()
+        work = _start(make) if self.rank == self.leader else None
+        reply = self._step(
+            topic, b"", lambda parts: work.result().encode() if work is not None else b"", work
+        )
+        return reply.decode()
+
+    def _disagreement(self, topic: str, parts: list[bytes], hint: str) -> str:
+        holders: dict[bytes, list[int]] = {}
+        for rank, part in zip(self.ranks, parts, strict=True):
+            holders.setdefault(part, []).append(rank)
+        held = []
+        for part, ranks in list(holders.items())[:8]:
+            digest, short = json.loads(part)
+            held.append(
+                f"{_named(ranks)} {'hold' if ranks[1:] else 'holds'} {short or digest[:12]}"
+            )
+        if len(holders) > len(held):
+            held.append(f"and {len(holders) - len(held)} other values")
+        return (
+            f"the ranks disagree on {topic}: {'; '.join(held)}; "
+            f"expected one value on {_named(self.ranks)}: {hint}"
+        )
+
+    # One step
+
+    def _step(
+        self,
+        topic: str,
+        mine: bytes,
+        answer: Callable[[list[bytes]], bytes],
+        work: Future[str] | None = None,
+    ) -> bytes:
+        """Contribute `mine`; return the leader's `answer` to all contributions (and `work`)."""
+        line = self._line
+        if line is None:
+            return answer([mine])
+        written = line.history.written.setdefault(self._group, [])
+        before = len(written)
+        step = f"{self._round}/{self._step_number}"
+        self._step_number += 1
+        if self.rank == self.leader:
+            others = {rank: f"{step}/{rank}" for rank in self.ranks if rank != self.rank}
+            parts = {**self._await(topic, others, work), self.rank: mine}
+            reply = answer([parts[rank] for rank in self.ranks])
+            self._write(f"{step}/reply", topic, reply)
+        else:
+            self._write(f"{step}/{self.rank}", topic, mine)
+            reply = self._await(topic, {self.leader: f"{step}/reply"})[self.leader]
+        # All ranks have come to this step, so nobody will read what belongs to earlier ones.
+        for key in written[:before]:
+            line.send(methodcaller("delete_key", key))
+        del written[:before]
+        return reply
+
+    def _write(self, key: str, topic: str, value: bytes) -> None:
+        """Store `value`; `key` itself, which says that the rest is there, is written last."""
+        assert self._line is not None
+        packed = zlib.compress(value, 1)
+        chunks = [packed[i : i + CHUNK_BYTES] for i in range(0, len(packed), CHUNK_BYTES)]
+        head = json.dumps([topic, len(chunks)]).encode() + b"\n"
+        records = {f"{key}/{i}": chunk for i, chunk in enumerate(chunks) if i > 0}
+        records[key] = head + chunks[0]
+        for name, record in records.items():
+            self._line.call(methodcaller("set", name, record), self._timeout_s)
+        self._line.history.written[self._group] += records
+
+    def _read(self, keys: list[str], topic: str) -> list[bytes | None]:
+        """The values under `keys`; None where there is none yet."""
+        assert self._line is not None
+        values: list[bytes | None] = []
+        records = self._line.call(lambda store: _present(store, keys), self._timeout_s)
+        for key, record in zip(keys, records, strict=True):
+            if record is None:
+                values.append(None)
+                continue
+            head, _, packed = record.partition(b"\n")
+            theirs, chunks = json.loads(head)
+            if theirs != topic:
+                raise RankError(
+                    f"rank {self.rank} is at the step {topic!r} of planning, but "
+                    f"{'the leader' if key.endswith('reply') else 'rank ' + key.split('/')[-1]} "
+                    f"is at {theirs!r}; expected the same calls on {_named(self.ranks)}: use one "
+                    "version of overlapc and the same options on all ranks"
+                )
+            for i in range(1, chunks):
+                packed += self._line.call(methodcaller("get", f"{key}/{i}"), self._timeout_s)
+            values.append(zlib.decompress(packed))
+        return values
+
+    def _await(
+        self, topic: str, keys: dict[int, str], work: Future[str] | None = None
+    ) -> dict[int, bytes]:
+        """Each rank's value once all are there and `work` is done; RankError if one never comes."""
+        assert self._line is not None
+        watch = _Watch(self._line, self._timeout_s)
+        got: dict[int, bytes] = {}
+        pause_s = 0.002
+        with self._line.busy("waiting") as state:
+            while True:
+                missing = [rank for rank in keys if rank not in got]
+                for rank, value in zip(
+                    missing, self._read([keys[rank] for rank in missing], topic), strict=True
+                ):
+                    if value is not None:
+                        got[rank] = value
+                missing = [rank for rank in keys if rank not in got]
+                working = work is not None and not work.done()
+                if work is not None and not working:
+                    work.result()  # what it raised ends the round now, whoever is missing
+                if not missing and not working:
+                    return got
+                self._raise_if_failed()
+                if working:
+                    state(f"making the {topic}", ())
+                else:
+                    state(f"waiting at the step {topic!r}", tuple(missing))
+                self._raise_if_hopeless(watch, missing, list(got), topic)
+                if work is not None and working:
+                    wait([work], pause_s)
+                else:
+                    time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, 0.2)
+
+    def _raise_if_hopeless(
+        self, watch: _Watch, missing: list[int], present: list[int], topic: str
+    ) -> None:
+        lost = watch.lost(missing, present, self.rank)
+        if lost is not None:
+            raise RankError(
+                f"planning stopped at the step {topic!r}: {lost}; expected an answer of "
+                f"{_named(self.ranks)} within {self._timeout_s:g} s: see the output of that rank "
+                "for why it ended or never came; if it is only late, give a longer timeout"
+            )
+        waited_s = time.monotonic() - watch.start
+        if missing and waited_s > self._limit_s:
+            raise RankError(
+                f"planning stopped at the step {topic!r}: {_named(missing)} did not come in "
+                f"{waited_s:.0f} s, though still busy ({watch.phase(missing[0])}); expected at "
+                f"most {self._limit_s:g} s: make that work smaller or give a longer limit"
+            )
+
+    # Failing together
+
+    def _raise_if_failed(self) -> None:
+        assert self._line is not None
+        record = self._line.call(
+            lambda store: _present(store, [f"{self._round}/failed"]), self._timeout_s
+        )[0]
+        if record is not None:
+            self._failed = True
+            raise RankError(record.decode())
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others that this rank left the round by `error`; never raises."""
+        line = self._line
+        if line is None:
+            return
+        text = str(error)
+        if not isinstance(error, RankError):
+            what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            text = (
+                f"rank {self.rank} failed while planning with {_named(self.ranks)}: {what}; "
+                f"expected every rank to finish: correct that error on rank {self.rank}"
+            )
+        failed, told = f"{self._round}/failed", f"{self._round}/told"
+        if self.rank == self.leader:
+            line.history.written.setdefault(self._group, []).extend([failed, told])
+        with contextlib.suppress(RankError):
+            if not self._failed:
+                line.call(methodcaller("set", failed, text), self._timeout_s)
+            until = time.monotonic() + LINGER_S
+            count = line.call(methodcaller("add", told, 1), self._timeout_s)
+            while count < len(self.ranks) and time.monotonic() < until:
+                time.sleep(0.02)
+                count = line.call(methodcaller("add", told, 0), self._timeout_s)
+
+
+@contextlib.contextmanager
+def busy(phase: str) -> Iterator[None]:
+    """While the block runs, others see that this rank works towards a round, and wait for it.
+
+    Does nothing without a process group.
+    """
+    if not _has_peers():
+        yield
+        return
+    with _line(_get_default_store(), dist.get_rank()).busy(phase):
+        yield
+
+
+# Who is alive
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank last said of itself. `count` grows while it is busy; an idle rank is silent."""
+
+    count: int
+    phase: str
+    waits_for: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        return json.dumps([self.count, self.phase, self.waits_for])
+
+    @staticmethod
+    def parse(text: bytes) -> Beat:
+        count, phase, waits_for = json.loads(text)
+        return Beat(count, phase, tuple(waits_for))
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A rank as this rank saw it: its beat, when that last moved, and when it last gave hope."""
+
+    beat: Beat | None
+    moved: float
+    hope: float
+
+
+class _Watch:
+    """What one rank knows of the others' beats during one step, on its own clock."""
+
+    def __init__(self, line: _Line, timeout_s: float) -> None:
+        self.start = time.monotonic()
+        self._line = line
+        self._timeout_s = timeout_s
+        self._seen: dict[int, _Seen] = {}
+        self._looked: set[int] = set()
+        self._next_look = self.start
+
+    def lost(self, missing: list[int], present: list[int], rank: int) -> str | None:
+        """Why the round cannot go on, or None.
+
+        A missing rank must be on its way; one that is present must only live.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        self._next_look = now + BEAT_S / 4
+        self._looked.clear()
+        self._look([*missing, *present])
+        signs = [self._sign(other, (rank,)) for other in missing]
+        signs += [(self._seen[other].moved, self._still(other)) for other in present]
+        when, what = min(signs)
+        # Not `now`: reading the beats took time, in which they could not be seen to move.
+        return what if now - when > self._timeout_s else None
+
+    def phase(self, rank: int) -> str:
+        beat = self._seen[rank].beat if rank in self._seen else None
+        return beat.phase if beat is not None else "not seen yet"
+
+    def _sign(self, rank: int, path: tuple[int, ...]) -> tuple[float, str]:
+        """When there was last a sign that `rank` will come, and what is wrong if that is old."""
+        self._look([rank])
+        seen = self._seen[rank]
+        if seen.beat is None:
+            return seen.hope, f"rank {rank} has not begun to plan (missing, or not there yet)"
+        if seen.beat.phase == IDLE:
+            return seen.hope, f"rank {rank} is not planning (no such graph there, or it ended)"
+        signs = [(seen.moved, self._still(rank))]
+        for other in seen.beat.waits_for:
+            if other in path:
+                cycle = " and ".join(f"rank {r}" for r in (*path[path.index(other) :], rank))
+                signs.append((seen.hope, f"{cycle} wait for each other at different steps"))
+            elif len(path) < 8:
+                signs.append(self._sign(other, (*path, rank)))
+        seen.hope = max(seen.hope, min(signs)[0])
+        return min(signs)
+
+    def _still(self, rank: int) -> str:
+        return f"rank {rank} gives no sign of life (last seen {self.phase(rank)})"
+
+    def _look(self, ranks: list[int]) -> None:
+        """Read the beats of `ranks` that were not read in this look."""
+        ranks = [rank for rank in ranks if rank not in self._looked]
+        if not ranks:
+            return
+        self._looked.update(ranks)
+        records = self._line.call(
+            lambda store: _present(store, [f"beat/{rank}" for rank in ranks]), self._timeout_s
+        )
+        now = time.monotonic()
+        for rank, record in zip(ranks, records, strict=True):
+            beat = None if record is None else Beat.parse(record)
+            if rank not in self._seen:
+                # First seen now, but it may stand still since the wait began.
+                self._seen[rank] = _Seen(beat, self.start, self.start)
+                continue
+            seen = self._seen[rank]
+            if beat is not None and beat != seen.beat:
+                self._seen[rank] = _Seen(beat, now, seen.hope)
+
+
+# This rank's line to the store
+
+
+@dataclass(slots=True)
+class _History:
+    """What must outlive a broken line: the number of rounds and the keys left, by group."""
+
+    rounds: Counter[str] = field(default_factory=Counter)
+    written: dict[str, list[str]] = field(default_factory=dict)
+
+
+class _Line:
+    """One rank's connection to the store, on a daemon thread that also sends its beat.
+
+    A TCPStore call blocks for ever when the host is stopped or cut off, and one connection
+    serves one thread at a time. So only this thread calls the store, on a connection of its own,
+    and a caller waits for the thread with a time limit. After an error the line stays broken.
+    """
+
+    def __init__(self, store: Any, rank: int, history: _History) -> None:
+        self.history = history
+        self.broken: RankError | None = None
+        self._rank = rank
+        self._where = _address(store)
+        self._phases: list[tuple[str, tuple[int, ...]]] = [(IDLE, ())]
+        self._said: tuple[str, tuple[int, ...]] | None = None
+        self._requests: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
+        # The thread must not keep `store` alive: it is closed when its process group goes.
+        self._store = [store]
+        self._thread = threading.Thread(target=self._run, name="overlapc-exchange", daemon=True)
+        self._thread.start()
+
+    def call(self, request: Callable[[Any], T], within_s: float) -> T:
+        """The result of `request(store)`; RankError when the store fails or does not answer."""
+        answer: Future[T] = Future()
+
+        def run(store: Any) -> None:
+            try:
+                answer.set_result(request(store))
+            except BaseException as error:
+                answer.set_exception(error)
+                raise
+
+        self.send(run)
+        until = time.monotonic() + within_s
+        while self.broken is None:
+            left_s = until - time.monotonic()
+            try:
+                return answer.result(max(0.0, min(left_s, 0.1)))
+            except FutureTimeoutError:
+                if left_s <= 0:
+                    self._break(f"did not answer for {within_s:g} s")
+            except Exception as error:
+                self._break(f"failed ({_first_line(error)})", error)
+        raise RankError(str(self.broken)) from self.broken.__cause__
+
+    def send(self, request: Callable[[Any], object]) -> None:
+        """Have the thread run `request(store)`; an error breaks the line."""
+        self._requests.put(request)
+
+    @contextlib.contextmanager
+    def busy(self, phase: str) -> Iterator[Callable[[str, tuple[int, ...]], None]]:
+        """Beat as `phase` while the block runs; what it yields changes phase and waits_for."""
+        self._phases.append((phase, ()))
+        place = len(self._phases) - 1
+        self.send(_nothing)
+
+        def say(phase: str, waits_for: tuple[int, ...]) -> None:
+            # Eight are enough: of all the ranks one waits for, none may be lost.
+            state = (phase, waits_for[:8])
+            if self._phases[place] != state:
+                self._phases[place] = state
+                self.send(_nothing)
+
+        try:
+            yield say
+        finally:
+            del self._phases[place:]
+            self.send(_nothing)
+
+    def close(self) -> None:
+        self._requests.put(None)
+        # A daemon thread inside a C++ call while the interpreter ends can abort the process.
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        store: Any = None
+        count = 0
+        last = 0.0
+        try:
+            store = dist.PrefixStore(PREFIX, self._store.pop().clone())
+            store.set_timeout(timedelta(seconds=TIMEOUT_S))
+            while True:
+                try:
+                    request = self._requests.get(timeout=self._rest_s(last))
+                except queue.Empty:
+                    request = _nothing
+                if request is None:
+                    return
+                request(store)
+                state = self._phases[-1]
+                if state != self._said or self._rest_s(last) == 0:
+                    count += 1
+                    last = time.monotonic()
+                    store.set(f"beat/{self._rank}", Beat(count, *state).text())
+                    self._said = state
+        except BaseException as error:
+            self._break(f"failed ({_first_line(error)})", error)
+
+    def _rest_s(self, last: float) -> float | None:
+        """How long until the next beat is due; None, never, for an idle rank."""
+        if self._phases[-1][0] == IDLE:
+            return None
+        return max(0.0, last + BEAT_S - time.monotonic())
+
+    def _break(self, what: str, cause: BaseException | None = None) -> None:
+        if self.broken is None:
+            broken = RankError(
+                f"rank {self._rank} cannot plan with the others: the process group's store "
+                f"{self._where} {what}; expected it to live as long as the run: the process that "
+                "holds it (rank 0, or torchrun's agent) has ended or is cut off; see its output"
+            )
+            broken.__cause__ = cause
+            self.broken = broken
+
+
+_lines: weakref.WeakKeyDictionary[Any, dict[int, _Line]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _line(store: Any, rank: int) -> _Line:
+    """The line of `rank` to `store`, made anew when there is none or it broke."""
+    with _lock:
+        lines = _lines.setdefault(store, {})
+        line = lines.get(rank)
+        if line is None or line.broken is not None:
+            line = _Line(store, rank, _History() if line is None else line.history)
+            # Runs when the process group drops the store, and at the latest at exit.
+            weakref.finalize(store, line.close)
+            lines[rank] = line
+        return line
+
+
+def _has_peers() -> bool:
+    """Whether other processes (or threads) are in the default group; the fake backend has none."""
+    return (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+        and dist.get_backend() != "fake"
+    )
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _present(store: Any, keys: list[str]) -> list[bytes | None]:
+    """The records under `keys`, without waiting for those that are not there."""
+    return [store.get(key) if store.check([key]) else None for key in keys]
+
+
+def _nothing(store: Any) -> None:
+    """A request that only wakes the thread, which then says its changed state."""
+
+
+def _start(make: Callable[[], T]) -> Future[T]:
+    """Run `make` on a daemon thread, in a copy of this context."""
+    answer: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            answer.set_result(context.run(make))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="overlapc-make", daemon=True).start()
+    return answer
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:16])
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _address(store: Any) -> str:
+    """`TCPStore host:port` or `FileStore path`, as far as the store tells."""
+    store = getattr(store, "_underlying_non_prefix_store", store)
+    place = getattr(store, "path", None) or (
+        f"{store.host}:{store.port}" if hasattr(store, "port") else ""
+    )
+    return f"{type(store).__name__} {place}".rstrip()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,47 @@
+"""Which ranks must agree on a graph: those its collectives join."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from overlapc.runtime.exchange import Exchange
+
+
+def ranks_of(groups: Sequence[str]) -> list[int]:
+    """The global ranks that share the collectives of these process groups.
+
+    Groups of one process that stands for many (a fake group, the one-process fabric) have
+    nobody to agree with. Ranks that meet in several groups are joined by the whole world.
+    """
+    if not groups or not dist.is_initialized():
+        return []
+    real = [group for group in groups if not _stands_alone(group)]
+    if not real:
+        return []
+    members = [
+        dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+        for group in real
+    ]
+    widest = max(members, key=len)
+    if all(set(ranks) <= set(widest) for ranks in members):
+        return sorted(widest)
+    return list(range(dist.get_world_size()))
+
+
+def _stands_alone(group: str) -> bool:
+    resolved = dist.distributed_c10d._resolve_process_group(group)
+    return dist.get_backend(resolved) in ("fake", "overlapc_fabric")
+
+
+@contextlib.contextmanager
+def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange | None]:
+    """A round of planning among the ranks of these groups, or None for a rank on its own."""
+    ranks = ranks_of(groups)
+    if len(ranks) < 2:
+        yield None
+        return
+    with Exchange(ranks, timeout_s) as exchange:
+        yield exchange

@@ -1,0 +1,34 @@
+"""Lower bounds on the step time of any legal plan."""
+
+from __future__ import annotations
+
+from overlapc.ir import Problem
+
+
+def bound_ns(problem: Problem) -> int:
+    """For each phase the largest of: all compute, each lane's communication, the longest path
+    of dependent work; summed over phases. No recompute, no slowdown: those only add."""
+    trace = problem.trace
+    compute = [0] * len(problem.phases)
+    lanes: dict[tuple[int, str], int] = {}
+    path = [0] * len(problem.phases)
+    finish: dict[str, int] = {}
+    for op in trace.ops:
+        phase = problem.phase_of(op)
+        cost = problem.cost(op.name)
+        compute[phase] += cost.compute_ns
+        begin = 0
+        for name in op.inputs:
+            producer = trace.value[name].producer
+            if producer and problem.phase_of(trace.op[producer]) == phase:
+                begin = max(begin, finish[producer])
+        finish[op.name] = begin + cost.compute_ns
+        if op.role == "start":
+            finish[op.name] += cost.comm_ns
+            key = (phase, op.lane)
+            lanes[key] = lanes.get(key, 0) + cost.comm_ns
+        path[phase] = max(path[phase], finish[op.name])
+    return sum(
+        max([compute[phase], path[phase]] + [ns for (p, _), ns in lanes.items() if p == phase])
+        for phase in range(len(problem.phases))
+    )

@@ -1,0 +1,83 @@
+"""The examples through their command lines, tiny: they run, learn, and agree with eager."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "--ranks 2 --link none --layers 2 --width 32 --batch 2 --seq 32".split()
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+
+
+def train(example: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / example / "train.py"), *TINY, *options]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    result = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=220
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def rows(result: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
+    """The table's rows by variant, in words; it ends at the first empty line."""
+    table = result.stdout.split("\n\n")[0].splitlines()[1:]
+    return {line.split()[0]: line.split() for line in table}
+
+
+def losses(result: subprocess.CompletedProcess[str], variant: str) -> list[float]:
+    return [float(loss) for loss in re.findall(rf"{variant}: loss (\S+)", result.stderr)]
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        pytest.param("gpt", [], id="gpt"),
+        pytest.param("gpt", ["--dtensor", "--tie-embeddings"], id="gpt-dtensor"),
+        pytest.param("moe", ["--top-k", "2"], id="moe"),
+    ],
+)
+def test_eager_learns_and_checkpointing_changes_nothing(example: str, options: list[str]) -> None:
+    result = train(
+        example, "--variants", "eager,checkpoint", "--steps", "10", "--dropout", "0.1", *options
+    )
+    found = losses(result, "eager")
+    assert found[-1] < found[0]
+    table = rows(result)
+    assert list(table) == ["eager", "checkpoint"]
+    assert table["checkpoint"][-2:] == ["equal", "equal"]
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        pytest.param("gpt", [], id="gpt"),
+        pytest.param("gpt", ["--dtensor"], id="gpt-dtensor"),
+        pytest.param("moe", [], id="moe"),
+    ],
+)
+def test_overlapc_trains_to_every_digit_as_eager(example: str, options: list[str]) -> None:
+    result = train(
+        example, "--variants", "eager,overlapc", "--steps", "5", "--dropout", "0.1", *options
+    )
+    assert rows(result)["overlapc"][-2:] == ["equal", "equal"]
+
+
+def test_emulated_link_is_what_training_waits_for() -> None:
+    options = ["--link", "emulated", "--link-mbit", "10", "--variants", "eager", "--steps", "3"]
+    exposed_ms = float(rows(train("gpt", *options))["eager"][-3])
+    # 2 layers x 4 all-reduces of 2*32*32 floats (8 KiB) at 10 Mbit/s: 6.6 ms each.
+    assert exposed_ms > 8 * 6
+
+
+def test_an_impossible_division_of_experts_is_refused() -> None:
+    command = [sys.executable, str(ROOT / "examples/moe/train.py"), *TINY, "--experts", "3"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220)
+    assert result.returncode != 0
+    assert "3 experts cannot be divided among 2 ranks" in result.stderr

@@ -1,0 +1,518 @@
+"""Ranks agree, or every rank that lives raises RankError in time: real processes over loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from overlapc.errors import Infeasible, OptionError, RankError
+from overlapc.runtime.exchange import TIMEOUT_S, Exchange, busy
+from tests.multiprocess.spawn import _free_port
+
+pytestmark = pytest.mark.multiprocess
+
+BAR_S = 10.0  # issue 2, "Ranks agree": an error on every rank within 10 s
+DEAD = "dead"
+HINT = "use one model"
+
+
+# Processes that may die: spawn.run_ranks takes a death for a failure of the test.
+
+
+def _main(pipe: Connection, init: str, fn: Callable[..., Any], rank: int, world: int) -> None:
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    pipe.send(fn(rank))
+    left = [t.name for t in threading.enumerate() if not t.daemon and t.name != "MainThread"]
+    pipe.send(left)
+
+
+def launch(
+    fn: Callable[[int], Any], world: int, init: str = "", timeout_s: float = 60
+) -> list[Any]:
+    """`fn(rank)` in each process; DEAD for those that ended, or stopped, without an answer."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch.distributed"])
+    init = init or f"tcp://127.0.0.1:{_free_port()}"
+    processes, pipes = [], []
+    for rank in range(world):
+        ours, theirs = server.Pipe(duplex=False)
+        processes.append(server.Process(target=_main, args=(theirs, init, fn, rank, world)))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    deadline = time.monotonic() + timeout_s
+    results: list[Any] = [None] * world
+    try:
+        while None in results:
+            waiting = [pipe for pipe, result in zip(pipes, results, strict=True) if result is None]
+            if not wait(waiting, timeout=0.2) and time.monotonic() > deadline:
+                late = [rank for rank, result in enumerate(results) if result is None]
+                raise AssertionError(f"ranks {late} hung for {timeout_s} s")
+            for rank, pipe in enumerate(pipes):
+                if results[rank] is not None:
+                    continue
+                if _stopped(processes[rank].pid):
+                    results[rank] = DEAD
+                elif pipe.poll():
+                    try:
+                        results[rank] = pipe.recv()
+                        assert pipe.recv() == [], "threads left that keep the process alive"
+                    except EOFError:
+                        results[rank] = DEAD
+        for process, result in zip(processes, results, strict=True):
+            if result != DEAD:
+                process.join(10)
+                assert process.exitcode == 0
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _stopped(pid: int | None) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def caught(fn: Callable[[], Any]) -> tuple[str, str, float, float]:
+    """What `fn` raised: type, text, how long it took, and when, on the clock all share."""
+    start = time.monotonic()
+    try:
+        fn()
+    except Exception as error:
+        now = time.monotonic()
+        return type(error).__name__, str(error), now - start, now
+    return "", "", time.monotonic() - start, time.monotonic()
+
+
+# Many rounds in the same three processes, so that each also shows that failed ones do no harm.
+
+
+def _agreement(rank: int) -> Any:
+    with Exchange([0, 1, 2]) as exchange:
+        exchange.agree("trace", "8c1f", HINT)
+        parts = exchange.gather("times", b"%d\n" % rank * rank)
+        text = exchange.broadcast("plan", lambda: f"plan of rank {rank}")
+    dist.barrier()
+    return parts, text
+
+
+def _disagreement(rank: int) -> Any:
+    def go() -> None:
+        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+            exchange.agree("trace", "02ab" if rank == 1 else "8c1f", HINT)
+
+    return caught(go)
+
+
+def _long_disagreement(rank: int) -> Any:
+    def go() -> None:
+        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+            exchange.agree("options", f"{rank}" * 1000, HINT)
+
+    return caught(go)
+
+
+def _follower_raises(rank: int) -> Any:
+    def go() -> None:
+        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+            exchange.agree("trace", "8c1f", HINT)
+            if rank == 1:
+                raise ValueError("odd shape")
+            exchange.broadcast("plan", lambda: time.sleep(30) or "late")
+
+    return caught(go)
+
+
+def _last_moment(rank: int) -> Any:
+    """After the last call a rank finds the plan unusable: nobody may go on with it."""
+
+    def go() -> None:
+        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+            exchange.broadcast("plan", lambda: "plan")
+            if rank == 2:
+                raise ValueError("cannot parse")
+
+    return caught(go)
+
+
+def _leader_raises(rank: int) -> Any:
+    def solve() -> str:
+        raise Infeasible(10, 20)
+
+    def go() -> None:
+        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+            if rank == 2:
+                time.sleep(1)  # the leader does not wait for the late to say that it failed
+            exchange.broadcast("plan", solve)
+
+    return caught(go)
+
+
+def _other_step(rank: int) -> Any:
+    def go() -> None:
+        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+            if rank == 1:
+                exchange.agree("costs", "1", HINT)
+            exchange.agree("trace", "1", HINT)
+
+    return caught(go)
+
+
+def _crossed_groups(rank: int) -> Any:
+    def go() -> None:
+        with Exchange([0, 1] if rank == 0 else [1, 0], timeout_s=3) as exchange:
+            exchange.agree("trace", "1", HINT)
+
+    return caught(go) if rank < 2 else None
+
+
+def _one_is_idle(rank: int) -> Any:
+    if rank == 2:
+        time.sleep(5)
+
+    def go() -> None:
+        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+            exchange.agree("trace", "1", HINT)
+
+    return caught(go)
+
+
+def _large_text(rank: int) -> Any:
+    text = random.Random(0).randbytes(10_000_000).decode("latin-1")
+    with Exchange([0, 1, 2], timeout_s=5) as exchange:
+        return exchange.broadcast("plan", lambda: text) == text
+
+
+def _hundred_rounds(rank: int) -> Any:
+    keys = []
+    for number in range(100):
+        # Every few rounds fails: what it leaves behind must go too.
+        with contextlib.suppress(RankError), Exchange([0, 1, 2], timeout_s=5) as exchange:
+            exchange.agree("number", str(number), HINT)
+            assert exchange.broadcast("plan", lambda n=number: f"plan {n}") == f"plan {number}"
+            if number % 20 == 7:
+                raise RankError("on purpose")
+        if number in (19, 99):
+            with Exchange([0, 1, 2]) as exchange:
+                exchange.agree("count", "", HINT)
+                keys.append(_get_default_store().num_keys())
+    return keys
+
+
+def _slow_tracing(rank: int) -> Any:
+    with busy("tracing"):
+        time.sleep(7 if rank == 2 else 0)
+        with Exchange([0, 1, 2], timeout_s=2) as exchange:
+            exchange.agree("trace", "1", HINT)
+    return True
+
+
+def _limit(rank: int) -> Any:
+    def go() -> None:
+        with busy("tracing"):
+            time.sleep(6 if rank == 2 else 0)
+            with Exchange([0, 1, 2], timeout_s=2, limit_s=3) as exchange:
+                exchange.agree("trace", "1", HINT)
+
+    return caught(go)
+
+
+SCENARIOS = [
+    _agreement,
+    _disagreement,
+    _long_disagreement,
+    _follower_raises,
+    _last_moment,
+    _leader_raises,
+    _other_step,
+    _crossed_groups,
+    _one_is_idle,
+    _large_text,
+    _hundred_rounds,
+    _slow_tracing,
+    _limit,
+]
+
+
+def _all_scenarios(rank: int) -> dict[str, Any]:
+    results = {}
+    for scenario in SCENARIOS:
+        dist.barrier()
+        results[scenario.__name__] = scenario(rank)
+    dist.barrier()  # rank 0 holds the store: it may not end before the others
+    return results
+
+
+@pytest.fixture(scope="module")
+def run() -> Callable[[Callable[[int], Any]], list[Any]]:
+    """The results of a scenario, by rank."""
+    ranks = launch(_all_scenarios, 3, timeout_s=150)
+    return lambda scenario: [results[scenario.__name__] for results in ranks]
+
+
+def test_ranks_that_agree(run: Any) -> None:
+    everywhere = ([b"", b"1\n", b"2\n2\n"], "plan of rank 0")
+    assert run(_agreement) == [everywhere] * 3
+
+
+def test_disagreement_is_told_on_every_rank(run: Any) -> None:
+    for kind, text, took_s, _ in run(_disagreement):
+        assert kind == "RankError"
+        assert text == (
+            "the ranks disagree on trace: ranks 0, 2 hold 8c1f; rank 1 holds 02ab; "
+            "expected one value on ranks 0, 1, 2: use one model"
+        )
+        assert took_s < BAR_S
+
+
+def test_long_values_are_named_by_digest(run: Any) -> None:
+    for kind, text, _, _ in run(_long_disagreement):
+        assert kind == "RankError"
+        assert len(text) < 250
+
+
+def test_a_rank_that_raises_is_seen_at_once(run: Any) -> None:
+    results = run(_follower_raises)
+    assert results[1][:2] == ("ValueError", "odd shape")
+    for rank in (0, 2):
+        kind, text, took_s, _ = results[rank]
+        assert kind == "RankError"
+        assert "rank 1 failed while planning" in text
+        assert "ValueError: odd shape" in text
+        assert took_s < 3
+
+
+def test_a_rank_that_raises_last_stops_all(run: Any) -> None:
+    results = run(_last_moment)
+    assert [kind for kind, *_ in results] == ["RankError", "RankError", "ValueError"]
+    assert all("rank 2 failed" in text for _, text, _, _ in results[:2])
+
+
+def test_a_leader_that_cannot_solve(run: Any) -> None:
+    results = run(_leader_raises)
+    assert [kind for kind, *_ in results] == ["Infeasible", "RankError", "RankError"]
+    for _, text, took_s, _ in results[1:]:
+        assert "rank 0 failed" in text
+        assert "memory_budget=20" in text
+        assert took_s < 4
+    assert results[0][2] < 1 + 0.9  # LINGER_S, but not rank 2's second
+
+
+def test_ranks_at_different_steps(run: Any) -> None:
+    for kind, text, took_s, _ in run(_other_step):
+        assert kind == "RankError"
+        assert "'trace'" in text
+        assert "'costs'" in text
+        assert took_s < BAR_S
+
+
+def test_groups_that_wait_for_each_other(run: Any) -> None:
+    results = run(_crossed_groups)[:2]
+    for kind, _, took_s, _ in results:
+        assert kind == "RankError"
+        assert took_s < 3 + 2
+    # The second to notice may find the first already gone.
+    assert any("wait for each other" in text for _, text, _, _ in results)
+
+
+def test_an_idle_rank_is_not_waited_for(run: Any) -> None:
+    results = run(_one_is_idle)
+    for kind, text, took_s, _ in results:
+        assert kind == "RankError"
+        assert "rank 2 is not planning" in text
+        assert took_s < BAR_S
+    assert results[2][2] < 1.5  # it comes late, and is told at once
+
+
+def test_texts_of_ten_megabytes(run: Any) -> None:
+    assert run(_large_text) == [True] * 3
+
+
+def test_a_hundred_rounds_leave_no_keys(run: Any) -> None:
+    for early, late in run(_hundred_rounds):
+        assert late <= early + 2
+
+
+def test_a_slow_rank_is_waited_for(run: Any) -> None:
+    assert run(_slow_tracing) == [True] * 3
+
+
+def test_nothing_waits_for_ever(run: Any) -> None:
+    for kind, text, _, _ in run(_limit):
+        assert kind == "RankError"
+        assert "still busy (tracing)" in text
+
+
+# Deaths
+
+
+def _die(how: signal.Signals, after_s: float, stamp: str) -> None:
+    def go() -> None:
+        time.sleep(after_s)
+        Path(stamp).write_text(str(time.monotonic()))
+        os.kill(os.getpid(), how)
+
+    threading.Thread(target=go, daemon=True).start()
+
+
+def _planning_with_a_death(
+    ranks: list[int], victim: int, how: signal.Signals, stamp: str, timeout_s: float, rank: int
+) -> Any:
+    def go() -> None:
+        with Exchange(ranks, timeout_s=timeout_s) as exchange:
+            exchange.agree("trace", "1", HINT)
+            if rank == victim:
+                _die(how, 1.0, stamp)
+            exchange.broadcast("plan", lambda: time.sleep(40) or "too late")
+
+    return caught(go)
+
+
+@pytest.mark.parametrize(
+    ("leader", "victim", "how", "timeout_s", "says"),
+    [
+        (0, 1, "SIGKILL", TIMEOUT_S, "rank 1 gives no sign of life"),
+        (1, 1, "SIGKILL", 3.0, "rank 1 gives no sign of life (last seen making the plan)"),
+        (0, 0, "SIGKILL", 3.0, "rank 0, or torchrun's agent"),
+        (1, 0, "SIGKILL", 3.0, "rank 0, or torchrun's agent"),
+        (1, 0, "SIGSTOP", TIMEOUT_S, "did not answer for 7 s"),
+    ],
+    ids=["follower", "leader", "leader hosting the store", "store host", "store host frozen"],
+)
+def test_a_rank_dies_while_the_leader_solves(
+    tmp_path: Path, leader: int, victim: int, how: str, timeout_s: float, says: str
+) -> None:
+    stamp = tmp_path / "died"
+    ranks = [leader, *(rank for rank in range(3) if rank != leader)]
+    scenario = functools.partial(
+        _planning_with_a_death, ranks, victim, signal.Signals[how], str(stamp), timeout_s
+    )
+    results = launch(scenario, 3)
+    assert results.pop(victim) == DEAD
+    for kind, text, _, when in results:
+        assert kind == "RankError", text
+        assert says in text
+        assert when - float(stamp.read_text()) < BAR_S
+
+
+def _one_never_comes(rank: int) -> Any:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def go() -> None:
+        with Exchange([0, 1, 2]) as exchange:
+            exchange.agree("trace", "1", HINT)
+
+    return caught(go)
+
+
+def test_a_missing_rank() -> None:
+    results = launch(_one_never_comes, 3)
+    assert results.pop(1) == DEAD
+    for kind, text, took_s, _ in results:
+        assert kind == "RankError"
+        assert "rank 1 has not begun to plan" in text
+        assert took_s < BAR_S
+
+
+# Other ways to run
+
+
+def _two_groups(rank: int) -> Any:
+    ranks = [0, 2] if rank in (0, 2) else [3, 1]
+    texts = []
+    for number in range(20):
+        with Exchange(ranks, timeout_s=5) as exchange:
+            texts.append(exchange.broadcast("plan", lambda n=number: f"{ranks} {n}"))
+
+    def go() -> None:
+        with Exchange(ranks, timeout_s=5) as exchange:
+            exchange.agree("trace", str(rank == 1), HINT)
+
+    kind = caught(go)[0]
+    dist.barrier()  # rank 0 holds the store: it may not end before the others
+    return texts[-1], kind
+
+
+def test_disjoint_groups_at_once() -> None:
+    # One group's failure is not the other's.
+    first, second = ("[0, 2] 19", ""), ("[3, 1] 19", "RankError")
+    assert launch(_two_groups, 4) == [first, second, first, second]
+
+
+def test_over_a_file_store(tmp_path: Path) -> None:
+    everywhere = ([b"", b"1\n", b"2\n2\n"], "plan of rank 0")
+    assert launch(_agreement, 3, init=f"file://{tmp_path}/store") == [everywhere] * 3
+
+
+def _again_on_the_same_port(init: str, rank: int) -> Any:
+    for _ in range(2):
+        with Exchange([0, 1]) as exchange:
+            exchange.agree("trace", "1", HINT)
+        # Nobody may still be talking to the store, and nobody may keep it.
+        dist.barrier()
+        dist.destroy_process_group()
+        time.sleep(0.5)
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+    return threading.active_count()
+
+
+def test_the_store_ends_with_its_process_group() -> None:
+    init = f"tcp://127.0.0.1:{_free_port()}"
+    assert launch(functools.partial(_again_on_the_same_port, init), 2, init=init) == [1, 1]
+
+
+def _slow_leader(rank: int) -> Any:
+    with Exchange([0, 1], timeout_s=2) as exchange:
+        text = exchange.broadcast("plan", lambda: time.sleep(15) or "plan")
+    dist.barrier()
+    return text
+
+
+@pytest.mark.slow
+def test_a_slow_leader_is_waited_for() -> None:
+    assert launch(_slow_leader, 2) == ["plan", "plan"]
+
+
+def test_one_rank_needs_no_store() -> None:
+    with busy("tracing"), Exchange([0]) as exchange:
+        exchange.agree("trace", "1", HINT)
+        assert exchange.gather("times", b"1") == [b"1"]
+        assert exchange.broadcast("plan", lambda: "plan") == "plan"
+
+
+def test_the_fake_backend_has_no_peers() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=8, store=FakeStore())
+    try:
+        with busy("tracing"), Exchange(range(8)) as exchange:
+            assert exchange.broadcast("plan", lambda: "plan") == "plan"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options", [{"ranks": [1]}, {"ranks": [0, 0]}, {"ranks": [0], "timeout_s": 0.1}]
+)
+def test_options_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="expected"):
+        Exchange(**options)
