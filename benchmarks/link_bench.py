@@ -44,9 +44,9 @@ from overlapc.profiler.memory import measure_peak
 RESULTS = Path(__file__).parent / "results"
 EAGER, CHECKPOINT = "eager", "checkpoint_sync"
 # At 400 Mbit/s communication takes about half as long as compute on a slow core.
-GPT_SIZE = GPTConfig(layers=4, width=1024, heads=16, max_seq=512)
+GPT_SIZE = GPTConfig(layers=4, width=768, heads=12, max_seq=256)
 MOE_SIZE = MoEConfig(layers=3, width=512, heads=8, experts=4, top_k=2, expert_width=1024)
-BATCH, SEQ = 2, 256
+BATCH, SEQ = 4, 256
 
 
 @dataclass

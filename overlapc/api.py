@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
 
 from overlapc.errors import OptionError, OverlapcError
@@ -34,7 +35,7 @@ def optimize(
     profile: str = "measure",
     hardware: str = "cpu-gloo",
     plan: Plan | str | os.PathLike[str] | None = None,
-    timeout_s: float = 10.0,
+    timeout_s: float = 7.0,
     dynamic: bool | None = None,
 ) -> Model:
     """A twin of `model` whose training step overlaps recompute and weight gradients with
@@ -49,7 +50,8 @@ def optimize(
     backend         "eager" runs the graph's ops in the plan's order; "inductor" compiles them
     profile         "measure" times the ops and links on this machine; "estimate" uses `hardware`
     plan            a Plan, or the path of a saved one, instead of solving; refused for other graphs
-    timeout_s       how long ranks wait for a rank that does nothing
+    timeout_s       how long ranks wait for a rank that shows no sign of coming; 7 s keep every
+                    rank's error within 10 s of a death
     dynamic         as in torch.compile
 
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
@@ -92,11 +94,13 @@ class Optimized:
         if not torch.is_grad_enabled():
             return engine.model(*args, **kwargs)
         try:
-            if engine.begun:
-                return engine.compiled(*args, **kwargs)
-            engine.begun = True
-            with busy("tracing"):  # the other ranks wait for a rank that is at it
-                return engine.compiled(*args, **kwargs)
+            # Sizes that are data (of an all-to-all, say) do not end the graph.
+            with dynamo_config.patch(capture_scalar_outputs=True):
+                if engine.begun:
+                    return engine.compiled(*args, **kwargs)
+                engine.begun = True
+                with busy("tracing"):  # the other ranks wait for a rank that is at it
+                    return engine.compiled(*args, **kwargs)
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, OverlapcError):
                 raise failed.inner_exception from None
@@ -167,7 +171,7 @@ def _twin(model: Any, options: Options, dynamic: bool | None) -> Any:
     kind = type(
         base.__name__, (Optimized, base), {"__slots__": (_SLOT,), "__module__": base.__module__}
     )
-    twin = kind.__new__(kind)
+    twin: Any = object.__new__(kind)
     object.__setattr__(twin, "__dict__", model.__dict__)
     object.__setattr__(twin, _SLOT, _Engine(model, options, dynamic))
     return twin

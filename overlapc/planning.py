@@ -38,7 +38,7 @@ class Options:
     profile: str = "measure"
     hardware: str = "cpu-gloo"
     plan: Plan | None = None
-    timeout_s: float = 10.0
+    timeout_s: float = 7.0
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,12 @@ def plan_captured(
             "trace",
             captured.trace.digest,
             "every rank must run the same model on inputs of the same shapes",
+        )
+        exchange.agree(
+            "options",
+            f"{options.memory_budget!r} {options.solver} {options.backend} {options.profile} "
+            + (format_plan(options.plan) if options.plan else ""),
+            "pass the same options to optimize on every rank",
         )
     profile, sizes = profile_captured(captured, options, primals)
     profiles = [profile]

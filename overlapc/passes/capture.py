@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,19 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Does it draw from the default generator, itself or in a subgraph it runs?"""
+    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return seeded or any(is_random(inner) for inner in _inner_nodes(node))
+
+
+def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a higher-order op, such as `cond`, is given to run."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        for given in node.all_input_nodes:
+            if given.op == "get_attr":
+                inner = getattr(node.graph.owning_module, str(given.target), None)
+                if isinstance(inner, fx.GraphModule):
+                    yield from inner.graph.nodes
 
 
 def is_folded_getitem(node: fx.Node) -> bool:
@@ -109,6 +121,7 @@ def trace_joint(
     root: dict[str, str] = {}  # value -> storage
     bytes_of: dict[str, int] = {}
     symbols: dict[str, str] = {}
+    changed = changed_inputs(joint)
 
     def storage(node: fx.Node, source: fx.Node) -> tuple[str, int]:
         """The storage a value lives on: that of the input it aliases, or one of its own."""
@@ -158,7 +171,7 @@ def trace_joint(
                 outputs=tuple(define(n, node.name, node) for n in made),
                 signature=_signature(node, symbols),
                 random=is_random(node),
-                recomputable=_is_recomputable(node),
+                recomputable=_is_recomputable(node) and not _reads(given, changed, root),
             )
         )
     results = joint.graph.find_nodes(op="output")[0].args[0]
@@ -171,6 +184,31 @@ def trace_joint(
     return Captured(joint, trace, num_fwd_outputs, tuple(static_inputs))
 
 
+def changed_inputs(joint: fx.GraphModule) -> set[str]:
+    """Inputs that the model writes to, as batch norm does to its running statistics: by a `copy_`
+    in the graph, or by AOTAutograd after the forward, from an output of the graph."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    inputs = joint.graph.find_nodes(op="placeholder")
+    output = joint.graph.find_nodes(op="output")[0]
+    written = [_whole(desc) for desc in output.meta.get("desc", ())]
+    targets = [w.mutated_input for w in written if isinstance(w, InputMutationAOTOutput)]
+    found = {node.name for node in inputs if _whole(node.meta.get("desc")) in targets}
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        found.add(node.args[0].name)
+    return found
+
+
+def _whole(desc: Any) -> Any:
+    """What AOTAutograd calls the tensor subclass that the described tensor is a part of."""
+    return _whole(desc.base) if type(desc).__name__.startswith("SubclassGetAttr") else desc
+
+
+def _reads(given: Iterable[str], changed: Iterable[str], root: Mapping[str, str]) -> bool:
+    """Is one of the values an input that changes later, or a view of it?"""
+    return not {root[name] for name in given}.isdisjoint(changed)
+
+
 def _role(node: fx.Node, letter: str) -> Role:
     if is_start(node):
         return "start"
@@ -180,11 +218,20 @@ def _role(node: fx.Node, letter: str) -> Role:
 
 
 def _is_recomputable(node: fx.Node) -> bool:
-    """May this op run a second time? Not if it mutates, or makes numbers rather than tensors."""
+    """May this op run a second time? Not if it mutates, if it makes numbers rather than tensors,
+    or if it draws random numbers inside, where PyTorch cannot make it draw the same again.
+    (Nor if it reads what has been mutated since: see `changed_inputs`.)"""
     if is_sym_node(node) or not _tensors(node.meta.get("val")):
         return False
+    inner = list(_inner_nodes(node))
+    if any(is_random(n) for n in inner):
+        return False
+    return not any(_is_mutable(n) for n in (node, *inner))
+
+
+def _is_mutable(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return not (schema is not None and schema.is_mutable)
+    return schema is not None and bool(schema.is_mutable)
 
 
 # --------------------------------------------------------------------------- storage
@@ -266,7 +313,10 @@ def _signature(node: fx.Node, symbols: dict[str, str]) -> str:
     given = " ".join(
         _describe(n.meta.get("val"), symbols) for n in node.all_input_nodes if "val" in n.meta
     )
-    return f"{node.target} {given} > {_describe(node.meta.get('val'), symbols)}"
+    is_op = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    # The text of a plain function holds its address, which differs from process to process.
+    target = str(node.target) if is_op else fx.node._get_qualified_name(node.target)
+    return f"{target} {given} > {_describe(node.meta.get('val'), symbols)}"
 
 
 def _describe(val: Any, symbols: dict[str, str]) -> str:

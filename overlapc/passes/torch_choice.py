@@ -12,11 +12,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from overlapc.passes.capture import Captured
 
-_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+SWEEP = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+GLANCE = (1.0, 0.5)  # each takes torch a second or more for a few hundred ops
 
 
 def torch_choices(
-    captured: Captured, joint_inputs: Any, budgets: Sequence[float] = _BUDGETS
+    captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
 ) -> list[tuple[str, ...]]:
     """For each activation_memory_budget, the names of the forward values torch would save."""
     forward = {name for op in captured.trace.ops if op.is_forward for name in op.outputs}

@@ -8,7 +8,6 @@ often something runs is agreed first, so the ranks stay in step.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import socket
 import statistics
@@ -41,7 +40,8 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
     ("irecv", "p2p"),
     ("batch_p2p", "p2p"),
 )
-_SHORT_NS = 200_000  # below this, noise hides what compute and communication do to each other
+# Below this, noise hides what compute and communication do to each other; on the host, on CUDA.
+_SHORT_NS = (1_000_000, 200_000)
 _WORST_PERMILLE = 5000
 _CACHE_TOLERANCE = 0.25
 
@@ -91,7 +91,7 @@ def backend_of(group: str) -> str:
 
 
 def agree(numbers: Sequence[int], how: str, group: str, device: torch.device) -> list[int]:
-    """The same numbers on every rank of the group: `max` or `min` over the ranks. A barrier."""
+    """One answer on every rank of the group: `max`, `min` or `sum` of the ranks'. A barrier."""
     if ranks_in(group) == 1:
         return list(numbers)
     tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
@@ -153,6 +153,21 @@ def measure_links(
             return _Links(device, repeats, budget_s, cache).measure(agree_sizes(calls, device))
     except RuntimeError as error:  # how torch reports a peer that died or a group timing out
         raise RankError(f"a collective failed while links were measured: {error}") from error
+
+
+def _slowdown(free_ns: float, alone_ns: float, beside_ns: float, rest_ns: float) -> list[int]:
+    """Thousandths of compute and of communication, from four times.
+
+    A batch takes `free_ns` by itself and `beside_ns` beside a collective, which takes `alone_ns`
+    by itself and `rest_ns` more after the batch. So beside the batch it did what takes it
+    alone - rest. If nothing was left, it was not slowed by more than can be told.
+    """
+    compute = 1000 * beside_ns / max(1.0, free_ns)
+    comm = 1000.0
+    if rest_ns > 0.05 * alone_ns:
+        done_ns = alone_ns - rest_ns
+        comm = 1000 * beside_ns / done_ns if done_ns > 0 else _WORST_PERMILLE
+    return [round(min(_WORST_PERMILLE, max(1000.0, permille))) for permille in (compute, comm)]
 
 
 class _Links:
@@ -313,39 +328,43 @@ class _Links:
     # ------------------------------------------------------------------ slowdown
 
     def slowdown(self, curves: Sequence[Curve]) -> tuple[Slowdown, str]:
-        """What the slowest collective and a batch of matmuls do to each other."""
+        """What a collective and a batch of matmuls do to each other.
+
+        Of the first group's, the slowest: ranks that share this group choose the same, whichever
+        other groups they are in.
+        """
         timed = [curve for curve in curves if curve.points]
         if not timed:
             return Slowdown(), "no collective to measure with"
+        timed = [curve for curve in timed if curve.group == timed[0].group]
         slowest = max(timed, key=lambda curve: curve.points[-1][1])
         size, alone_ns = slowest.points[-1]
-        if alone_ns < _SHORT_NS:
+        if alone_ns < _SHORT_NS[self.device.type == "cuda"]:
             return Slowdown(), f"not measured: collectives end within {alone_ns} ns"
         call = Collective(slowest.group, slowest.kind, slowest.dtype, size)
         start, wait = self.functional(call, size)
         batch = self.batch()
-        batch(1)
-        marks = [self.clock.mark()]
-        for _ in range(5):
-            batch(1)
-            marks.append(self.clock.mark())
-        read = self.clock.read(marks)
-        unit_ns = max(1, min(b - a for a, b in itertools.pairwise(read)))
-        # The batch ends before the collective does: what is left of it shows its slowing.
-        count = max(1, min(10_000, int(0.6 * alone_ns / unit_ns)))
+        # The batch ends before the collective does: what is left of it shows its slowing. It is
+        # fitted twice, since a long batch on a busy machine takes longer than its first part.
+        count = 10
+        for _ in range(3):  # the first is the warm-up
+            begin = self.clock.mark()
+            batch(count)
+            took_ns = max(1, self.clock.read([begin, self.clock.mark()])[1])
+            count = max(1, min(10_000, int(count * 0.6 * alone_ns / took_ns)))
         affordable = int(self.budget_ns * 0.3) // (4 * alone_ns)
-        compute, comm = [], []
+        free, alone, beside, rest = [], [], [], []
         for _ in range(max(1, min(self.repeats, affordable))):
             agree([0], "max", call.group, self.device)
             begin = self.clock.mark()
             batch(count)
-            _, free_ns = self.clock.read([begin, self.clock.mark()])
+            free.append(self.clock.read([begin, self.clock.mark()])[1])
 
             agree([0], "max", call.group, self.device)
             pending = start()
             begin = self.clock.mark()
             wait(pending)
-            _, alone_ns = self.clock.read([begin, self.clock.mark()])
+            alone.append(self.clock.read([begin, self.clock.mark()])[1])
 
             agree([0], "max", call.group, self.device)
             pending = start()
@@ -353,16 +372,16 @@ class _Links:
             batch(count)
             middle = self.clock.mark()
             wait(pending)
-            _, beside_ns, total_ns = self.clock.read([begin, middle, self.clock.mark()])
-
-            compute.append(1000 * beside_ns / max(1, free_ns))
-            # While the batch ran, the collective did what it does alone in the time it saved.
-            done_ns = alone_ns - (total_ns - beside_ns)
-            comm.append(1000 * beside_ns / done_ns if done_ns > 0 else _WORST_PERMILLE)
-        mine = [round(statistics.median(found)) for found in (compute, comm)]
-        worst = agree(mine, "max", call.group, self.device)
-        found = Slowdown(*(min(_WORST_PERMILLE, max(1000, permille)) for permille in worst))
-        return found, f"measured: {count} matmuls beside {call.kind} of {size} bytes"
+            _, batch_ns, total_ns = self.clock.read([begin, middle, self.clock.mark()])
+            beside.append(batch_ns)
+            rest.append(total_ns - batch_ns)
+        mine = _slowdown(*(statistics.median(found) for found in (free, alone, beside, rest)))
+        ranks = ranks_in(call.group)
+        compute, comm = (n // ranks for n in agree(mine, "sum", call.group, self.device))
+        return (
+            Slowdown(compute, comm),
+            f"measured with matmuls beside {call.kind} of {size} bytes, mean of the ranks",
+        )
 
     def batch(self) -> Callable[[int], None]:
         """A unit of work that is mostly matmul, as layers are."""

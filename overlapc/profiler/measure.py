@@ -49,7 +49,7 @@ def measure(
 ) -> tuple[Profile, dict[str, int]]:
     """Costs of all ops, and the storage bytes that every value really takes.
 
-    `primals` and `tangents` are the joint graph's, real tensors and numbers; without them they
+    `primals` and `tangents` are the joint graph's, tensors and numbers; those not given, or fake,
     are made up. Nothing the caller owns changes: parameters, buffers and random state are as
     before. `passes` fixes how often the graph is timed. Without it a graph on its own is timed
     until its total is stable within 2%, and one with collectives, which all ranks of its groups
@@ -99,6 +99,9 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         torch.no_grad(),
         torch._C._DisableAutocast(),  # its casts are in the graph already
         _disable_current_modes(),
+        # Under AOTAutograd's tracing the Python dispatcher is on. It would keep the GIL through
+        # every wait, which gloo's threads need to release tensors: ranks would hang.
+        torch._C._DisablePythonDispatcher(),
         torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
     ):
         gc.disable()  # a collection in the middle of a pass is no op's cost
@@ -125,6 +128,8 @@ def _run(replay: Replay, passes: int | None) -> _Found:
         op.name: Cost(times[op.signature], 0, workspace.get(op.name, 0), "measured")
         for op in replay.captured.trace.ops
     }
+    if replay.lacking:
+        conditions["made_up"] = f"{len(replay.lacking)} of the graph's inputs"
     if memory.otherwise:
         conditions["aliasing"] = (
             f"{len(memory.otherwise)} values share storage otherwise than traced: "

@@ -47,7 +47,8 @@ class Watcher(Protocol):
 class Replay:
     """A captured graph and its inputs, made ready to run.
 
-    Inputs that are not given are made up from the graph. CaptureError if an input is not real.
+    Inputs that are not given, or fake, are made up from the graph: noise, and zeros for integers.
+    CaptureError if an input can be neither.
     """
 
     def __init__(
@@ -144,16 +145,18 @@ class Replay:
         if len(values) != len(nodes):
             raise CaptureError(f"the graph takes {len(nodes)} {what}, {len(values)} were given")
         for node, value in zip(nodes, values, strict=True):
+            if isinstance(value, FakeTensor):
+                continue  # all that Dynamo has of an input whose sizes may change: made up
             if isinstance(value, torch.Tensor) and (
-                value.is_meta
-                or isinstance(value, FakeTensor)
-                or is_traceable_wrapper_subclass(value)
+                value.is_meta or is_traceable_wrapper_subclass(value)
             ):
                 raise CaptureError(
                     f"only plain real tensors can be measured, found {type(value).__name__} on "
                     f'{value.device}: plan with profile="estimate" instead',
                     node.name,
                 )
+            if isinstance(value, torch.SymInt):  # how Dynamo hands on a number that may change
+                value = hint(value)
             self.inputs[node] = value
             self._learn(node.meta.get("val"), value)
 
@@ -173,6 +176,11 @@ class Replay:
         """A value of the node's kind: noise, since gradients of plain ones may cancel out into
         denormals, which CPUs compute slowly; and zeros for integers, an index that exists."""
         expected = node.meta.get("val")
+        if isinstance(expected, torch.Tensor) and expected.device.type == "meta":
+            raise CaptureError(
+                'on the meta device nothing can be measured: plan with profile="estimate"',
+                node.name,
+            )
         if not isinstance(expected, torch.Tensor):
             return self.number(expected) if isinstance(expected, torch.SymInt) else expected
         made = torch.empty_strided(

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import RestartAnalysis
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.flags import log
 from overlapc.passes.capture import Captured, trace_joint
 from overlapc.passes.rewrite import rewrite
-from overlapc.passes.torch_choice import torch_choices
+from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.planning import Options, Report, plan_captured
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
@@ -45,7 +46,7 @@ class Backend:
                 return self._compile(gm, example_inputs, partition)
         except CaptureError as error:
             return self._unchanged(gm, error.reason, error.place)
-        except OverlapcError:
+        except (OverlapcError, RestartAnalysis):  # Dynamo traces again, knowing more
             raise
         except Exception as error:
             return self._unchanged(gm, f"{type(error).__name__}: {error}", "")
@@ -68,7 +69,7 @@ class Backend:
 
     def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
         first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"
-        where = place or f"graph {len(self.reports) + len(self.unchanged)}"
+        where = f"graph {len(self.reports) + len(self.unchanged)} ({place or _begin(gm)})"
         self.unchanged.append(f"{where}: {first_line}")
         log(1, traceback.format_exc())
         warnings.warn(
@@ -99,6 +100,7 @@ class Partition:
         static = tuple(static_lifetime_input_indices or ())
         captured = trace_joint(joint, num_fwd_outputs, static)
         name = f"graph {len(backend.reports)}"
+        budgets = SWEEP if backend.options.solver == "torch" else GLANCE
         with exchange_for(captured.trace.lanes, backend.options.timeout_s) as exchange:
             captured, report = plan_captured(
                 captured,
@@ -106,17 +108,27 @@ class Partition:
                 name=name,
                 primals=matching(self.primals, captured),
                 exchange=exchange,
-                torch_choices=lambda: torch_choices(captured, joint_inputs),
+                torch_choices=lambda: torch_choices(captured, joint_inputs, budgets),
             )
-        modules = rewrite(
-            captured,
-            report.plan,
-            joint_inputs,
-            static_lifetime_input_indices=list(static),
-            **partition_options,
-        )
+            modules = rewrite(
+                captured,
+                report.plan,
+                joint_inputs,
+                static_lifetime_input_indices=list(static),
+                **partition_options,
+            )
         backend.reports.append(report)
         return modules
+
+
+def _begin(gm: fx.GraphModule) -> str:
+    """The line of the user's code that a graph of Dynamo's begins with."""
+    for node in gm.graph.nodes:
+        lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+        frames = [line for line in lines if line.startswith("File ")]
+        if node.op != "placeholder" and frames:
+            return f"from {frames[-1]}"
+    return "of no known source"
 
 
 def _run_as_ordered(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:

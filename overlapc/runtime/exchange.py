@@ -62,7 +62,7 @@ LINGER_S = 0.5
 # With beats each second and LINGER_S, 7 s keep every rank's error within 10 s of a death.
 TIMEOUT_S = 7.0
 LIMIT_S = 600.0
-IDLE = "idle"
+IDLE, PLANNING = "idle", "planning"
 
 
 class Exchange:
@@ -109,7 +109,7 @@ class Exchange:
             number = self._line.history.rounds[self._group]
             self._line.history.rounds[self._group] += 1
             self._round = f"{self._group}/{number}"
-            self._exits.enter_context(self._line.busy("planning"))
+            self._say = self._exits.enter_context(self._line.busy(PLANNING))
         return self
 
     def __exit__(
@@ -260,31 +260,31 @@ class Exchange:
         watch = _Watch(self._line, self._timeout_s)
         got: dict[int, bytes] = {}
         pause_s = 0.002
-        with self._line.busy("waiting") as state:
-            while True:
-                missing = [rank for rank in keys if rank not in got]
-                for rank, value in zip(
-                    missing, self._read([keys[rank] for rank in missing], topic), strict=True
-                ):
-                    if value is not None:
-                        got[rank] = value
-                missing = [rank for rank in keys if rank not in got]
-                working = work is not None and not work.done()
-                if work is not None and not working:
-                    work.result()  # what it raised ends the round now, whoever is missing
-                if not missing and not working:
-                    return got
-                self._raise_if_failed()
-                if working:
-                    state(f"making the {topic}", ())
-                else:
-                    state(f"waiting at the step {topic!r}", tuple(missing))
-                self._raise_if_hopeless(watch, missing, list(got), topic)
-                if work is not None and working:
-                    wait([work], pause_s)
-                else:
-                    time.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, 0.2)
+        while True:
+            missing = [rank for rank in keys if rank not in got]
+            for rank, value in zip(
+                missing, self._read([keys[rank] for rank in missing], topic), strict=True
+            ):
+                if value is not None:
+                    got[rank] = value
+            missing = [rank for rank in keys if rank not in got]
+            working = work is not None and not work.done()
+            if work is not None and not working:
+                work.result()  # what it raised ends the round now, whoever is missing
+            if not missing and not working:
+                self._say(PLANNING, ())
+                return got
+            self._raise_if_failed()
+            if working:
+                self._say(f"making the {topic}", ())
+            else:
+                self._say(f"waiting at the step {topic!r}", tuple(missing))
+            self._raise_if_hopeless(watch, missing, list(got), topic)
+            if work is not None and working:
+                wait([work], pause_s)
+            else:
+                time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.2)
 
     def _raise_if_hopeless(
         self, watch: _Watch, missing: list[int], present: list[int], topic: str
@@ -298,9 +298,10 @@ class Exchange:
             )
         waited_s = time.monotonic() - watch.start
         if missing and waited_s > self._limit_s:
+            late = watch.at_work(missing[0])
             raise RankError(
-                f"planning stopped at the step {topic!r}: {_named(missing)} did not come in "
-                f"{waited_s:.0f} s, though still busy ({watch.phase(missing[0])}); expected at "
+                f"planning stopped at the step {topic!r}: rank {late} did not come in "
+                f"{waited_s:.0f} s, though still busy ({watch.phase(late)}); expected at "
                 f"most {self._limit_s:g} s: make that work smaller or give a longer limit"
             )
 
@@ -320,6 +321,8 @@ class Exchange:
         line = self._line
         if line is None:
             return
+        # Still in the round, but nobody should hope for this rank.
+        self._say(IDLE, ())
         text = str(error)
         if not isinstance(error, RankError):
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -407,8 +410,17 @@ class _Watch:
         signs = [self._sign(other, (rank,)) for other in missing]
         signs += [(self._seen[other].moved, self._still(other)) for other in present]
         when, what = min(signs)
-        # Not `now`: reading the beats took time, in which they could not be seen to move.
+        # `now` is from before the look: if it was this process that stood still, all moved since.
         return what if now - when > self._timeout_s else None
+
+    def at_work(self, rank: int) -> int:
+        """Whom `rank` waits for in the end, as last seen; itself if it works."""
+        path = [rank]
+        while (seen := self._seen.get(path[-1])) and seen.beat and seen.beat.waits_for:
+            if seen.beat.waits_for[0] in path:
+                break
+            path.append(seen.beat.waits_for[0])
+        return path[-1]
 
     def phase(self, rank: int) -> str:
         beat = self._seen[rank].beat if rank in self._seen else None
@@ -539,7 +551,8 @@ class _Line:
     def close(self) -> None:
         self._requests.put(None)
         # A daemon thread inside a C++ call while the interpreter ends can abort the process.
-        self._thread.join(1.0)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
 
     def _run(self) -> None:
         store: Any = None

@@ -149,6 +149,20 @@ def test_messages_say_found_expected_and_what_to_do(saved: str, order: str, mess
     assert str(error.value) == message
 
 
+def test_only_the_forward_hands_values_across_a_border() -> None:
+    trace = small_problem().trace
+    ops = tuple(
+        replace(op, piece=Piece(0, "W", 0), inputs=("y",)) if op.name == "grad" else op
+        for op in trace.ops
+    )
+    ops = tuple(replace(op, piece=Piece(0, "I", 0)) if op.name == "gelu" else op for op in ops)
+    problem = replace(small_problem(), trace=replace(trace, ops=ops), phases=("F", "I", "W"))
+    plan = replace(small_plan("whole", "gather wait gelu grad"), digest=problem.trace.digest)
+    with pytest.raises(InvalidPlan, match="grad of phase W reads y, which gelu of another phase"):
+        check(problem, plan)
+    check(replace(problem, phases=("F", "IW")), plan)
+
+
 def test_plan_of_another_trace() -> None:
     problem = small_problem()
     plan = replace(small_plan("whole", "gather wait gelu grad"), digest="8c1f")

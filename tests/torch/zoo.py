@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -51,9 +52,9 @@ class MLP(nn.Module):
 class Wrapped(nn.Module):
     """A body and a function around it: what most kinds differ in."""
 
-    def __init__(self, call: Callable[..., Any], body: nn.Module | None = None) -> None:
+    def __init__(self, call: Callable[..., Any], layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
-        self.body = body or MLP()
+        self.body = MLP(layers, dropout)
         self.call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,14 +74,9 @@ class TensorParallel(nn.Module):
     def leave(self, partial_sum: Tensor) -> Tensor:
         if self.functions:
             return SumOverRanks.apply(partial_sum, self.group)
-        # The autograd of functional collectives is torch's own.
-        from torch.distributed._functional_collectives import (
-            all_gather_tensor_autograd,
-            reduce_scatter_tensor_autograd,
-        )
-
-        mine = reduce_scatter_tensor_autograd(partial_sum, "sum", 0, self.group)
-        return all_gather_tensor_autograd(mine, 0, self.group)
+        # torch's own, with their own autograd
+        mine = funcol.reduce_scatter_single_autograd(partial_sum, "sum", 0, self.group)
+        return funcol.all_gather_single_autograd(mine, 0, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         for up, down in zip(self.up, self.down, strict=True):
@@ -165,14 +161,17 @@ def dataclass_out(body: nn.Module, x: Tensor) -> Answer:
 def in_place(body: nn.Module, x: Tensor) -> Tensor:
     x = body(x.clone().add_(1.0))
     x = F.relu_(x * 2)
+    x = x * 1.5
     x[:, ::2] *= 0.5
     x.mul_(2).add_(x.detach().mean())
-    return torch.sigmoid(body(x)).mul_(3)
+    return (torch.sigmoid(body(x)) * 2).mul_(3)
 
 
 def aliases(body: nn.Module, x: Tensor) -> Any:
-    hidden = body(x)
-    return hidden, hidden.view(-1), hidden.t(), hidden[1:], x, x.view(-1)
+    """AOTAutograd adds up the gradients that reach an input by three roads in an order of its
+    own; by two there is but one order."""
+    hidden = body(x * 2)
+    return hidden, hidden.view(-1), hidden.t(), hidden[1:], x.view(-1)
 
 
 def twice(body: nn.Module, x: Tensor) -> Any:
@@ -229,6 +228,52 @@ def unused() -> nn.Module:
     return body
 
 
+def conditional(body: nn.Module, x: Tensor) -> Tensor:
+    """Random numbers are drawn inside a branch: it may not run a second time."""
+
+    def left(x: Tensor) -> Tensor:
+        return F.dropout(x.sin(), 0.5) * 2
+
+    def right(x: Tensor) -> Tensor:
+        return F.dropout(x.cos(), 0.3) + 1
+
+    chosen = torch.cond(x.sum() > 0, left, right, (body(x),))
+    return F.dropout(body(chosen.exp()), 0.1).tanh()
+
+
+def several_things(body: nn.Module, x: Tensor) -> Tensor:
+    """Indexing, scans, sorting, convolution, linear algebra."""
+    top, where = body(x).topk(5, dim=1)
+    picked = x.gather(1, where).cumsum(1) * top
+    conv = F.conv1d(picked[:, None], torch.ones(2, 1, 3), padding=1).amax(1)
+    spread = torch.zeros_like(x).index_add(1, where[0], conv.exp())
+    mixed = torch.einsum("ij,kj->ik", spread, x).logsumexp(0)
+    return F.pad(mixed, (1, 2)).masked_fill(F.pad(mixed, (1, 2)) > 4, 0.5).square().roll(3)
+
+
+class Parametrized(nn.Module):
+    """A weight made from two parameters, and one normalised by a buffer that each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.other = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(F.gelu(self.one(x))).tanh()
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.view(2, -1, WIDTH))
+
+
 def on_fabric() -> contextlib.ExitStack:
     """This process becomes one of four ranks."""
     init_fabric(Link(alpha_s=0.0, bytes_per_s=1e13), world_size=4, rank=1)
@@ -250,7 +295,6 @@ class Kind:
     world: Callable[[], Any] = contextlib.nullcontext
     dynamic: bool | None = None
     graphs: int = 1
-    recomputes: bool = True  # at the smallest budget
 
 
 def rows(requires_grad: bool = False, *counts: int) -> list[Batch]:
@@ -314,9 +358,13 @@ KINDS: dict[str, Kind] = {
     "in-place": Kind(partial(Wrapped, in_place), x_grad),
     "outputs alias": Kind(partial(Wrapped, aliases), x_grad),
     "outputs used twice": Kind(partial(Wrapped, twice), x_grad),
-    "checkpoint": Kind(partial(Wrapped, checkpointed, MLP(2, 0.2)), x_grad),
-    "checkpoint beside plain": Kind(partial(Wrapped, mixed_checkpoints, MLP(1, 0.2)), x_grad),
+    "checkpoint": Kind(partial(Wrapped, checkpointed, 2, 0.2), x_grad),
+    "checkpoint beside plain": Kind(partial(Wrapped, mixed_checkpoints, 1, 0.2), x_grad),
     "graph breaks": Kind(partial(Wrapped, breaks), x_grad, graphs=2),
+    "several things": Kind(partial(Wrapped, several_things), x_grad),
+    "parametrized": Kind(Parametrized, x_grad),
+    "transformer layer": Kind(Encoder, x_grad),
+    "branches": Kind(partial(Wrapped, conditional), x_grad),
     "several batch sizes": Kind(
         partial(MLP, 2, 0.1), lambda: rows(True, 24, 8, 8, 13, 24), graphs=2
     ),

@@ -1,0 +1,205 @@
+"""List scheduling of one phase: `list_schedule(work, limit, style)` -> issue order.
+
+Ops on the way to the result come first. When all of them are blocked on a collective, its
+*window* takes recompute with the nearest deadline, as far as the memory ahead allows, and then
+weight gradients. Near the memory limit, weight gradients that free memory run at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+from overlapc.ir import Plan
+from overlapc.simulate import memory_curve
+from overlapc.solvers.choice import on_demand
+from overlapc.solvers.work import NEVER, Place, Work
+
+_LOOK = 24  # how many spare ops are compared for a window, or for relief
+
+
+@dataclass(frozen=True)
+class Style:
+    """`overshoot`: a filler may be this many times longer than what is left of its window.
+    `by_path`: among ready ops take the one with the longest way to the end, else the first in
+    the trace."""
+
+    overshoot: float
+    by_path: bool
+
+
+def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
+    """An order of all nodes of the work. It aims at `limit` bytes; only `simulate` says what it
+    really takes."""
+    return work.text(_Listing(work, limit, style).run())
+
+
+class _Listing:
+    """The state of one scheduling: time, lanes, bytes alive, and what could run now."""
+
+    def __init__(self, work: Work, limit: int, style: Style) -> None:
+        self.work = work
+        self.limit = limit
+        self.style = style
+        self.order: list[int] = []
+        self.now = 0
+        self.memory = work.held_bytes
+        self.missing = dict(work.needs)
+        self.readers = dict(work.readers)
+        self.ends: dict[int, int] = {}  # start node -> when its collective ends
+        self.lane_free: dict[str, int] = {}
+        # What could run now, by kind:
+        self.ready: list[tuple[int, int]] = []  # (rank, node) on the way to the result
+        self.refill: list[tuple[int, int]] = []  # (deadline, node) recompute
+        self.spare: list[tuple[int, int]] = []  # (age, node) weight gradients and their recompute
+        self.flying: list[tuple[int, int]] = []  # (end, node) waits
+        backward = any(n >= work.count or not work.ops[n].is_forward for n in work.nodes)
+        self.ahead = _Ahead(work) if backward and limit < NEVER else None
+
+    def run(self) -> list[int]:
+        for n in self.work.nodes:
+            if self.missing[n] == 0:
+                self.arrive(n)
+        while len(self.order) < len(self.work.nodes):
+            self.land()
+            if self.ready:
+                _, n = heapq.heappop(self.ready)
+                self.relieve(self.work.allocates(n))
+                if self.ahead is not None:
+                    self.ahead.passed = n
+                self.issue(n)
+            elif window := [end for end, n in self.flying if self.work.deadline[n] < NEVER]:
+                filler = self.filler(min(window) - self.now)
+                if filler is None:
+                    self.now = min(window)
+                else:
+                    self.issue(filler)
+            elif self.refill:
+                _, n = heapq.heappop(self.refill)
+                self.relieve(self.work.allocates(n))
+                self.issue(n)
+            elif self.spare:
+                self.issue(heapq.heappop(self.spare)[1])
+            elif self.flying:
+                self.now = max(self.now, self.flying[0][0])
+        return self.order
+
+    def arrive(self, n: int) -> None:
+        """All that the node needs has been issued."""
+        work = self.work
+        if work.ops[n % work.count].role == "wait":
+            heapq.heappush(self.flying, (self.ends.get(work.start_of(n), 0), n))
+        elif work.deadline[n] == NEVER:
+            heapq.heappush(self.spare, (n % work.count, n))
+        elif n >= work.count:
+            heapq.heappush(self.refill, (work.deadline[n], n))
+        else:
+            heapq.heappush(self.ready, (-work.tail[n] if self.style.by_path else n, n))
+
+    def issue(self, n: int) -> None:
+        work = self.work
+        op = work.ops[n % work.count]
+        took = work.compute[n % work.count]
+        if any(end > self.now for end in self.lane_free.values()):
+            took = took * work.problem.profile.slowdown.compute_permille // 1000
+        self.now += took
+        self.memory += self.growth(n)
+        self.order.append(n)
+        for place in work.reads[n]:
+            self.readers[place] -= 1
+        if op.role == "start":
+            begin = max(self.now, self.lane_free.get(op.lane, 0))
+            self.ends[n] = self.lane_free[op.lane] = begin + work.comm[n % work.count]
+        for user in work.after[n]:
+            self.missing[user] -= 1
+            if self.missing[user] == 0:
+                self.arrive(user)
+
+    def growth(self, n: int) -> int:
+        """Bytes alive more (or less) once the node has run."""
+        work = self.work
+        change = sum(work.size[s] for s, _ in work.makes[n])
+        change -= sum(work.size[p[0]] for p in work.reads[n] if self.dies(p, readers=1))
+        change -= sum(work.size[p[0]] for p in work.makes[n] if self.dies(p, readers=0))
+        return change
+
+    def dies(self, place: Place, readers: int) -> bool:
+        return self.readers.get(place, 0) == readers and place[0] not in self.work.lasting
+
+    def land(self) -> None:
+        """Waits whose collective has ended cost nothing: take them at once."""
+        while self.flying and self.flying[0][0] <= self.now:
+            self.issue(heapq.heappop(self.flying)[1])
+
+    def relieve(self, more: int) -> None:
+        """Run weight gradients that free memory until `more` bytes fit, or none is left."""
+        while self.spare and self.memory + more > self.limit:
+            oldest = heapq.nsmallest(_LOOK, self.spare)
+            growth, key, n = min((self.growth(n), key, n) for key, n in oldest)
+            if growth >= 0:
+                return
+            self.take_spare(key, n)
+            self.issue(n)
+
+    def take_spare(self, key: int, n: int) -> None:
+        self.spare.remove((key, n))
+        heapq.heapify(self.spare)
+
+    def filler(self, gap_ns: int) -> int | None:
+        """What to run while the result waits `gap_ns` for a collective."""
+        work = self.work
+        longest = gap_ns * self.style.overshoot
+        if self.refill:
+            deadline, n = self.refill[0]
+            fits = work.compute[n % work.count] <= longest or not self.spare
+            if fits and self.has_room(n, deadline):
+                heapq.heappop(self.refill)
+                return n
+        best: tuple[int, int] | None = None
+        for key, n in heapq.nsmallest(_LOOK if self.style.by_path else 1, self.spare):
+            took = work.compute[n % work.count]
+            if took > longest or self.memory + work.allocates(n) > self.limit:
+                continue
+            if best is None or took > work.compute[best[1] % work.count]:
+                best = (key, n)
+        if best is not None:
+            self.take_spare(*best)
+            return best[1]
+        return None
+
+    def has_room(self, n: int, deadline: int) -> bool:
+        """May the node's result be held until its deadline?"""
+        if self.ahead is None:
+            return True
+        if self.memory + self.work.allocates(n) > self.limit:
+            return False
+        return self.ahead.most(deadline, self.memory) + self.growth(n) <= self.limit
+
+
+class _Ahead:
+    """What the plain order would hold from here to a deadline, as a guide for going ahead."""
+
+    def __init__(self, work: Work) -> None:
+        problem, choice = work.problem, work.choice
+        order = on_demand(problem.trace, choice)
+        curve = memory_curve(problem, Plan("", "", choice.saved, order))
+        self.at: list[int] = []  # place in the trace of each backward op
+        self.need: list[int] = []  # most bytes from the op before to this one
+        most = 0
+        for text, held in zip(order, curve, strict=True):
+            most = max(most, held)
+            n = work.index.get(text)
+            if n is not None and not work.ops[n].is_forward:
+                self.at.append(n)
+                self.need.append(most)
+                most = 0
+        self.here = dict(zip(self.at, self.need, strict=True))
+        self.passed = self.at[0] if self.at else 0  # the op issued last
+
+    def most(self, deadline: int, memory: int) -> int:
+        """The plain order's most, raised by what is held more than it would hold here."""
+        first = bisect_right(self.at, self.passed)
+        last = bisect_left(self.at, deadline)
+        extra = max(0, memory - self.here.get(self.passed, memory))
+        return max(self.need[first:last], default=0) + extra

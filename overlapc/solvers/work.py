@@ -1,0 +1,147 @@
+"""One phase of a problem under one choice, as a graph of numbered nodes for list scheduling.
+
+Node n < count is op n of the trace; node n + count is that op run again. A *place* is a storage
+as one node made it (or as the forward left it), so that a recomputed storage is told from the
+saved one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from overlapc.ir import Problem, issue
+from overlapc.simulate import saved_bytes
+from overlapc.solvers.choice import Choice
+
+NEVER = 1 << 60
+Place = tuple[str, int]
+_FORWARD = -1  # the maker of what the forward left, in a Place
+
+
+@dataclass
+class Work:
+    """Built by `forward_work` or `backward_work`; schedulers read it and change nothing."""
+
+    problem: Problem
+    choice: Choice
+    nodes: list[int]
+    needs: dict[int, int] = field(default_factory=dict)  # how many nodes come before
+    after: dict[int, list[int]] = field(default_factory=dict)
+    reads: dict[int, set[Place]] = field(default_factory=dict)
+    makes: dict[int, set[Place]] = field(default_factory=dict)
+    readers: dict[Place, int] = field(default_factory=dict)
+    deadline: dict[int, int] = field(default_factory=dict)  # place in the trace, or NEVER
+    tail: dict[int, int] = field(default_factory=dict)  # longest way to the end, ns
+    held_bytes: int = 0  # alive when the phase begins
+
+    def __post_init__(self) -> None:
+        trace = self.problem.trace
+        self.ops = trace.ops
+        self.count = len(trace.ops)
+        self.index = {op.name: i for i, op in enumerate(trace.ops)}
+        self.size = {value.storage: value.bytes for value in trace.values}
+        self.lasting = {trace.value[name].storage for name in trace.outputs}
+        costs = [self.problem.cost(op.name) for op in trace.ops]
+        self.compute = [cost.compute_ns for cost in costs]
+        self.comm = [cost.comm_ns for cost in costs]
+        self.space = [cost.workspace_bytes for cost in costs]
+
+    def text(self, nodes: Iterable[int]) -> tuple[str, ...]:
+        """Nodes as the issues of a plan."""
+        return tuple(issue(self.ops[n % self.count].name, n >= self.count) for n in nodes)
+
+    def start_of(self, wait: int) -> int:
+        """The node whose collective a wait node waits for, in the same instance."""
+        again = self.count if wait >= self.count else 0
+        return self.index[self.problem.trace.start_of[self.ops[wait % self.count].name]] + again
+
+    def allocates(self, n: int) -> int:
+        return sum(self.size[s] for s, _ in self.makes[n]) + self.space[n % self.count]
+
+
+def forward_work(problem: Problem) -> Work:
+    """The forward. Its random ops, and those that may run only once, keep their order."""
+    nodes = [i for i, op in enumerate(problem.trace.ops) if op.is_forward]
+    work = Work(problem, Choice((), ()), nodes)
+    before = _link(work, backward=False)
+    last = None
+    for n in nodes:
+        if work.ops[n].random or not work.ops[n].recomputable:
+            if last is not None and last not in before[n]:
+                before[n].add(last)
+                work.after[last].append(n)
+            last = n
+    return _measure(work, before)
+
+
+def backward_work(problem: Problem, choice: Choice) -> Work:
+    """The backward with the recompute that the choice asks for."""
+    ops = problem.trace.ops
+    again = set(choice.recomputed)
+    nodes = [len(ops) + i for i, op in enumerate(ops) if op.name in again]
+    nodes += [i for i, op in enumerate(ops) if not op.is_forward]
+    work = Work(problem, choice, nodes)
+    before = _link(work, backward=True)
+    trace = problem.trace
+    held = {trace.value[name].storage for name in choice.saved}
+    held |= {
+        trace.value[name].storage for op in ops if op.is_forward for name in op.outputs
+    } & work.lasting
+    work.held_bytes = sum(work.size[s] for s in held - trace.resident) + problem.resident_bytes
+    work.held_bytes += (problem.in_flight - 1) * saved_bytes(problem, choice.saved)
+    return _measure(work, before)
+
+
+def _link(work: Work, backward: bool) -> dict[int, set[int]]:
+    """Fill in who comes after whom, and what is read and made; returns who comes before."""
+    trace, count = work.problem.trace, work.count
+    saved = set(work.choice.saved)
+    mine = set(work.nodes)
+    before: dict[int, set[int]] = {n: set() for n in mine}
+    home: dict[tuple[str, int], Place] = {}  # a value as a node made it -> its place
+    for n in work.nodes:
+        work.after[n], work.reads[n], work.makes[n] = [], set(), set()
+    for n in work.nodes:
+        op = work.ops[n % count]
+        for name in op.inputs:
+            value = trace.value[name]
+            if not value.producer:
+                continue
+            maker = work.index[value.producer]
+            if backward and work.ops[maker].is_forward:
+                maker = _FORWARD if name in saved else maker + count
+            if maker in mine and maker not in before[n]:
+                before[n].add(maker)
+                work.after[maker].append(n)
+            if value.storage not in trace.resident:
+                work.reads[n].add(home.get((name, maker), (value.storage, _FORWARD)))
+        for name in op.outputs:
+            storage = trace.value[name].storage
+            if storage in trace.resident:
+                continue
+            alias = next((place for place in work.reads[n] if place[0] == storage), None)
+            home[name, n] = alias or (storage, n)
+            if alias is None:
+                work.makes[n].add((storage, n))
+    for n in work.nodes:
+        for place in work.reads[n]:
+            work.readers[place] = work.readers.get(place, 0) + 1
+    return before
+
+
+def _measure(work: Work, before: dict[int, set[int]]) -> Work:
+    """Deadlines and tails. Recompute inherits the earliest place in the trace that needs it;
+    weight gradients, and recompute that only they need, have no deadline."""
+    count = work.count
+    for n in reversed(work.nodes):
+        op = work.ops[n % count]
+        users = work.after[n]
+        if n >= count:
+            work.deadline[n] = min((work.deadline[user] for user in users), default=NEVER)
+        else:
+            work.deadline[n] = NEVER if op.piece.letter == "W" else n
+        length = work.compute[n % count] + (work.comm[n % count] if op.role == "start" else 0)
+        work.tail[n] = length + max((work.tail[user] for user in users), default=0)
+        work.needs[n] = len(before[n])
+    return work

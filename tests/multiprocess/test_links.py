@@ -1,0 +1,153 @@
+"""Links are measured by real ranks together: figures right, agreed, and never a hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overlapc.emulate import Link, init_link
+from overlapc.emulate.model import Kind
+from overlapc.errors import RankError
+from overlapc.ir import Profile
+from overlapc.passes.capture import capture
+from overlapc.profiler.cache import Cache
+from overlapc.profiler.link_model import Collective, LinkModel
+from overlapc.profiler.links import _slowdown, measure_links
+from overlapc.profiler.measure import measure
+from tests.multiprocess.spawn import run_ranks
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
+
+LINK = Link(alpha_s=0.010, bytes_per_s=25e6)
+KINDS: tuple[tuple[Kind, str], ...] = (
+    ("all_reduce", "float32"),
+    ("all_gather", ""),
+    ("reduce_scatter", "bfloat16"),
+    ("all_to_all", ""),
+    ("broadcast", ""),
+    ("p2p", ""),
+)
+SIZE = 1 << 19
+
+
+def every_kind(rank: int, ranks: int) -> LinkModel:
+    init_link(LINK)
+    group = dist.group.WORLD.group_name
+    # Splits may be uneven: the largest of any rank counts.
+    calls = [Collective(group, kind, dtype, SIZE - 4096 * rank) for kind, dtype in KINDS]
+    return measure_links(calls, budget_s=5)
+
+
+def test_every_kind_takes_what_the_link_takes() -> None:
+    one, two = run_ranks(every_kind, 2, timeout_s=120)
+    assert one == two
+    for curve in one.curves:
+        expected = LINK.seconds(curve.kind, SIZE, 2) * 1e9
+        # Never faster than the link; slower when the ranks wait for a core.
+        assert 0.95 * expected < curve.time_ns(SIZE) < 2.5 * expected, curve
+        assert len(curve.points) == 2  # the size itself and one for the latency
+        smaller = LINK.seconds(curve.kind, SIZE // 4, 2) * 1e9
+        assert 0.9 * smaller < curve.time_ns(SIZE // 4) < 3 * smaller, curve
+    assert 1000 <= one.slowdown.compute_permille <= 5000
+    assert 1000 <= one.slowdown.comm_permille <= 5000
+    assert LinkModel.from_text(one.to_text()) == one
+
+
+def groups_and_faults(rank: int, ranks: int) -> tuple[str, LinkModel]:
+    dist.init_process_group("gloo")
+    world = dist.group.WORLD.group_name
+    alone = [dist.new_group([r]) for r in range(ranks)][rank].group_name
+    calls = [
+        Collective(alone, "all_reduce", "float32", 1 << 20),
+        Collective(world, "all_reduce", "float32", 1 << 16),
+    ]
+    model = measure_links(calls, repeats=2, budget_s=1)
+
+    kinds: list[Kind] = ["all_reduce"] if rank else ["all_reduce", "broadcast"]
+    with pytest.raises(RankError, match="hold different collectives"):
+        measure_links([Collective(world, kind, "", 1024) for kind in kinds])
+
+    if rank == 0:  # the other one leaves
+        with pytest.raises(RankError, match="a collective failed"):
+            measure_links(calls * 3)
+    return alone, model
+
+
+def test_groups_of_one_rank_are_free_and_faults_are_rank_errors() -> None:
+    for alone, model in run_ranks(groups_and_faults, 2):
+        (both,) = {curve.group for curve in model.curves} - {alone}
+        assert model.time_ns(Collective(alone, "all_reduce", "float32", 1 << 20)) == 0
+        assert model.time_ns(Collective(both, "all_reduce", "float32", 1 << 16)) > 0
+
+
+def cached(rank: int, ranks: int, folder: str) -> list[tuple[str, ...]]:
+    init_link(LINK)
+    group = dist.group.WORLD.group_name
+    calls = [Collective(group, "all_reduce", "float32", SIZE)]
+    path = Path(folder) / f"rank{rank}"
+    sources = []
+
+    def once() -> None:
+        model = measure_links(calls, repeats=2, budget_s=2, cache=Cache(path))
+        sources.append(tuple(curve.source for curve in model.curves))
+
+    once()
+    once()
+    if rank == 1:
+        path.unlink()  # only one rank has figures: both measure
+    once()
+    # The link has changed under the same name: one probe tells.
+    dist.distributed_c10d._resolve_process_group(group).link = Link(0.1, 25e6)  # type: ignore[attr-defined]
+    once()
+    return sources
+
+
+def test_cached_links_are_used_if_all_have_them_and_a_probe_agrees(tmp_path: Path) -> None:
+    one, two = run_ranks(cached, 2, str(tmp_path), timeout_s=120)
+    assert one == two
+    assert one == [("measured",), ("cached",), ("measured",), ("measured",)]
+
+
+class Shard(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ops = torch.ops._c10d_functional
+        group = dist.group.WORLD.group_name
+        h = ops.wait_tensor(ops.all_reduce(self.linear(x).detach(), "sum", group))
+        return self.linear(x) * h
+
+
+def whole_graph(rank: int, ranks: int) -> tuple[Profile, Any]:
+    init_link(LINK)
+    torch.manual_seed(0)
+    model = Shard()
+    x = torch.randn(1024, 64, requires_grad=True)
+    captured = capture(model, x)
+    profile, _ = measure(captured, [*model.parameters(), x])
+    return profile, [op.name for op in captured.trace.ops if op.role == "start"]
+
+
+def test_a_graph_with_collectives_is_measured_in_step() -> None:
+    (one, starts), (two, _) = run_ranks(whole_graph, 2, timeout_s=120)
+    assert len(starts) == 1
+    expected = LINK.seconds("all_reduce", 1024 * 64 * 4, 2) * 1e9
+    assert one.costs[starts[0]].comm_ns == two.costs[starts[0]].comm_ns > 0.95 * expected
+    assert one.conditions["passes"] == two.conditions["passes"] == "median of 5"
+    assert one.slowdown == two.slowdown
+
+
+def test_slowdowns_from_four_times() -> None:
+    # free, alone, beside, rest -> compute, comm
+    assert _slowdown(60, 100, 60, 40) == [1000, 1000]
+    assert _slowdown(60, 100, 90, 40) == [1500, 1500]  # 90 to do what takes 60 alone
+    assert _slowdown(60, 100, 60, 70) == [1000, 2000]
+    assert _slowdown(60, 100, 60, 120) == [1000, 5000]  # no progress at all: as bad as it gets
+    assert _slowdown(60, 100, 200, 0) == [3333, 1000]  # it had ended: nothing to tell

@@ -1,0 +1,107 @@
+"""Hardware files: every figure has a source, mistakes are named, links follow their figures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from overlapc.errors import FileError, OptionError
+from overlapc.profiler.hardware import _FOLDER, interpolate, known_hardware, load_hardware
+
+EXPECTED = {
+    "a100-pcie-80", "a100-sxm-40", "a100-sxm-80", "ascend-910b", "b200", "cpu-gloo",
+    "h100-sxm", "h200-sxm", "l20", "rtx4090", "v100-sxm2-32",
+}  # fmt: skip
+
+
+def test_the_machines_we_ship() -> None:
+    assert set(known_hardware()) == EXPECTED
+    assert "unverified" in load_hardware("ascend-910b").status
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_shipped_machine_is_complete_and_plausible(name: str) -> None:
+    machine = load_hardware(name)
+    assert machine.name == name
+    assert len(machine.sources) >= 25
+    assert all(source.strip() for source in machine.sources.values())
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"):
+        times = [machine.collective_ns(kind, 4**n, 8, 8) for n in range(1, 16)]  # type: ignore[arg-type]
+        assert times == sorted(times), kind
+        assert times[0] > 0
+        if machine.inter.bytes_per_s > machine.intra.bytes_per_s:
+            continue  # whole nodes together have the faster cards
+        # A group over more nodes is never faster.
+        assert machine.collective_ns(kind, 1 << 26, 16, 8) >= times[12]  # type: ignore[arg-type]
+    assert machine.collective_ns("all_reduce", 1 << 20, 1, 1) == 0
+
+
+def test_figures_of_the_table_are_met() -> None:
+    a100 = load_hardware("a100-sxm-80")
+    seconds = 2 * 7 / 8 * 64 * 2**20 / 172e9  # 172 GB/s of bus bandwidth at 64 MiB
+    assert a100.collective_ns("all_reduce", 64 << 20, 8, 8) == pytest.approx(1e9 * seconds)
+    assert a100.collective_ns("all_reduce", 1, 8, 8) == 44_000
+
+
+def test_interpolation_is_in_the_logarithm_and_flat_outside() -> None:
+    table = ((10.0, 1.0), (1000.0, 3.0))
+    assert [interpolate(table, at) for at in (1, 10, 100, 1000, 1e6)] == [1, 1, 2, 3, 3]
+
+
+def test_unknown_machine_names_the_known_ones() -> None:
+    with pytest.raises(OptionError, match=r"unknown hardware 'h100'.*h100-sxm"):
+        load_hardware("h100")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"none\.toml cannot be read"):
+        load_hardware(tmp_path / "none.toml")
+
+
+def changed(tmp_path: Path, old: str, new: str) -> Path:
+    text = (_FOLDER / "cpu-gloo.toml").read_text()
+    assert old in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_a_file_of_your_own(tmp_path: Path) -> None:
+    mine = load_hardware(changed(tmp_path, 'name = "cpu-gloo"', 'name = "mine"'))
+    assert mine.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("[memory]", "[memori]", "memory.bytes"),
+        ("launch_ns = { value = 2000", "launch_ns = { value = -1", "compute.launch_ns"),
+        ("launch_ns = { value = 2000", 'launch_ns = { value = "x"', "compute.launch_ns"),
+        ("launch_ns = { value = 2000, ", "launch_ns = { value = 2000, why = 1, ", "launch_ns"),
+        ("float32 =", "float99 =", "peak_flops.float32"),
+        ("all_to_all =", "all_to_none =", "intra.efficiency.all_to_none"),
+        ("efficiency = { value = 0.5", "efficiency = { value = 1.5", "memory.efficiency"),
+        ("[[16, 0.04], [32, 0.14]", "[[32, 0.04], [16, 0.14]", "matmul_efficiency"),
+        (
+            "slowdown.comm_permille = { value = 1000",
+            "slowdown.comm_permille = { value = 10",
+            "slow",
+        ),
+        ("[node]", "[node", "not TOML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, old: str, new: str, named: str) -> None:
+    with pytest.raises(FileError, match=named.replace(".", r"\.")):
+        load_hardware(changed(tmp_path, old, new))
+
+
+def test_reading_hardware_and_links_costs_no_torch() -> None:
+    program = (
+        "import sys, overlapc.profiler, overlapc.profiler.link_model, overlapc.profiler.cache; "
+        "from overlapc.profiler.hardware import load_hardware; load_hardware('b200'); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
