@@ -36,6 +36,7 @@ def optimize(
     hardware: str = "cpu-gloo",
     plan: Plan | str | os.PathLike[str] | None = None,
     timeout_s: float = 7.0,
+    cache: bool | str | os.PathLike[str] | None = None,
     dynamic: bool | None = None,
 ) -> Model:
     """A twin of `model` whose training step overlaps recompute and weight gradients with
@@ -52,6 +53,8 @@ def optimize(
     plan            a Plan, or the path of a saved one, instead of solving; refused for other graphs
     timeout_s       how long ranks wait for a rank that shows no sign of coming; 7 s keep every
                     rank's error within 10 s of a death
+    cache           a file in which measured costs are kept and found again; True for the one in
+                    ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
     dynamic         as in torch.compile
 
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
@@ -67,7 +70,9 @@ def optimize(
         raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan)
-    options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s)
+    if cache is not None and not isinstance(cache, bool):
+        cache = os.fspath(cache)
+    options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s, cache)
     return _twin(model, options, dynamic)
 
 

@@ -39,6 +39,7 @@ class Options:
     hardware: str = "cpu-gloo"
     plan: Plan | None = None
     timeout_s: float = 7.0
+    cache: bool | str | None = None
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,11 @@ def profile_captured(
     captured: Captured, options: Options, primals: Sequence[Any] | None
 ) -> tuple[Profile, Mapping[str, int]]:
     if options.profile == "measure":
+        from overlapc.profiler.cache import Cache
         from overlapc.profiler.measure import measure
 
-        return measure(captured, primals)
+        path = options.cache if isinstance(options.cache, str) else None
+        return measure(captured, primals, cache=Cache(path) if options.cache else None)
     if options.profile == "estimate":
         from overlapc.profiler.estimate import estimate
         from overlapc.profiler.hardware import load_hardware

@@ -39,7 +39,7 @@ class Captured:
 def is_start(node: fx.Node) -> bool:
     return (
         isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace in ("_c10d_functional", "c10d_functional", "_dtensor")
+        and node.target.namespace in ("_c10d_functional", "c10d_functional")
         and not is_wait(node)
     )
 
@@ -283,11 +283,10 @@ def hint(size: Any) -> int:
         return int(node.hint)
     expr = node.expr
     known = {s: UNBACKED_HINT for s in expr.free_symbols}
-    env = node.shape_env
-    for symbol in expr.free_symbols:
-        found = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", {})
-        if symbol in found:
-            known[symbol] = int(found[symbol])
+    examples = getattr(node.shape_env, "backed_var_to_val", None)
+    if examples is None:  # as older releases call it
+        examples = node.shape_env.var_to_val
+    known |= {s: int(examples[s]) for s in expr.free_symbols if s in examples}
     return max(0, int(expr.xreplace(known)))
 
 

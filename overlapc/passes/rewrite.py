@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, is_sym_node
@@ -35,6 +36,7 @@ def rewrite(
         options["static_lifetime_input_indices"] = list(captured.static_inputs)
     with functorch_config.patch(unsafe_allow_optimization_of_collectives=True):
         forward, backward = default_partition(captured.joint, joint_inputs, **options)
+    _objects_behind_states(forward, backward, options["num_fwd_outputs"])
     # The partitioner keeps every seeded op it might need; what nothing reads must not run.
     backward.graph.eliminate_dead_code(
         is_impure_node=lambda node: node.op in ("placeholder", "output")
@@ -62,6 +64,30 @@ def _tag(captured: Captured, plan: Plan) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif producer.name in recomputed:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _objects_behind_states(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int
+) -> None:
+    """Among what is saved AOTAutograd wants tensors, then objects (DTensor's meshes), then sizes.
+    RNG functionalisation breaks that: it puts its states, which are tensors, behind objects."""
+    output = forward.graph.find_nodes(op="output")[0]
+    saved = output.args[0][num_fwd_outputs:]
+    objects = [
+        node.name
+        for node in saved
+        if not isinstance(node.meta.get("val"), torch.Tensor) and not is_sym_node(node)
+    ]
+    if not objects:
+        return
+    sizes = [node for node in saved if is_sym_node(node)]
+    tensors = [node for node in saved if node not in sizes and node.name not in objects]
+    held = [node for node in saved if node.name in objects]
+    output.args = ((*output.args[0][:num_fwd_outputs], *tensors, *held, *sizes),)
+    inputs = backward.graph.find_nodes(op="placeholder")
+    states = [node for node in inputs if "rng_state" in str(node.target)]
+    for node in reversed([n for n in inputs if n.name in objects] if states else []):
+        states[-1].append(node)
 
 
 def _origin(

@@ -10,6 +10,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from overlapc.flags import log
 from overlapc.passes.capture import Captured
 
 SWEEP = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
@@ -19,7 +20,10 @@ GLANCE = (1.0, 0.5)  # each takes torch a second or more for a few hundred ops
 def torch_choices(
     captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
 ) -> list[tuple[str, ...]]:
-    """For each activation_memory_budget, the names of the forward values torch would save."""
+    """For each activation_memory_budget, the names of the forward values torch would save.
+
+    Left out are budgets at which torch's partitioner fails on this graph.
+    """
     forward = {name for op in captured.trace.ops if op.is_forward for name in op.outputs}
     found: dict[tuple[str, ...], None] = {}
     for budget in budgets:
@@ -27,18 +31,26 @@ def torch_choices(
         for node in joint.graph.nodes:
             for tag in ("recompute", "ac_graph_id", "has_backward_hook"):
                 node.meta.pop(tag, None)
-        with functorch_config.patch(
-            activation_memory_budget=budget,
-            activation_memory_budget_runtime_estimator="flops",
-            activation_memory_budget_solver="dp",
-            unsafe_allow_optimization_of_collectives=budget == 0.0,
-        ):
-            _, backward = min_cut_rematerialization_partition(
-                joint,
-                joint_inputs,
-                num_fwd_outputs=captured.num_fwd_outputs,
-                static_lifetime_input_indices=list(captured.static_inputs),
-            )
+        options = {
+            "activation_memory_budget": budget,
+            "activation_memory_budget_runtime_estimator": "flops",
+            "activation_memory_budget_solver": "dp",
+            "unsafe_allow_optimization_of_collectives": budget == 0.0,
+            # DTensor's meshes enter as script objects; of older releases unknown.
+            "unsafe_treat_script_objects_as_zero_size": True,
+        }
+        known = {name: value for name, value in options.items() if hasattr(functorch_config, name)}
+        try:
+            with functorch_config.patch(known):
+                _, backward = min_cut_rematerialization_partition(
+                    joint,
+                    joint_inputs,
+                    num_fwd_outputs=captured.num_fwd_outputs,
+                    static_lifetime_input_indices=list(captured.static_inputs),
+                )
+        except Exception as error:
+            log(1, f"torch's partitioner at activation_memory_budget={budget}: {error}")
+            continue
         names = [
             str(node.target)
             for node in backward.graph.find_nodes(op="placeholder")

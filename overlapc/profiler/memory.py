@@ -7,6 +7,7 @@ records with their addresses.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,8 +23,10 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
     two functions, start both from the same state (for a training step: `zero_grad()` first).
 
     On a CPU, memory that existed before the call never counts, even when `fn` frees it. Seen
-    are the calling thread and the threads that PyTorch hands its state to (autograd, gloo); a
-    thread that `fn` starts itself is not. Recording slows `fn` down: do not time the same call.
+    are the calling thread and those that PyTorch hands its state to. What another thread frees,
+    as gloo's sometimes does when it is the last to let go of a buffer, counts until its address
+    is used again: the figure can be too high by a few buffers, never too low, so the least of
+    several calls is the best. Recording slows `fn` down: do not time the same call.
     On CUDA the peak covers every stream, and freeing older memory lowers it.
     """
     device = torch.device(device)
@@ -45,13 +48,20 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
 def peak_of(changes: Iterable[tuple[int, int, int]]) -> int:
     """The highest level reached by (time, address, bytes) changes, where a free is negative.
 
-    Frees of unknown addresses are ignored: that memory is older than the recording. A second
-    allocation at a live address means that its free went unrecorded, so it replaces the first.
+    Frees of unknown addresses are ignored: that memory is older than the recording. An
+    allocation over memory thought live means that its free went unrecorded: it ends there.
     """
     live: dict[int, int] = {}
+    addresses: list[int] = []  # of `live`, in order
     level = peak = 0
     for _, address, size in sorted(changes, key=lambda change: change[0]):
-        level -= live.pop(address, 0)
+        low = bisect_left(addresses, address)
+        if size > 0 and low and addresses[low - 1] + live[addresses[low - 1]] > address:
+            low -= 1
+        high = bisect_left(addresses, address + max(size, 1))
+        for ended in addresses[low:high]:
+            level -= live.pop(ended)
+        addresses[low:high] = [address] if size > 0 else []
         if size > 0:
             live[address] = size
             level += size

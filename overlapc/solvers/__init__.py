@@ -15,7 +15,7 @@ from overlapc.ir import Plan, Problem
 from overlapc.simulate import simulate
 from overlapc.solvers import baselines
 from overlapc.solvers.bounds import bound_ns
-from overlapc.solvers.choice import Choice, Needs, on_demand
+from overlapc.solvers.choice import Choice, plan_on_demand
 from overlapc.solvers.overlap import overlap_plans
 
 __all__ = ["BASELINES", "SOLVERS", "bound_ns", "solve"]
@@ -61,25 +61,16 @@ def _candidates(
     if solver in BASELINES:
         yield BASELINES[solver](problem)
         return
-    for names in torch_choices:
-        yield _saving(problem, names)
+    plans = [_torch(problem, names) for names in torch_choices]
+    yield from plans
     if solver == "torch":
         return
-    for baseline in BASELINES.values():
-        yield baseline(problem)
-    yield from overlap_plans(problem)
+    plans += [baseline(problem) for baseline in BASELINES.values()]
+    yield from plans[len(torch_choices) :]
+    yield from overlap_plans(problem, [Choice(plan.saved, plan.recomputed) for plan in plans])
 
 
-def _saving(problem: Problem, saved: Sequence[str]) -> Plan:
+def _torch(problem: Problem, saved: Sequence[str]) -> Plan:
     """The plan that saves exactly these values and recomputes the rest on demand."""
-
-    needs = Needs(problem.trace)
-    kept = frozenset(problem.trace.value[name].storage for name in saved)
-    choice: Choice = needs.complete(kept)
-    return Plan(
-        problem.trace.digest,
-        "torch",
-        choice.saved,
-        on_demand(problem.trace, choice),
-        status="baseline",
-    )
+    kept = (problem.trace.value[name].storage for name in saved)
+    return plan_on_demand(problem, kept, "torch")

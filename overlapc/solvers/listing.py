@@ -43,24 +43,28 @@ class _Listing:
         self.limit = limit
         self.style = style
         self.order: list[int] = []
+        self.done: set[int] = set()
         self.now = 0
         self.memory = work.held_bytes
         self.missing = dict(work.needs)
+        self.asked: set[int] = set()  # lazy recompute whose weight gradient lacks nothing else
         self.readers = dict(work.readers)
         self.ends: dict[int, int] = {}  # start node -> when its collective ends
         self.lane_free: dict[str, int] = {}
         # What could run now, by kind:
         self.ready: list[tuple[int, int]] = []  # (rank, node) on the way to the result
         self.refill: list[tuple[int, int]] = []  # (deadline, node) recompute
-        self.spare: list[tuple[int, int]] = []  # (age, node) weight gradients and their recompute
+        self.spare: list[
+            tuple[tuple[int, bool], int]
+        ] = []  # (age, node) weight gradients and theirs
+        self.largest = 0  # most that one of the spare allocates
         self.flying: list[tuple[int, int]] = []  # (end, node) waits
         backward = any(n >= work.count or not work.ops[n].is_forward for n in work.nodes)
         self.ahead = _Ahead(work) if backward and limit < NEVER else None
 
     def run(self) -> list[int]:
         for n in self.work.nodes:
-            if self.missing[n] == 0:
-                self.arrive(n)
+            self.consider(n)
         while len(self.order) < len(self.work.nodes):
             self.land()
             if self.ready:
@@ -85,13 +89,32 @@ class _Listing:
                 self.now = max(self.now, self.flying[0][0])
         return self.order
 
+    def consider(self, n: int) -> None:
+        """Take note that the node lacks less than before."""
+        if self.missing[n] == 0:
+            if not self.work.is_lazy(n) or n in self.asked:
+                self.arrive(n)
+        elif not self.work.is_lazy(n) or n in self.asked:
+            self.ask(n)
+
+    def ask(self, n: int) -> None:
+        """If all the node lacks is lazy recompute, that may run now."""
+        wanted = [other for other in self.work.asks[n] if other not in self.done]
+        if not wanted or len(wanted) < self.missing[n]:
+            return
+        for other in wanted:
+            if other not in self.asked:
+                self.asked.add(other)
+                self.consider(other)
+
     def arrive(self, n: int) -> None:
         """All that the node needs has been issued."""
         work = self.work
         if work.ops[n % work.count].role == "wait":
             heapq.heappush(self.flying, (self.ends.get(work.start_of(n), 0), n))
         elif work.deadline[n] == NEVER:
-            heapq.heappush(self.spare, (n % work.count, n))
+            heapq.heappush(self.spare, ((work.age[n], n < work.count), n))
+            self.largest = max(self.largest, work.allocates(n))
         elif n >= work.count:
             heapq.heappush(self.refill, (work.deadline[n], n))
         else:
@@ -106,6 +129,7 @@ class _Listing:
         self.now += took
         self.memory += self.growth(n)
         self.order.append(n)
+        self.done.add(n)
         for place in work.reads[n]:
             self.readers[place] -= 1
         if op.role == "start":
@@ -113,8 +137,7 @@ class _Listing:
             self.ends[n] = self.lane_free[op.lane] = begin + work.comm[n % work.count]
         for user in work.after[n]:
             self.missing[user] -= 1
-            if self.missing[user] == 0:
-                self.arrive(user)
+            self.consider(user)
 
     def growth(self, n: int) -> int:
         """Bytes alive more (or less) once the node has run."""
@@ -133,18 +156,27 @@ class _Listing:
             self.issue(heapq.heappop(self.flying)[1])
 
     def relieve(self, more: int) -> None:
-        """Run weight gradients that free memory until `more` bytes fit, or none is left."""
-        while self.spare and self.memory + more > self.limit:
-            oldest = heapq.nsmallest(_LOOK, self.spare)
-            growth, key, n = min((self.growth(n), key, n) for key, n in oldest)
-            if growth >= 0:
+        """Run weight gradients until `more` bytes fit, and what the largest of those left will
+        allocate fits as well; or until none is left that helps."""
+        while self.spare:
+            if self.memory + more > self.limit:
+                oldest = heapq.nsmallest(_LOOK, self.spare)
+                growth, key, n = min((self.growth(n), key, n) for key, n in oldest)
+                if growth >= 0:
+                    key, n = oldest[0]
+                    if n < self.work.count:
+                        return
+            elif self.memory + self.largest > self.limit:
+                key, n = max(self.spare, key=lambda item: self.work.allocates(item[1]))
+            else:
                 return
             self.take_spare(key, n)
             self.issue(n)
 
-    def take_spare(self, key: int, n: int) -> None:
+    def take_spare(self, key: tuple[int, bool], n: int) -> None:
         self.spare.remove((key, n))
         heapq.heapify(self.spare)
+        self.largest = max((self.work.allocates(other) for _, other in self.spare), default=0)
 
     def filler(self, gap_ns: int) -> int | None:
         """What to run while the result waits `gap_ns` for a collective."""
@@ -156,7 +188,7 @@ class _Listing:
             if fits and self.has_room(n, deadline):
                 heapq.heappop(self.refill)
                 return n
-        best: tuple[int, int] | None = None
+        best: tuple[tuple[int, bool], int] | None = None
         for key, n in heapq.nsmallest(_LOOK if self.style.by_path else 1, self.spare):
             took = work.compute[n % work.count]
             if took > longest or self.memory + work.allocates(n) > self.limit:

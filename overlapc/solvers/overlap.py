@@ -1,7 +1,7 @@
 """The first solver: keep what is dear to recompute, and fill communication windows jointly with
 recompute and weight gradients.
 
-    keep_path      which storages to save, for less and less memory
+    keep_sets      which storages to save, for less and less memory
     list_schedule  for one choice and one memory limit, an issue order
     overlap_plans  a menu of both, the same for every budget
 
@@ -12,12 +12,13 @@ its deadline comes) and weight gradients after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve
 from overlapc.solvers.choice import Choice, Needs, on_demand
-from overlapc.solvers.keep import keep_path
+from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.work import NEVER, backward_work, forward_work
 
@@ -25,29 +26,29 @@ _STYLES = (Style(1.0, False), Style(4.0, False), Style(2.0, True))
 _EVALUATIONS = 90_000  # about how many ops are scheduled in all for one problem
 
 
-def overlap_plans(problem: Problem) -> Iterator[Plan]:
-    """Candidate plans over the whole range of memory, whatever the budget is."""
+def overlap_plans(problem: Problem, choices: Iterable[Choice] = ()) -> Iterator[Plan]:
+    """Candidate plans over the whole range of memory, whatever the budget is. `choices` are
+    others' saved sets to schedule as well."""
     needs = Needs(problem.trace)
-    path = keep_path(problem, needs)
     effort = max(1, _EVALUATIONS // max(1, len(problem.trace.ops)))
-    points = _points(problem, needs, path, at_most=min(48, max(8, effort // 3)))
+    kept = keep_sets(problem, needs, at_most=min(48, max(12, effort // 3)))
+    points = _points(problem, [*map(needs.complete, kept), *choices])
     forward = _forward_orders(problem)
-    ceiling = max(peak for peak, _ in points) * 5 // 4
-    floor = min(peak for peak, _ in points)
+    ceiling = max(point.peak_bytes for point in points) * 5 // 4
+    floor = min(point.peak_bytes for point in points)
     rungs = min(14, max(5, effort // 12), 2 + len(problem.trace.ops) // 4)
     levels = sorted(
-        {floor + (ceiling - floor) * i // rungs for i in range(rungs + 1)}
-        | {peak for peak, _ in points[:1]}
+        {floor + (ceiling - floor) * i // rungs for i in range(rungs + 1)} | {points[0].peak_bytes}
     )
     styles = _STYLES if effort > 60 else _STYLES[:1] if effort < 20 else _STYLES[:2]
-    shares = (1000, 940, 860, 740) if effort > 60 else (970, 850)
+    shares = (1000, 940, 860, 740) if effort > 60 else (1000, 900)
     tried: set[tuple[int, int, Style]] = set()
     found: set[tuple[int, tuple[str, ...]]] = set()
-    for _, choice in points:
-        yield _plan(problem, choice, on_demand(problem.trace, choice))
+    for point in points:
+        yield _plan(problem, point.choice, on_demand(problem.trace, point.choice))
     for level in levels:
         for share in shares:
-            fitting = [i for i, (peak, _) in enumerate(points) if peak * 1000 <= level * share]
+            fitting = [i for i, p in enumerate(points) if p.peak_bytes * 1000 <= level * share]
             if not fitting:
                 continue
             chosen = fitting[0]
@@ -55,7 +56,7 @@ def overlap_plans(problem: Problem) -> Iterator[Plan]:
                 if (chosen, level, style) in tried:
                     continue
                 tried.add((chosen, level, style))
-                choice = points[chosen][1]
+                choice = points[chosen].choice
                 backward = list_schedule(backward_work(problem, choice), level, style)
                 if (chosen, backward) in found:
                     continue
@@ -68,29 +69,27 @@ def _plan(problem: Problem, choice: Choice, order: tuple[str, ...]) -> Plan:
     return Plan(problem.trace.digest, "overlap", choice.saved, order)
 
 
-def _points(
-    problem: Problem, needs: Needs, path: list[frozenset[str]], at_most: int
-) -> list[tuple[int, Choice]]:
-    """Choices along the path with the peak of their plain order, peaks falling."""
-    size = {value.storage: value.bytes for value in problem.trace.values}
-    weights = [sum(size[s] for s in kept) for kept in path]
-    span = weights[0] - min(weights)
-    wanted = [weights[0] - span * i // at_most for i in range(at_most + 1)]
-    picked: list[int] = []
-    index = 0
-    for weight in wanted:
-        while index + 1 < len(path) and weights[index] > weight:
-            index += 1
-        if not picked or picked[-1] != index:
-            picked.append(index)
-    found: list[tuple[int, Choice]] = []
-    for i in picked:
-        choice = needs.complete(path[i])
+@dataclass(frozen=True)
+class _Point:
+    choice: Choice
+    peak_bytes: int  # of the plain order
+    recompute_ns: int
+
+
+def _points(problem: Problem, choices: Iterable[Choice]) -> list[_Point]:
+    """The choices that no other beats in both peak and recompute time; peaks falling, so that
+    the first that fits a level recomputes least."""
+    points = []
+    for choice in choices:
         plan = _plan(problem, choice, on_demand(problem.trace, choice))
-        peak = max(memory_curve(problem, plan), default=0)
-        if not found or peak < found[-1][0]:
-            found.append((peak, choice))
-    return found
+        costs = [problem.cost(name) for name in choice.recomputed]
+        ns = sum(cost.compute_ns + cost.comm_ns for cost in costs)
+        points.append(_Point(choice, max(memory_curve(problem, plan), default=0), ns))
+    best: list[_Point] = []
+    for point in sorted(points, key=lambda p: (p.recompute_ns, p.peak_bytes)):
+        if not best or point.peak_bytes < best[-1].peak_bytes:
+            best.append(point)
+    return best
 
 
 def _forward_orders(problem: Problem) -> list[tuple[str, ...]]:

@@ -33,6 +33,9 @@ class Work:
     readers: dict[Place, int] = field(default_factory=dict)
     deadline: dict[int, int] = field(default_factory=dict)  # place in the trace, or NEVER
     tail: dict[int, int] = field(default_factory=dict)  # longest way to the end, ns
+    # A weight gradient and the recompute that only it needs run one after the other:
+    age: dict[int, int] = field(default_factory=dict)  # place in the trace of that weight gradient
+    asks: dict[int, list[int]] = field(default_factory=dict)  # node -> lazy recompute it needs
     held_bytes: int = 0  # alive when the phase begins
 
     def __post_init__(self) -> None:
@@ -55,6 +58,10 @@ class Work:
         """The node whose collective a wait node waits for, in the same instance."""
         again = self.count if wait >= self.count else 0
         return self.index[self.problem.trace.start_of[self.ops[wait % self.count].name]] + again
+
+    def is_lazy(self, n: int) -> bool:
+        """Recompute that only weight gradients need."""
+        return n >= self.count and self.deadline[n] == NEVER
 
     def allocates(self, n: int) -> int:
         return sum(self.size[s] for s, _ in self.makes[n]) + self.space[n % self.count]
@@ -144,4 +151,7 @@ def _measure(work: Work, before: dict[int, set[int]]) -> Work:
         length = work.compute[n % count] + (work.comm[n % count] if op.role == "start" else 0)
         work.tail[n] = length + max((work.tail[user] for user in users), default=0)
         work.needs[n] = len(before[n])
+        work.age[n] = min((work.age[u] for u in users), default=n) if work.is_lazy(n) else n
+    for n in work.nodes:
+        work.asks[n] = [other for other in before[n] if work.is_lazy(other)]
     return work

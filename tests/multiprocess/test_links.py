@@ -48,11 +48,12 @@ def test_every_kind_takes_what_the_link_takes() -> None:
     assert one == two
     for curve in one.curves:
         expected = LINK.seconds(curve.kind, SIZE, 2) * 1e9
-        # Never faster than the link; slower when the ranks wait for a core.
-        assert 0.95 * expected < curve.time_ns(SIZE) < 2.5 * expected, curve
+        # As long as the link takes, less what passes before the launch returns; longer when the
+        # ranks wait for a core.
+        assert 0.7 * expected < curve.time_ns(SIZE) < 2.5 * expected, curve
         assert len(curve.points) == 2  # the size itself and one for the latency
         smaller = LINK.seconds(curve.kind, SIZE // 4, 2) * 1e9
-        assert 0.9 * smaller < curve.time_ns(SIZE // 4) < 3 * smaller, curve
+        assert 0.6 * smaller < curve.time_ns(SIZE // 4) < 3 * smaller, curve
     assert 1000 <= one.slowdown.compute_permille <= 5000
     assert 1000 <= one.slowdown.comm_permille <= 5000
     assert LinkModel.from_text(one.to_text()) == one
@@ -139,7 +140,7 @@ def test_a_graph_with_collectives_is_measured_in_step() -> None:
     (one, starts), (two, _) = run_ranks(whole_graph, 2, timeout_s=120)
     assert len(starts) == 1
     expected = LINK.seconds("all_reduce", 1024 * 64 * 4, 2) * 1e9
-    assert one.costs[starts[0]].comm_ns == two.costs[starts[0]].comm_ns > 0.95 * expected
+    assert one.costs[starts[0]].comm_ns == two.costs[starts[0]].comm_ns > 0.7 * expected
     assert one.conditions["passes"] == two.conditions["passes"] == "median of 5"
     assert one.slowdown == two.slowdown
 
