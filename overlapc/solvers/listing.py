@@ -16,6 +16,7 @@ from overlapc.simulate import memory_curve
 from overlapc.solvers.choice import on_demand
 from overlapc.solvers.work import NEVER, Place, Work
 
+_SOON = 2  # windows
 _LOOK = 24  # how many spare ops are compared for a window, or for relief
 
 
@@ -52,6 +53,7 @@ class _Listing:
         self.ends: dict[int, int] = {}  # start node -> when its collective ends
         self.lane_free: dict[str, int] = {}
         # What could run now, by kind:
+        self.views: list[int] = []  # weight gradients' and recompute's that allocate nothing
         self.ready: list[tuple[int, int]] = []  # (rank, node) on the way to the result
         self.refill: list[tuple[int, int]] = []  # (deadline, node) recompute
         self.spare: list[
@@ -67,7 +69,9 @@ class _Listing:
             self.consider(n)
         while len(self.order) < len(self.work.nodes):
             self.land()
-            if self.ready:
+            if self.views:
+                self.issue(self.views.pop())
+            elif self.ready:
                 _, n = heapq.heappop(self.ready)
                 self.relieve(self.work.allocates(n))
                 if self.ahead is not None:
@@ -112,6 +116,8 @@ class _Listing:
         work = self.work
         if work.ops[n % work.count].role == "wait":
             heapq.heappush(self.flying, (self.ends.get(work.start_of(n), 0), n))
+        elif not work.makes[n] and (n >= work.count or work.deadline[n] == NEVER):
+            self.views.append(n)
         elif work.deadline[n] == NEVER:
             heapq.heappush(self.spare, ((work.age[n], n < work.count), n))
             self.largest = max(self.largest, work.allocates(n))
@@ -179,26 +185,38 @@ class _Listing:
         self.largest = max((self.work.allocates(other) for _, other in self.spare), default=0)
 
     def filler(self, gap_ns: int) -> int | None:
-        """What to run while the result waits `gap_ns` for a collective."""
-        work = self.work
+        """What to run while the result waits `gap_ns` for a collective: recompute that is due
+        soon, else a weight gradient, else recompute that is due later."""
+        soon = bool(self.refill) and (self.ahead is None or self.ahead.soon(self.refill[0][0]))
         longest = gap_ns * self.style.overshoot
-        if self.refill:
-            deadline, n = self.refill[0]
-            fits = work.compute[n % work.count] <= longest or not self.spare
-            if fits and self.has_room(n, deadline):
-                heapq.heappop(self.refill)
-                return n
+        if soon and (found := self.take_refill(longest)) is not None:
+            return found
         best: tuple[tuple[int, bool], int] | None = None
         for key, n in heapq.nsmallest(_LOOK if self.style.by_path else 1, self.spare):
-            took = work.compute[n % work.count]
-            if took > longest or self.memory + work.allocates(n) > self.limit:
+            took = self.compute(n)
+            if took > longest or self.memory + self.work.allocates(n) > self.limit:
                 continue
-            if best is None or took > work.compute[best[1] % work.count]:
+            if best is None or took > self.compute(best[1]):
                 best = (key, n)
         if best is not None:
             self.take_spare(*best)
             return best[1]
-        return None
+        return None if soon else self.take_refill(longest)
+
+    def compute(self, n: int) -> int:
+        return self.work.compute[n % self.work.count]
+
+    def take_refill(self, longest_ns: float) -> int | None:
+        """The recompute that is due first, if it is short enough and there is room to hold it."""
+        if not self.refill:
+            return None
+        deadline, n = self.refill[0]
+        if self.compute(n) > longest_ns and self.spare:
+            return None
+        if not self.has_room(n, deadline):
+            return None
+        heapq.heappop(self.refill)
+        return n
 
     def has_room(self, n: int, deadline: int) -> bool:
         """May the node's result be held until its deadline?"""
@@ -228,6 +246,12 @@ class _Ahead:
                 most = 0
         self.here = dict(zip(self.at, self.need, strict=True))
         self.passed = self.at[0] if self.at else 0  # the op issued last
+        self.starts = [n for n in self.at if work.ops[n].role == "start"]
+
+    def soon(self, deadline: int) -> bool:
+        """Is the deadline within the next few windows?"""
+        window = bisect_right(self.starts, self.passed) + _SOON
+        return window >= len(self.starts) or deadline <= self.starts[window]
 
     def most(self, deadline: int, memory: int) -> int:
         """The plain order's most, raised by what is held more than it would hold here."""
