@@ -7,16 +7,17 @@ trace is the same, receives the plan's text, and judges it for itself.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from overlapc.check import check
-from overlapc.errors import InvalidPlan, OptionError
+from overlapc.errors import CaptureError, InvalidPlan, OptionError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline
 from overlapc.simulate import saved_bytes, simulate
-from overlapc.solvers import bound_ns, solve
+from overlapc.solvers import best_baseline, bound_ns, solve
 from overlapc.solvers.choice import Needs, plan_on_demand
 from overlapc.text import format_plan, parse_plan
 
@@ -138,13 +139,9 @@ def plan_captured(
             + (format_plan(options.plan) if options.plan else ""),
             "pass the same options to optimize on every rank",
         )
-    profile, sizes = profile_captured(captured, options, primals)
-    profiles = [profile]
-    if exchange is not None:
-        gathered = exchange.gather("profile", _pack(profile, sizes))
-        profiles, all_sizes = map(list, zip(*map(_unpack, gathered), strict=True))
-        sizes = {k: max(s.get(k, 0) for s in all_sizes) for k in all_sizes[0]}
-        profile = merge_profiles(profiles)
+    profiles, all_sizes = _profiles(captured, options, primals, exchange)
+    profile = merge_profiles(profiles)
+    sizes = {name: max(s.get(name, 0) for s in all_sizes) for name in all_sizes[0]}
     if sizes:
         captured = trace_joint(
             captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
@@ -157,9 +154,7 @@ def plan_captured(
     choices = torch_choices() if wanted and options.plan is None and torch_choices else ()
 
     def decide() -> str:
-        if options.plan is not None:
-            return format_plan(options.plan)
-        return format_plan(solve(problem, options.solver, torch_choices=choices))
+        return format_plan(options.plan or _solve(problem, options.solver, choices))
 
     plan = parse_plan(decide() if exchange is None else exchange.broadcast("plan", decide))
     check(problem, plan)
@@ -172,6 +167,43 @@ def plan_captured(
     log(2, format_plan(plan))
     report = Report(name, problem, plan, timeline, bound_ns(problem), eager_timeline(problem))
     return captured, report
+
+
+def _solve(problem: Problem, solver: str, choices: Sequence[tuple[str, ...]]) -> Plan:
+    """A solver that crashes does not cost the user the run: the plain plan is used instead."""
+    try:
+        return solve(problem, solver, torch_choices=choices)
+    except OverlapcError:
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"overlapc: solver {solver!r} failed ({error!r}); its baselines are used instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return best_baseline(problem)
+
+
+def _profiles(
+    captured: Captured,
+    options: Options,
+    primals: Sequence[Any] | None,
+    exchange: Exchange | None,
+) -> tuple[list[Profile], list[Mapping[str, int]]]:
+    """The profiles and measured sizes of all ranks; if one cannot capture, none does."""
+    if exchange is None:
+        profile, sizes = profile_captured(captured, options, primals)
+        return [profile], [sizes]
+    try:
+        mine = _pack(*profile_captured(captured, options, primals))
+    except CaptureError as error:
+        mine = json.dumps({"failed": [error.reason, error.place]}).encode()
+    found = [json.loads(data) for data in exchange.gather("profile", mine)]
+    for rank, data in zip(exchange.ranks, found, strict=True):
+        if "failed" in data:
+            reason, place = data["failed"]
+            raise CaptureError(f"{reason} (on rank {rank})", place)
+    return [_unpack(data) for data in found], [data["sizes"] for data in found]
 
 
 def profile_captured(
@@ -226,7 +258,6 @@ def _pack(profile: Profile, sizes: Mapping[str, int]) -> bytes:
     ).encode()
 
 
-def _unpack(data: bytes) -> tuple[Profile, dict[str, int]]:
-    found = json.loads(data)
+def _unpack(found: Mapping[str, Any]) -> Profile:
     costs = {name: Cost(*cost) for name, cost in found["costs"].items()}
-    return Profile(costs, Slowdown(*found["slowdown"]), found["conditions"]), found["sizes"]
+    return Profile(costs, Slowdown(*found["slowdown"]), found["conditions"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from overlapc.errors import OverlapcError, RankError
 from overlapc.runtime.exchange import Exchange
 
 
@@ -44,4 +45,10 @@ def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange |
         yield None
         return
     with Exchange(ranks, timeout_s) as exchange:
-        yield exchange
+        try:
+            yield exchange
+        except OverlapcError:
+            raise
+        except Exception as error:
+            # The others raise, so this rank must not go on alone as plain PyTorch.
+            raise RankError(f"planning failed on this rank: {error!r}") from error

@@ -7,7 +7,7 @@ smaller budget never gives a faster plan nor a larger peak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
@@ -18,7 +18,7 @@ from overlapc.solvers.bounds import bound_ns
 from overlapc.solvers.choice import Choice, plan_on_demand
 from overlapc.solvers.overlap import overlap_plans
 
-__all__ = ["BASELINES", "SOLVERS", "bound_ns", "solve"]
+__all__ = ["BASELINES", "SOLVERS", "best_baseline", "bound_ns", "solve"]
 
 BASELINES: dict[str, Callable[[Problem], Plan]] = {
     "none": baselines.none,
@@ -39,9 +39,18 @@ def solve(
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
+    return _best(problem, _candidates(problem, solver, torch_choices))
+
+
+def best_baseline(problem: Problem) -> Plan:
+    """The fastest baseline that fits."""
+    return _best(problem, (make(problem) for make in BASELINES.values()))
+
+
+def _best(problem: Problem, plans: Iterable[Plan]) -> Plan:
     best: tuple[int, int, Plan] | None = None
     smallest: int | None = None
-    for plan in _candidates(problem, solver, torch_choices):
+    for plan in plans:
         timeline = simulate(problem, plan)
         smallest = min(timeline.peak_bytes, smallest or timeline.peak_bytes)
         if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:

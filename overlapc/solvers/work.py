@@ -68,18 +68,9 @@ class Work:
 
 
 def forward_work(problem: Problem) -> Work:
-    """The forward. Its random ops, and those that may run only once, keep their order."""
     nodes = [i for i, op in enumerate(problem.trace.ops) if op.is_forward]
     work = Work(problem, Choice((), ()), nodes)
-    before = _link(work, backward=False)
-    last = None
-    for n in nodes:
-        if work.ops[n].random or not work.ops[n].recomputable:
-            if last is not None and last not in before[n]:
-                before[n].add(last)
-                work.after[last].append(n)
-            last = n
-    return _measure(work, before)
+    return _measure(work, _link(work, backward=False))
 
 
 def backward_work(problem: Problem, choice: Choice) -> Work:
@@ -134,6 +125,14 @@ def _link(work: Work, backward: bool) -> dict[int, set[int]]:
     for n in work.nodes:
         for place in work.reads[n]:
             work.readers[place] = work.readers.get(place, 0) + 1
+    # Ops that draw random numbers or may run only once keep their order.
+    last = None
+    for n in work.nodes:
+        if n < count and (work.ops[n].random or not work.ops[n].recomputable):
+            if last is not None and last not in before[n]:
+                before[n].add(last)
+                work.after[last].append(n)
+            last = n
     return before
 
 
