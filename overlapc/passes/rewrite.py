@@ -6,6 +6,7 @@ symbolic sizes and aliasing stay PyTorch's business; what is ours is the order o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ def rewrite(
 
     The plan must have passed `check`. The joint graph's tags are overwritten.
     """
+    _name_outputs(captured.joint)
     _tag(captured, plan)
     options = {"num_fwd_outputs": captured.num_fwd_outputs, **partition_options}
     if "static_lifetime_input_indices" not in options:
@@ -48,6 +50,17 @@ def rewrite(
     reorder(backward, [name for name, again in order if again or name not in phase_one], names)
     _verify(captured, plan, backward, names)
     return forward, backward
+
+
+def _name_outputs(joint: fx.GraphModule) -> None:
+    """The partitioner knows an op of several outputs by its getitems. One that stays only because
+    it draws random numbers has none, and gets one."""
+    for node in joint.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "call_function" and isinstance(val, (tuple, list)) and not node.users:
+            with joint.graph.inserting_after(node):
+                first = joint.graph.call_function(operator.getitem, (node, 0))
+            first.meta = {**node.meta, "val": val[0]}
 
 
 def _tag(captured: Captured, plan: Plan) -> None:

@@ -16,7 +16,7 @@ from overlapc.simulate import simulate
 from overlapc.solvers import baselines
 from overlapc.solvers.bounds import bound_ns
 from overlapc.solvers.choice import Choice, plan_on_demand
-from overlapc.solvers.overlap import overlap_plans
+from overlapc.solvers.overlap import overlap_plans, steady_plans
 
 __all__ = ["BASELINES", "SOLVERS", "best_baseline", "bound_ns", "solve"]
 
@@ -39,7 +39,13 @@ def solve(
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
-    return _best(problem, _candidates(problem, solver, torch_choices))
+    if solver != "overlap":
+        return _best(problem, _candidates(problem, solver, torch_choices))
+    steady = [*(make(problem) for make in BASELINES.values()), *steady_plans(problem)]
+    try:
+        return _best(problem, [*steady, *_candidates(problem, solver, torch_choices, steady)])
+    except Infeasible:
+        return _best(problem, steady)  # names a budget that works in every run
 
 
 def best_baseline(problem: Problem) -> Plan:
@@ -65,18 +71,19 @@ def _best(problem: Problem, plans: Iterable[Plan]) -> Plan:
 
 
 def _candidates(
-    problem: Problem, solver: str, torch_choices: Sequence[tuple[str, ...]]
+    problem: Problem,
+    solver: str,
+    torch_choices: Sequence[tuple[str, ...]],
+    others: Sequence[Plan] = (),
 ) -> Iterator[Plan]:
     if solver in BASELINES:
         yield BASELINES[solver](problem)
         return
     plans = [_torch(problem, names) for names in torch_choices]
     yield from plans
-    if solver == "torch":
-        return
-    plans += [baseline(problem) for baseline in BASELINES.values()]
-    yield from plans[len(torch_choices) :]
-    yield from overlap_plans(problem, [Choice(plan.saved, plan.recomputed) for plan in plans])
+    if solver == "overlap":
+        choices = [Choice(plan.saved, plan.recomputed) for plan in (*others, *plans)]
+        yield from overlap_plans(problem, choices)
 
 
 def _torch(problem: Problem, saved: Sequence[str]) -> Plan:

@@ -69,6 +69,18 @@ def _plan(problem: Problem, choice: Choice, order: tuple[str, ...]) -> Plan:
     return Plan(problem.trace.digest, "overlap", choice.saved, order)
 
 
+def steady_plans(problem: Problem) -> list[Plan]:
+    """Plans for less and less memory that depend on sizes alone, not on times: what fits in one
+    run fits in the next, though its measurements differ."""
+    costs = {
+        op.name: replace(problem.cost(op.name), compute_ns=1000, comm_ns=0)
+        for op in problem.trace.ops
+    }
+    alike = replace(problem, profile=replace(problem.profile, costs=costs))
+    needs = Needs(problem.trace)
+    return [plan_on_demand(problem, kept, "overlap", needs) for kept in keep_sets(alike, needs, 24)]
+
+
 @dataclass(frozen=True)
 class _Point:
     choice: Choice

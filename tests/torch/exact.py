@@ -21,6 +21,11 @@ class Batch:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def randn(*size: int, seed: int = 0, requires_grad: bool = False) -> torch.Tensor:
+    made = torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+    return made.requires_grad_(requires_grad)
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """What is inside dicts, sequences and dataclasses, in order."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import overlapc
 from overlapc.errors import Infeasible
 from overlapc.runtime.backend import overlapc_backend
-from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, train
-from tests.torch.zoo import KINDS, MLP, ROWS, WIDTH, Kind, Wrapped, randn, rows
+from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, randn, train
+from tests.torch.zoo import KINDS, MLP, ROWS, WIDTH, Kind, Wrapped, rows
 
 pytestmark = DYNAMO_WARNINGS
 

@@ -17,14 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.gpt.model import GPT, CopyToRanks, GPTConfig, SumOverRanks
 from overlapc.emulate import Link, init_fabric
-from tests.torch.exact import Batch
+from tests.torch.exact import Batch, randn
 
 WIDTH, ROWS = 16, 24
-
-
-def randn(*size: int, seed: int = 0, requires_grad: bool = False) -> Tensor:
-    made = torch.randn(*size, generator=torch.Generator().manual_seed(seed))
-    return made.requires_grad_(requires_grad)
 
 
 class MLP(nn.Module):
@@ -246,8 +241,8 @@ def several_things(body: nn.Module, x: Tensor) -> Tensor:
     top, where = body(x).topk(5, dim=1)
     picked = x.gather(1, where).cumsum(1) * top
     conv = F.conv1d(picked[:, None], torch.ones(2, 1, 3), padding=1).amax(1)
-    spread = torch.zeros_like(x).index_add(1, where[0], conv.exp())
-    mixed = torch.einsum("ij,kj->ik", spread, x).logsumexp(0)
+    spread = torch.zeros_like(x).index_add(1, where[0], conv.sigmoid())
+    mixed = torch.einsum("ij,kj->ik", spread.tanh(), x).logsumexp(0)
     return F.pad(mixed, (1, 2)).masked_fill(F.pad(mixed, (1, 2)) > 4, 0.5).square().roll(3)
 
 
