@@ -23,7 +23,10 @@ test-all: lint
 	$(PY) -m pytest --hypothesis-profile=thorough
 
 bench: $(INSTALLED)
-	$(PY) benchmarks/run.py
+	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/scale.py
+	$(PY) benchmarks/link_bench.py --model gpt
+	$(PY) benchmarks/link_bench.py --model moe
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check

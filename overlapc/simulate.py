@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from overlapc.errors import InvalidPlan
 from overlapc.ir import (
@@ -33,7 +33,7 @@ def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = Non
     spans, blocked, phase_end = _run(problem, plan, profiles)
     memory = memory_curve(problem, plan)
     step_ns = max((span.end_ns for span in spans), default=0)
-    borders = [0, *phase_end]
+    borders = [0, *accumulate(phase_end, max)]  # a phase without issues ends with the one before
     return Timeline(
         spans=tuple(spans),
         step_ns=step_ns,
@@ -143,6 +143,7 @@ def _run(
         for index, rank in enumerate(ranks):
             advance(index, rank)
         active = []
+        ended = False
         for queue in lanes.values():
             # A finished or zero-length collective leaves its lane at once.
             while queue and queue[0].launched == len(ranks):
@@ -152,15 +153,15 @@ def _run(
                 if head.work > 0:
                     active.append(head)
                     break
-                head.done = True
+                head.done = ended = True
                 spans.append(Span(head.lane, head.issue, head.begun_ns, now))
                 queue.popleft()
+        if ended:  # before time goes on, who waited for it goes on
+            continue
         busy = [rank for rank in ranks if rank.work > 0]
         if not busy and not active:
             if all(rank.at >= len(order) for rank in ranks):
                 return spans, ranks[0].blocked, phase_end
-            if any(r.blocked_on is None or r.blocked_on.done for r in ranks if r.at < len(order)):
-                continue
             raise InvalidPlan("the plan waits for a collective that never starts")
         now += _progress(busy, active, slowdown)
 

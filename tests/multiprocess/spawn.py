@@ -27,7 +27,7 @@ def run_ranks(
     `dist.init_process_group("gloo")` works as it is. The first failure ends all ranks.
     """
     spawn = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     processes, answers = [], {}
     deadline = time.monotonic() + timeout_s
     try:
@@ -104,7 +104,7 @@ def _rank_main(
     pipe.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

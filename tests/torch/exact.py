@@ -129,6 +129,7 @@ def differences(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) 
                 found.append(f"step {index}: {key}")
     return sorted(found)
 
+
 # Warnings of Dynamo's own, met while it traces; not about what is tested here.
 DYNAMO_WARNINGS = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

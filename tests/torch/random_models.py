@@ -169,4 +169,3 @@ def recipes(max_steps: int = 12, ranks: tuple[int, ...] = (1, 1, 4)) -> st.Searc
         input_grad=st.sampled_from([True, True, False]),
         ranks=st.sampled_from(ranks),
     )
-

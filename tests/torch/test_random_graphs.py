@@ -37,9 +37,7 @@ pytestmark = DYNAMO_WARNINGS
 
 
 def batches(recipe: Recipe) -> list[Batch]:
-    return [
-        Batch((randn(ROWS, WIDTH, seed=i, requires_grad=recipe.input_grad),)) for i in range(2)
-    ]
+    return [Batch((randn(ROWS, WIDTH, seed=i, requires_grad=recipe.input_grad),)) for i in range(2)]
 
 
 def world(recipe: Recipe) -> Any:
