@@ -1,4 +1,4 @@
-"""OVERLAPC_DEBUG: 1 stage summaries, 2 the plan, 3 each pass's diff, 4 full graphs (stderr)."""
+"""OVERLAPC_DEBUG: 1 stage summaries, 2 the plan, 3 what it changes, 4 full graphs (on stderr)."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ symbolic sizes and aliasing stay PyTorch's business; what is ours is the order o
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils.checkpoint import CheckpointPolicy
 
 from overlapc.errors import CaptureError
+from overlapc.flags import debug_level, log
 from overlapc.ir import Plan, issues
 from overlapc.passes.capture import Captured, forward_nodes, is_folded_getitem, is_random
 
@@ -49,7 +51,18 @@ def rewrite(
     reorder(forward, [name for name, again in order if not again and name in phase_one])
     reorder(backward, [name for name, again in order if again or name not in phase_one], names)
     _verify(captured, plan, backward, names)
+    if debug_level() >= 3:
+        log(3, _changes(captured, plan))
+    if debug_level() >= 4:
+        log(4, f"forward:{forward.code}\nbackward:{backward.code}")
     return forward, backward
+
+
+def _changes(captured: Captured, plan: Plan) -> str:
+    """What the plan changes in the order of the graph as it was traced."""
+    traced = [op.name for op in captured.trace.ops]
+    lines = difflib.unified_diff(traced, plan.order, "traced", "planned", lineterm="", n=0)
+    return "\n".join(lines) or "the plan changes nothing"
 
 
 def _name_outputs(joint: fx.GraphModule) -> None:
