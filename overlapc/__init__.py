@@ -2,7 +2,7 @@
 
     model = overlapc.optimize(model, memory_budget="8GB")
 
-See `optimize`. Names are imported when first used: `import overlapc` does not import torch.
+See `optimize`. What needs torch is imported when first used: `import overlapc` does not.
 """
 
 from __future__ import annotations
@@ -10,33 +10,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Two functions have their module's name, so they must be bound before anything imports the module.
+from overlapc.check import check
+from overlapc.errors import OverlapcError
+from overlapc.files import load_plan, save_plan
+from overlapc.ir import Plan, Problem, Timeline, Trace
+from overlapc.simulate import simulate
+
 if TYPE_CHECKING:
     from overlapc.api import capture, optimize, plan, rewrite
-    from overlapc.check import check
-    from overlapc.errors import OverlapcError
-    from overlapc.files import load_plan, save_plan
-    from overlapc.ir import Plan, Problem, Timeline, Trace
     from overlapc.planning import Report
-    from overlapc.simulate import simulate
     from overlapc.solvers import solve
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "OverlapcError": "overlapc.errors",
-    "Plan": "overlapc.ir",
-    "Problem": "overlapc.ir",
+_LATER = {
     "Report": "overlapc.planning",
-    "Timeline": "overlapc.ir",
-    "Trace": "overlapc.ir",
     "capture": "overlapc.api",
-    "check": "overlapc.check",
-    "load_plan": "overlapc.files",
     "optimize": "overlapc.api",
     "plan": "overlapc.api",
     "rewrite": "overlapc.api",
-    "save_plan": "overlapc.files",
-    "simulate": "overlapc.simulate",
     "solve": "overlapc.solvers",
 }
 __all__ = [
@@ -59,8 +52,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'overlapc' has no attribute {name!r}")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -45,12 +46,15 @@ def rewrite(
     backward.graph.eliminate_dead_code(
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
-    names = _origin(captured, forward, backward, plan)
     order = list(issues(plan.order))
     phase_one = {op.name for op in captured.trace.ops if op.is_forward}
-    reorder(forward, [name for name, again in order if not again and name in phase_one])
-    reorder(backward, [name for name, again in order if again or name not in phase_one], names)
-    _verify(captured, plan, backward, names)
+    first = [name for name, again in order if not again and name in phase_one]
+    second = [name for name, again in order if again or name not in phase_one]
+    for module, planned in ((forward, first), (backward, second)):
+        names = _origin(captured, module, plan)
+        reorder(module, planned, names)
+        _verify(module, planned, names)
+    _verify_saved(captured, plan, backward, names)
     if debug_level() >= 3:
         log(3, _changes(captured, plan))
     if debug_level() >= 4:
@@ -116,21 +120,20 @@ def _objects_behind_states(
         states[-1].append(node)
 
 
-def _origin(
-    captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule, plan: Plan
-) -> dict[fx.Node, str]:
-    """Backward node -> op of the trace. Nodes keep their names, save recomputed random ops,
-    which RNG functionalisation replaces, in the order of the joint graph."""
-    known = {op.name for op in captured.trace.ops}
-    names = {node: node.name for node in backward.graph.nodes if node.name in known}
-    present = {node.name for node in backward.graph.nodes}
+def _origin(captured: Captured, module: fx.GraphModule, plan: Plan) -> dict[fx.Node, str]:
+    """Node of the forward or backward graph -> op of the trace. Nodes keep their names, save
+    random ops that are recomputed: RNG functionalisation replaces these in both graphs, in the
+    order of the joint graph."""
+    nodes = list(module.graph.nodes)
+    names = {node: node.name for node in nodes if node.name in captured.trace.op}
+    present = {node.name for node in nodes}
     recomputed = frozenset(plan.recomputed)
     missing = [
         node.name
         for node in captured.joint.graph.nodes
         if node.name in recomputed and is_random(node) and node.name not in present
     ]
-    replaced = [n for n in backward.graph.nodes if "run_with_rng_state" in str(n.target)]
+    replaced = [n for n in nodes if n.op == "call_function" and "rng_state" in str(n.target)]
     replaced.sort(key=_rng_position)
     if len(missing) != len(replaced):
         raise CaptureError(
@@ -141,12 +144,11 @@ def _origin(
 
 
 def _rng_position(node: fx.Node) -> int:
-    """Random ops get their states as placeholders numbered in the order of the joint graph."""
-    states = [
-        n for n in node.all_input_nodes if n.op == "placeholder" and "rng_state" in str(n.target)
-    ]
+    """Where a random op is handed its state, the states are placeholders numbered in the order of
+    the joint graph; where it saves its own, the graph still is in that order."""
     placeholders = node.graph.find_nodes(op="placeholder")
-    return min(placeholders.index(state) for state in states)
+    states = [n for n in node.all_input_nodes if n in placeholders and "rng_state" in str(n.target)]
+    return min((placeholders.index(state) for state in states), default=0)
 
 
 def reorder(
@@ -176,8 +178,9 @@ def reorder(
             stack.pop()
             placed[top] = None
             for user in top.users:
-                if is_folded_getitem(user) and user not in placed:
-                    placed[user] = None
+                # At once: a tuple keeps all of its tensors alive until the last is taken.
+                if user.target is operator.getitem and user not in placed:
+                    stack.append(user)
 
     for name in order:
         if name in by_name:
@@ -195,23 +198,23 @@ def reorder(
         module._boxed_call = True  # type: ignore[assignment]
 
 
-def _verify(
+def _verify(module: fx.GraphModule, planned: Sequence[str], names: Mapping[fx.Node, str]) -> None:
+    """The emitted graph issues exactly what the plan says, in its order, save dead code."""
+    emitted = [names[n] for n in module.graph.nodes if n in names and n.op == "call_function"]
+    alive = set(emitted)
+    expected = [name for name in planned if name in alive]
+    if emitted != expected:
+        wrong = next(pair for pair in zip_longest(emitted, expected) if pair[0] != pair[1])
+        raise CaptureError(f"the graph issues {wrong[0]} where the plan says {wrong[1]}")
+
+
+def _verify_saved(
     captured: Captured, plan: Plan, backward: fx.GraphModule, names: Mapping[fx.Node, str]
 ) -> None:
-    """The emitted backward issues exactly what the plan says, in its order."""
-    trace = captured.trace
-    emitted = [names[n] for n in backward.graph.nodes if n in names and n.op == "call_function"]
-    planned = [name for name, again in issues(plan.order) if again or not trace.op[name].is_forward]
-    alive = set(emitted)
-    if emitted != [name for name in planned if name in alive]:
-        wrong = next(
-            (a, b)
-            for a, b in zip(emitted, (n for n in planned if n in alive), strict=False)
-            if a != b
-        )
-        raise CaptureError(f"the backward graph issues {wrong[0]} where the plan says {wrong[1]}")
-    recomputed = set(plan.recomputed)
-    extra = [name for name in emitted if trace.op[name].is_forward and name not in recomputed]
-    extra = [name for name in extra if trace.op[name].recomputable]
-    if extra:
-        raise CaptureError(f"PyTorch's partitioner recomputes {extra[0]}, which the plan saves")
+    """The backward recomputes nothing that the plan saves."""
+    recomputed = frozenset(plan.recomputed)
+    issued = [n for n in backward.graph.nodes if n in names and n.op == "call_function"]
+    for name in [names[node] for node in issued]:
+        op = captured.trace.op[name]
+        if op.is_forward and op.recomputable and name not in recomputed:
+            raise CaptureError(f"PyTorch's partitioner recomputes {name}, which the plan saves")

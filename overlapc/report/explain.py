@@ -56,8 +56,11 @@ class Reasons:
         self.problem = problem
         self.order = list(issues(order))
         self.at = {text: i for i, text in enumerate(order)}
+        self.wait_at: dict[str, int] = {}  # start -> the first of its waits, all as issued
         made: dict[str, int] = {}
         for i, (name, again) in enumerate(self.order):
+            if start := problem.trace.start_of.get(name):
+                self.wait_at.setdefault(issue(start, again), i)
             if again or not problem.trace.op[name].is_forward:
                 for value in problem.trace.op[name].outputs:
                     made[value] = i
@@ -68,7 +71,7 @@ class Reasons:
             return ""
         trace = self.problem.trace
         name, again = parse_issue(exposure.issue)
-        wait = self.at[issue(trace.wait_of[name], again)]
+        wait = self.wait_at[exposure.issue]
         phase = self.problem.phase_of(trace.op[name], again)
         later_ns = 0
         for i in range(wait + 1, len(self.order)):
@@ -78,8 +81,14 @@ class Reasons:
                 continue
             if all(self._there(value, wait, op.is_forward and not op_again) for value in op.inputs):
                 later_ns += self.problem.cost(op_name).compute_ns
+        awaited = set(trace.op[self.order[wait][0]].outputs)
         reader = next(
-            (u.name for v in trace.op[trace.wait_of[name]].outputs for u in trace.users[v]), "end"
+            (
+                issue(*later)
+                for later in self.order[wait + 1 :]
+                if awaited.intersection(trace.op[later[0]].inputs)
+            ),
+            "end",
         )
         if phase == 0 and len(self.problem.phases) > 1:
             return f"forward: all that follows needs it ({reader})"

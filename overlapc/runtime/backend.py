@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
+from torch._inductor import config as inductor_config
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.flags import log
@@ -60,12 +61,14 @@ class Backend:
             from overlapc.runtime.inductor import compile_with_inductor
 
             return compile_with_inductor(gm, example_inputs, partition)
-        return aot_autograd(
-            fw_compiler=_run_as_ordered,
-            bw_compiler=_run_as_ordered,
-            inference_compiler=_run_as_ordered,
-            partition_fn=partition,
-        )(gm, example_inputs)
+        # As eager does, random numbers are drawn even where nothing reads them.
+        with inductor_config.patch(fallback_random=True):
+            return aot_autograd(
+                fw_compiler=_run_as_ordered,
+                bw_compiler=_run_as_ordered,
+                inference_compiler=_run_as_ordered,
+                partition_fn=partition,
+            )(gm, example_inputs)
 
     def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
         first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"

@@ -93,11 +93,13 @@ class Needs:
         )
 
 
-def on_demand(trace: Trace, choice: Choice) -> tuple[str, ...]:
-    """The trace's own order, each recomputed op right before the first that needs it."""
+def on_demand(problem: Problem, choice: Choice) -> tuple[str, ...]:
+    """The trace's own order within each phase, each recomputed op right before the first that
+    needs it."""
+    trace = problem.trace
     waiting = set(choice.recomputed)
     saved = set(choice.saved)
-    order = [op.name for op in trace.ops if op.is_forward]
+    order: list[str] = []
 
     def recompute(op: Op) -> None:
         stack = [(op, iter(op.inputs))]
@@ -115,10 +117,10 @@ def on_demand(trace: Trace, choice: Choice) -> tuple[str, ...]:
                 if stack:
                     order.append(issue(top.name, True))
 
-    for op in trace.ops:
+    for op in sorted(trace.ops, key=problem.phase_of):
         if not op.is_forward:
             recompute(op)
-            order.append(op.name)
+        order.append(op.name)
     return tuple(order)
 
 
@@ -132,6 +134,6 @@ def plan_on_demand(
         digest=problem.trace.digest,
         solver=solver,
         saved=choice.saved,
-        order=on_demand(problem.trace, choice),
+        order=on_demand(problem, choice),
         status="baseline",
     )

@@ -232,7 +232,7 @@ class _Ahead:
 
     def __init__(self, work: Work) -> None:
         problem, choice = work.problem, work.choice
-        order = on_demand(problem.trace, choice)
+        order = on_demand(problem, choice)
         curve = memory_curve(problem, Plan("", "", choice.saved, order))
         self.at: list[int] = []  # place in the trace of each backward op
         self.need: list[int] = []  # most bytes from the op before to this one

@@ -33,7 +33,6 @@ def overlap_plans(problem: Problem, choices: Iterable[Choice] = ()) -> Iterator[
     effort = max(1, _EVALUATIONS // max(1, len(problem.trace.ops)))
     kept = keep_sets(problem, needs, at_most=min(48, max(24, effort // 3)))
     points = _points(problem, [*map(needs.complete, kept), *choices])
-    forward = _forward_orders(problem)
     ceiling = max(point.peak_bytes for point in points) * 5 // 4
     floor = min(point.peak_bytes for point in points)
     rungs = min(14, max(5, effort // 12), 2 + len(problem.trace.ops) // 4)
@@ -45,7 +44,10 @@ def overlap_plans(problem: Problem, choices: Iterable[Choice] = ()) -> Iterator[
     tried: set[tuple[int, int, Style]] = set()
     found: set[tuple[int, tuple[str, ...]]] = set()
     for point in points:
-        yield _plan(problem, point.choice, on_demand(problem.trace, point.choice))
+        yield _plan(problem, point.choice, on_demand(problem, point.choice))
+    if len(problem.phases) == 1:
+        return  # merged pieces: list scheduling splits the forward from the backward
+    forward = _forward_orders(problem)
     for level in levels:
         for share in shares:
             fitting = [i for i, p in enumerate(points) if p.peak_bytes * 1000 <= level * share]
@@ -93,7 +95,7 @@ def _points(problem: Problem, choices: Iterable[Choice]) -> list[_Point]:
     the first that fits a level recomputes least."""
     points = []
     for choice in choices:
-        plan = _plan(problem, choice, on_demand(problem.trace, choice))
+        plan = _plan(problem, choice, on_demand(problem, choice))
         costs = [problem.cost(name) for name in choice.recomputed]
         ns = sum(cost.compute_ns + cost.comm_ns for cost in costs)
         points.append(_Point(choice, max(memory_curve(problem, plan), default=0), ns))

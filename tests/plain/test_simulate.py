@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.errors import InvalidPlan
-from overlapc.ir import Cost, Exposure, Plan, Problem, Profile, Slowdown, issue, parse_issue
+from overlapc.ir import Cost, Exposure, Plan, Problem, Profile, Slowdown, Trace, issue, parse_issue
 from overlapc.simulate import memory_curve, saved_bytes, simulate
 from overlapc.solvers import bound_ns
 from tests.plain.strategies import legal_plans, problems, random_plan, random_problem
@@ -151,9 +151,7 @@ def test_a_phase_without_issues_takes_no_time():
 
 
 def test_an_empty_trace():
-    problem = replace(
-        tiny("f F | x > y", "y"), trace=replace(tiny("f F | x > y").trace, ops=(), values=())
-    )
+    problem = Problem(Trace((), (), (), ()), Profile({}))
     timeline = simulate(problem, Plan("", "by hand", (), ()))
     assert (timeline.step_ns, timeline.phase_ns, timeline.peak_bytes) == (0, (0, 0), 0)
 
@@ -383,7 +381,9 @@ def tick_by_tick(problem: Problem, plan: Plan, profiles: Sequence[Profile]) -> T
         if name != "compute":
             hidden = list(dict.fromkeys(running[t] for t in range(begin, end) if t in running))
             exposures[text] = (end - begin, stood[text], hidden)
-    phase_ns = tuple(end - begin for begin, end in zip([0, *phase_end[:-1]], phase_end, strict=True))
+    phase_ns = tuple(
+        end - begin for begin, end in zip([0, *phase_end[:-1]], phase_end, strict=True)
+    )
     return Ticks(spans, exposures, phase_ns, now)
 
 
@@ -417,7 +417,8 @@ def assert_same_time(problem: Problem, plan: Plan, profiles: list[Profile]) -> N
         expected.spans
     )
     assert {
-        e.issue: (e.comm_ns, e.exposed_ns, list(e.hidden_by)) for e in found.exposures
+        e.issue: (e.comm_ns, e.exposed_ns, list(e.hidden_by) if e.comm_ns else [])
+        for e in found.exposures
     } == expected.exposures
     assert len(found.exposures) == len(expected.exposures)
     assert found.phase_ns == expected.phase_ns
@@ -432,7 +433,7 @@ def test_one_rank_takes_the_time_the_ticks_take(run):
     assert simulate(problem, plan) == simulate(problem, plan, [problem.profile])
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(runs(st.integers(2, 3)))
 def test_several_ranks_take_the_time_the_ticks_take(run):
     assert_same_time(*run)
@@ -484,13 +485,14 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
         + sum(
             it.bytes
             for it in instances
-            if it.made_at <= i and (it.is_output or i == it.made_at or max(it.read_at, default=-1) >= i)
+            if i == it.made_at
+            or (i > it.made_at and (it.is_output or max(it.read_at, default=-1) >= i))
         )
         for i, text in enumerate(plan.order)
     ]  # fmt: skip
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(st.data())
 def test_memory_is_what_is_alive(data):
     problem = data.draw(problems())
@@ -505,7 +507,7 @@ def test_memory_is_what_is_alive(data):
 # --- properties ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(st.data())
 def test_step_is_at_least_the_bound_and_exposed_at_most_what_communication_takes(data):
     problem = data.draw(problems())

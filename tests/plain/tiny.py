@@ -55,9 +55,7 @@ def tiny(
         return name
 
     lines = [[part.strip() for part in line.split("|")] for line in text.strip().splitlines()]
-    made = {
-        name.partition("~")[0] for line in lines for name in line[1].partition(">")[2].split()
-    }
+    made = {name.partition("~")[0] for line in lines for name in line[1].partition(">")[2].split()}
     inputs = dict.fromkeys(
         name for line in lines for name in line[1].partition(">")[0].split() if name not in made
     )

@@ -167,6 +167,8 @@ def test_any_legal_plan_of_any_graph() -> None:
                 return  # nothing to differentiate: no joint graph
             found = train(compiled(model, batches(recipe)[0], planner), batches(recipe))
         assert differences(expected, found) == []
+        if not planner.plans:
+            return  # the outputs are views of the input: no graph either
         ((problem, plan),) = planner.plans
         seen["examples"] += 1
         seen["recomputes"] += bool(plan.recomputed)

@@ -197,6 +197,14 @@ def randoms(body: nn.Module, x: Tensor) -> Tensor:
     return torch.where(torch.rand_like(x) < 0.5, F.rrelu(x, training=True), x.sin())
 
 
+def drawn_early(body: nn.Module, x: Tensor) -> Tensor:
+    """Random numbers are drawn in the order of the program, not of their use, used or not."""
+    one = F.dropout(x, 0.5)
+    F.dropout(x, 0.5)
+    two = F.dropout(x.sin(), 0.5)
+    return body(two.exp()) + body(one.cos() * 2).tanh()
+
+
 def attention(body: nn.Module, x: Tensor) -> Tensor:
     q, k, v = x.view(2, 3, 4, -1).chunk(3, dim=1)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -330,6 +338,7 @@ KINDS: dict[str, Kind] = {
     "plain": Kind(MLP, x_grad),
     "dropout": Kind(partial(MLP, 2, 0.3), x_grad),
     "randoms": Kind(partial(Wrapped, randoms), x_grad),
+    "drawn early": Kind(partial(Wrapped, drawn_early), x_grad),
     "functional collectives": Kind(partial(TensorParallel, False), x_grad, on_fabric),
     "f and g": Kind(partial(TensorParallel, True), x_grad, on_fabric),
     "gpt": Kind(gpt(dropout=0.1), gpt_batches),

@@ -1,0 +1,129 @@
+"""What a step really allocates stays under the budget, and falls with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overlapc
+from examples.gpt.model import GPT, GPTConfig
+from overlapc.errors import Infeasible
+from overlapc.profiler.memory import measure_peak
+from tests.torch.exact import DYNAMO_WARNINGS
+from tests.torch.zoo import on_fabric, tokens
+
+pytestmark = DYNAMO_WARNINGS
+
+BUDGETS = 12
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)
+                )
+                for _ in range(3)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+class Perceptrons(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64)
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.softmax(-1).square().sum()
+
+
+def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = GPTConfig(vocab=64, layers=2, width=64, heads=4, max_seq=64, dropout=0.1)
+    return GPT(config, torch.distributed.group.WORLD), (
+        tokens(8, 64, below=64),
+        tokens(8, 64, seed=1, below=64),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "perceptrons": (lambda: (Perceptrons(), (torch.randn(512, 64),)), contextlib.nullcontext),
+    "convolutions": (
+        lambda: (Convolutions(), (torch.randn(4, 8, 24, 24),)),
+        contextlib.nullcontext,
+    ),
+    "gpt on a fabric": (gpt, on_fabric),
+}
+
+
+def optimized(make: Callable[[], Any], budget: int | None) -> tuple[Any, Callable[[], None]]:
+    """The model planned for this budget, and one training step of it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, batch = make()
+    model: Any = overlapc.optimize(plain, memory_budget=budget, profile="measure")
+
+    def step() -> None:
+        model(*batch).backward()
+
+    step()
+    assert model.unchanged == []
+    return model, step
+
+
+def peak(model: nn.Module, step: Callable[[], None]) -> int:
+    """The least of a few: see `measure_peak`."""
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        found.append(measure_peak(step))
+    return min(found)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MODELS)
+def test_twelve_budgets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make, world = MODELS[name]
+    lines, measured, seen = [], [], []
+    with world():
+        model, _ = optimized(make, None)
+        most = model.reports[0].eager.peak_bytes
+        with pytest.raises(Infeasible) as caught:
+            optimized(make, 1)
+        least = caught.value.smallest_bytes
+        assert least < 0.9 * most
+        for index in range(BUDGETS):
+            budget = most - (most - least) * index // (BUDGETS - 1)
+            model, step = optimized(make, budget)
+            found = peak(model, step)
+            predicted = model.timeline.peak_bytes
+            recomputed = len(model.plan.recomputed)
+            lines.append(
+                f"{name}: budget {budget:9,} predicted {predicted:9,} measured {found:9,} "
+                f"measured/predicted {found / predicted:.4f} recomputed {recomputed}"
+            )
+            measured.append((budget, found))
+            seen.append(recomputed)
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+    assert seen[-1] > seen[0]
+    for budget, found in measured:
+        assert found <= budget, lines
+    for (_, more), (_, fewer) in zip(measured[:-1], measured[1:], strict=True):
+        assert fewer <= more, lines
