@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -97,7 +98,9 @@ def peak(model: nn.Module, step: Callable[[], None]) -> int:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "convolutions")) for n in MODELS]
+)
 def test_twelve_budgets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, world = MODELS[name]
     lines, measured, seen = [], [], []
@@ -125,5 +128,5 @@ def test_twelve_budgets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert seen[-1] > seen[0]
     for budget, found in measured:
         assert found <= budget, lines
-    for (_, more), (_, fewer) in zip(measured[:-1], measured[1:], strict=True):
+    for (_, more), (_, fewer) in pairwise(measured):
         assert fewer <= more, lines

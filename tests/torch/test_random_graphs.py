@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def shuffled(problem: Problem, plan: Plan, chance: random.Random) -> Plan:
                 later = trace.op[producer].is_forward and (again or not op.is_forward)
                 waits_for[text].add(issue(producer, later and given_ not in saved))
     drawing = [name for name in plan.order if name in trace.op and trace.op[name].random]
-    for first, second in zip(drawing[:-1], drawing[1:], strict=True):
+    for first, second in pairwise(drawing):
         waits_for[second].add(first)
     phases: dict[bool, list[str]] = {True: [], False: []}
     for text in plan.order:
@@ -147,10 +148,10 @@ HOW = ("any", "any", "any", "overlap", "overlap", "full", "selective", "none", "
 
 @pytest.mark.timeout(3600)
 def test_any_legal_plan_of_any_graph() -> None:
-    """200 examples in `make test`, 2000 in `make test-all`."""
+    """100 examples in `make test`, 700 in `make test-all`."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=2 * settings.default.max_examples)
+    @settings(max_examples=min(700, settings.default.max_examples))
     @given(
         recipe=recipes(),
         how=st.sampled_from(HOW),
@@ -182,7 +183,8 @@ def test_any_legal_plan_of_any_graph() -> None:
 
     holds()
     examples = seen["examples"]
-    assert examples > settings.default.max_examples
+    # Some are views of their input or nothing with a gradient.
+    assert examples > min(700, settings.default.max_examples) / 2
     assert seen["recomputes"] > examples / 2
     assert seen["in a new order"] > examples / 2
     for what in ("random again", "collectives", "collectives again", "may not run twice"):
