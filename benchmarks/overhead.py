@@ -54,8 +54,9 @@ def main() -> None:
             base.append(times[id(theirs)])
         print(
             f"overlapc / {name}: {statistics.median(ratios):.3f} "
-            f"({min(ratios):.3f}..{max(ratios):.3f}), {name} {statistics.median(base) * 1e3:.0f} ms, "
-            f"{args.reps} pairs, plan {ours.plan.solver!r} of {len(ours.plan.order)} issues"
+            f"({min(ratios):.3f}..{max(ratios):.3f}), "
+            f"{name} {statistics.median(base) * 1e3:.0f} ms, {args.reps} pairs, "
+            f"plan {ours.plan.solver!r} of {len(ours.plan.order)} issues"
         )
 
 

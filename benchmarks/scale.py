@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--layers 48 --width 6144 --ranks 8]
 
-A GPT of more than 20 billion parameters, tensor parallel over fake ranks, on fake tensors: capture,
-plan (costs estimated for an A100) and rewrite, as `overlapc.plan` and `overlapc.rewrite` do it. Times
-are measured and leave out importing torch.
+A GPT of more than 20 billion parameters, tensor parallel over fake ranks, on fake tensors:
+capture, plan (costs estimated for an A100) and rewrite, as `overlapc.plan` and `overlapc.rewrite`
+do it. Times are measured and leave out importing torch.
 """
 
 from __future__ import annotations
