@@ -100,7 +100,9 @@ def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_byt
 
 def formulate(trace: Any, profile: Profile, budget: int | float | str | None = None) -> Problem:
     """The problem of one graph under autograd: all of the forward, then all of the backward."""
-    problem = Problem(trace, profile)
+    # Incoming gradients are there, too, made by whoever calls backward.
+    tangents = [trace.value[name] for name in trace.inputs if name.startswith("tangents")]
+    problem = Problem(trace, profile, resident_bytes=sum(value.bytes for value in tangents))
     eager_bytes = eager_timeline(problem).peak_bytes
     lasting_bytes = saved_bytes(problem, trace.outputs)
     return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))

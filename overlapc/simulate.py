@@ -26,6 +26,10 @@ from overlapc.ir import (
     issues,
 )
 
+# What PyTorch keeps to draw the same numbers again: the state of a CPU generator. (A CUDA
+# generator's is 16 bytes.)
+RNG_STATE_BYTES = 5056
+
 
 def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = None) -> Timeline:
     """Time, exposure and memory of a legal plan. The Timeline's exposures are rank 0's."""
@@ -212,8 +216,9 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
     """Bytes alive while each issue of the plan runs.
 
     A storage instance lives from the issue that allocates it to the last issue that reads a
-    value on it, or to the end if the trace hands it out. Work on later microbatches holds
-    `in_flight - 1` more copies of what is saved.
+    value on it, or to the end if the trace hands it out. A random op that runs again keeps its
+    generator's state until then. Work on later microbatches holds `in_flight - 1` more copies of
+    what is saved.
     """
     trace = problem.trace
     saved = frozenset(plan.saved)
@@ -262,11 +267,20 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
             instance_of[made, again] = found
             if made in outputs and not again:
                 dies[found] = end
+    random = [name for name in plan.recomputed if trace.op[name].random]
+    if random:
+        at = {text: i for i, text in enumerate(plan.order)}
+        for name in random:
+            again_at = at[issue(name, True)]
+            size += [RNG_STATE_BYTES, RNG_STATE_BYTES]
+            born += [at[name], again_at]  # the state kept, and the one put aside meanwhile
+            dies += [again_at, again_at]
     change = [0] * (end + 2)
     for bytes_, first, last in zip(size, born, dies, strict=True):
         change[first] += bytes_
         change[last + 1] -= bytes_
-    held = problem.resident_bytes + (problem.in_flight - 1) * saved_bytes(problem, plan.saved)
+    copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
+    held = problem.resident_bytes + (problem.in_flight - 1) * copy
     curve = []
     for i, (name, _) in enumerate(issues(plan.order)):
         held += change[i]

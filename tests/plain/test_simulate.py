@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from overlapc.errors import InvalidPlan
 from overlapc.ir import Cost, Exposure, Plan, Problem, Profile, Slowdown, Trace, issue, parse_issue
-from overlapc.simulate import memory_curve, saved_bytes, simulate
+from overlapc.simulate import RNG_STATE_BYTES, memory_curve, saved_bytes, simulate
 from overlapc.solvers import bound_ns
 from tests.plain.strategies import legal_plans, problems, random_plan, random_problem
 from tests.plain.tiny import drawn, plan_of, recosted, tiny
@@ -476,7 +476,13 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
                 of[text, made] = at_hand[value.storage]
                 if made in trace.outputs and not again:
                     of[text, made].is_output = True
+    states = [name for name in plan.recomputed if trace.op[name].random]
+    for name in states:
+        last = plan.order.index(issue(name, True))
+        instances.append(Instance(RNG_STATE_BYTES, plan.order.index(name), {last}))
+        instances.append(Instance(RNG_STATE_BYTES, last, {last}))
     saved = {trace.value[name].storage: trace.value[name].bytes for name in plan.saved}
+    saved["states"] = RNG_STATE_BYTES * len(states)
     copies = problem.in_flight - 1
     always = problem.resident_bytes + copies * sum(b for s, b in saved.items() if s not in kept)
     return [

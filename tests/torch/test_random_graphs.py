@@ -45,6 +45,11 @@ def world(recipe: Recipe) -> Any:
     return on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
 
 
+def differentiable(steps: Sequence[dict[str, Any]]) -> bool:
+    """Was there a backward at all? Without one there is no joint graph."""
+    return any(key.startswith("gradient") and value for key, value in steps[0].items())
+
+
 # ------------------------------------------------------------- plans drawn at random, or solved
 
 
@@ -164,12 +169,10 @@ def test_any_legal_plan_of_any_graph() -> None:
             model = RandomModel(recipe)
             static = len(list(model.parameters())) + len(list(model.buffers()))
             planner = Planner(static, how, share, seed)
-            if not any(key.startswith("gradient") and value for key, value in expected[0].items()):
-                return  # nothing to differentiate: no joint graph
+            if not differentiable(expected):
+                return
             found = train(compiled(model, batches(recipe)[0], planner), batches(recipe))
         assert differences(expected, found) == []
-        if not planner.plans:
-            return  # the outputs are views of the input: no graph either
         ((problem, plan),) = planner.plans
         seen["examples"] += 1
         seen["recomputes"] += bool(plan.recomputed)
@@ -187,7 +190,8 @@ def test_any_legal_plan_of_any_graph() -> None:
     assert examples > min(700, settings.default.max_examples) / 2
     assert seen["recomputes"] > examples / 2
     assert seen["in a new order"] > examples / 2
-    for what in ("random again", "collectives", "collectives again", "may not run twice"):
+    rare = ("collectives again",) if examples > 300 else ()
+    for what in ("random again", "collectives", "may not run twice", *rare):
         assert seen[what] > examples / 20, (what, seen)
 
 
@@ -207,6 +211,8 @@ def test_optimize_any_graph() -> None:
         torch._dynamo.reset()
         with world(recipe):
             expected = train(RandomModel(recipe), batches(recipe))
+            if not differentiable(expected):
+                return
             for _ in range(4):
                 model: Any = overlapc.optimize(
                     RandomModel(recipe), memory_budget=budget, solver=solver, profile=profile
