@@ -84,10 +84,8 @@ def test_kind(name: str, config: Config) -> None:
     assert model.unchanged == []
     assert len(model.reports) == kind.graphs
     assert not any(report.plan.recomputed for report in model.reports) or solver != "none"
-    if budget == MINIMUM:
+    if budget == MINIMUM and solver == "overlap":
         assert any(report.plan.recomputed for report in model.reports)
-        for report in model.reports:
-            assert report.plan.saved != report.problem.trace.values
 
 
 def optimized(model: nn.Module, **options: Any) -> Any:
