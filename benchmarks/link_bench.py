@@ -11,6 +11,9 @@ the same for all.
 Variants meet at the same memory. A level is a peak relative to that of `checkpoint_sync`, or
 `eager`, the peak of plain eager; at each level stand overlapc with that budget and the fastest
 of PyTorch's own settings whose *measured* peak fits.
+
+A step is predicted twice: when it is planned, and in every repetition from op times taken anew
+just before it. The second tells the model's error apart from the machine's change of speed.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,7 +44,11 @@ from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.passes.capture import Captured
+from overlapc.planning import Options, Report, plan_captured
+from overlapc.profiler.measure import retime
 from overlapc.profiler.memory import measure_peak
+from overlapc.simulate import simulate
 
 RESULTS = Path(__file__).parent / "results"
 EAGER, CHECKPOINT = "eager", "checkpoint_sync"
@@ -47,6 +56,22 @@ EAGER, CHECKPOINT = "eager", "checkpoint_sync"
 GPT_SIZE = GPTConfig(layers=4, width=768, heads=12, max_seq=256)
 MOE_SIZE = MoEConfig(layers=3, width=512, heads=8, experts=4, top_k=2, expert_width=1024)
 BATCH, SEQ = 4, 256
+
+
+@dataclass
+class Planned:
+    """What overlapc made one graph's plan from."""
+
+    captured: Captured
+    report: Report
+    primals: Sequence[Any] | None
+
+    def step_now_ns(self) -> int:
+        """The predicted step, from times that the ops of every rank take now."""
+        mine = retime(self.captured, self.primals, self.report.problem.profile)
+        profiles: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(profiles, mine)
+        return simulate(self.report.problem, self.report.plan, profiles).step_ns
 
 
 @dataclass
@@ -63,6 +88,8 @@ class Variant:
     exposed_ms: float = 0.0
     bitwise_equal: bool | None = None
     predicted: dict[str, float] | None = None
+    predicted_now_ms: list[float] = field(default_factory=list)  # one for each of step_ms
+    planned: list[Planned] = field(default_factory=list)
 
 
 @dataclass
@@ -156,7 +183,14 @@ def best_torch(candidates: list[Variant], name: str, level: str, limit: int) -> 
 def overlapc_variant(bench: Bench, level: str, limit: int, solver: str) -> Variant:
     model = overlapc.optimize(bench.twin(), memory_budget=limit, solver=solver)
     variant = Variant(f"overlapc@{level}", level, f"budget {limit}", model)
-    bench.run(variant)
+
+    def plan_and_remember(captured: Captured, options: Options, **how: Any) -> Any:
+        captured, report = plan_captured(captured, options, **how)
+        variant.planned.append(Planned(captured, report, how["primals"]))
+        return captured, report
+
+    with mock.patch("overlapc.runtime.backend.plan_captured", plan_and_remember):
+        bench.run(variant)
     timelines = [report.timeline for report in model.reports]
     variant.predicted = {
         "step_ms": sum(t.step_ns for t in timelines) / 1e6,
@@ -202,6 +236,9 @@ def rank_main(args: argparse.Namespace) -> None:
     for repetition in range(args.reps):
         turn = repetition % len(variants)
         for variant in variants[turn:] + variants[:turn]:
+            if variant.planned:
+                now_ns = sum(planned.step_now_ns() for planned in variant.planned)
+                variant.predicted_now_ms.append(now_ns / 1e6)
             variant.step_ms.append(bench.timed_ms(variant))
         say(f"repetition {repetition + 1} of {args.reps}")
     if dist.get_rank() == 0:
@@ -216,20 +253,27 @@ def ratio(slow: Variant, fast: Variant) -> str:
     return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
 
 
+def error(variant: Variant) -> str:
+    """How far the prediction made in the same repetition is off: the median and the range."""
+    errors = [p / m - 1 for p, m in zip(variant.predicted_now_ms, variant.step_ms, strict=True)]
+    return f"{statistics.median(errors):+.1%} ({min(errors):+.0%}..{max(errors):+.0%})"
+
+
 def print_table(variants: list[Variant]) -> None:
     sync = next(v for v in variants if v.name == CHECKPOINT)
     print("                         measured                                            predicted")
     print(
         f"{'variant':20} {'step ms':>8} {'vs checkpoint_sync':>20} {'MiB':>7} {'exposed':>8}"
-        f" {'grads':>6} {'step ms':>9} {'MiB':>7} {'exposed':>8} {'bound':>7}  setting"
+        f" {'grads':>6} {'step ms':>9} {'off now by':>20} {'MiB':>7} {'exposed':>8} {'bound':>7}"
+        "  setting"
     )
     for v in variants:
         p = v.predicted
         foreseen = (
-            f"{p['step_ms']:9.0f} {p['peak_bytes'] / 2**20:7.1f} {p['exposed_ms']:8.0f}"
-            f" {p['bound_ms']:7.0f}"
+            f"{p['step_ms']:9.0f} {error(v):>20} {p['peak_bytes'] / 2**20:7.1f}"
+            f" {p['exposed_ms']:8.0f} {p['bound_ms']:7.0f}"
             if p
-            else f"{'-':>9} {'-':>7} {'-':>8} {'-':>7}"
+            else f"{'-':>9} {'-':>20} {'-':>7} {'-':>8} {'-':>7}"
         )
         print(
             f"{v.name:20} {statistics.median(v.step_ms):8.0f} {ratio(sync, v):>20}"
@@ -249,8 +293,8 @@ def save(variants: list[Variant], args: argparse.Namespace) -> None:
     rate = os.environ.get("OVERLAPC_LAB_MBIT", "none")
     rows = []
     for variant in variants:
-        row = asdict(copy.copy(variant).__class__(**{**variant.__dict__, "model": None}))
-        del row["model"]
+        row = asdict(replace(variant, model=None, planned=[]))
+        del row["model"], row["planned"]
         rows.append(row)
     document = {
         "what": "forward and backward on a shaped link; times are measured, one per repetition",
