@@ -8,6 +8,7 @@ often something runs is agreed first, so the ranks stay in step.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import socket
 import statistics
@@ -43,27 +44,44 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 # Below this, noise hides what compute and communication do to each other; on the host, on CUDA.
 _SHORT_NS = (1_000_000, 200_000)
 _WORST_PERMILLE = 5000
+_SLOWDOWN_REPEATS = 9
 _CACHE_TOLERANCE = 0.25
 
 _ops = torch.ops._c10d_functional
 
 
-def collective_of(node: fx.Node, bytes_of: Callable[[Any], int] | None = None) -> Collective:
-    """What a start node moves. `bytes_of` sizes a tensor of `meta["val"]`; default: its hint."""
+def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> Collective:
+    """What a start node moves. `number` tells what a size really is; default: its hint.
+
+    An all-to-all of uneven parts counts as the even one in which a rank sends, or is sent, as
+    much as this one does: what a rank keeps crosses no link.
+    """
     name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
     kind = next((kind for prefix, kind in _KINDS if name.startswith(prefix)), None)
     if kind is None:
         raise CaptureError(f"overlapc knows no figures for the collective {node.target}", node.name)
     given = [t for n in node.all_input_nodes for t in tensors(n.meta.get("val"))]
     made = tensors(node.meta.get("val"))
-    size = bytes_of or hinted_bytes
-    dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
-    return Collective(
-        group_of(node),
-        kind,
-        dtype if kind in ("all_reduce", "reduce_scatter") else "",
-        max(sum(map(size, given)), sum(map(size, made))),
-    )
+    group, dtype = group_of(node), str(given[0].dtype).removeprefix("torch.") if given else ""
+    total = max(_total_bytes(given, number or hint), _total_bytes(made, number or hint))
+    if number is not None and name == "all_to_all_single" and all(node.args[1:3]):
+        total = _as_if_even(node, given[0], number, group)
+    return Collective(group, kind, dtype if kind in ("all_reduce", "reduce_scatter") else "", total)
+
+
+def _as_if_even(node: fx.Node, given: Any, number: Callable[[Any], int], group: str) -> int:
+    """Full bytes of the even all-to-all that crosses the link as much as this one."""
+    ranks, me = ranks_in(group), rank_in(group)
+    row_bytes = math.prod(map(number, given.shape[1:]), start=given.element_size())
+    others = []
+    for splits in node.args[1:3]:  # rows received, then rows sent, by rank
+        rows = [number(s.meta["val"] if isinstance(s, fx.Node) else s) for s in splits]  # type: ignore[union-attr]
+        others.append(sum(rows) - rows[me])
+    return max(others) * row_bytes * ranks // max(1, ranks - 1)
+
+
+def hinted_bytes(tensor: torch.Tensor) -> int:
+    return _total_bytes([tensor], hint)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -75,11 +93,12 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def hinted_bytes(tensor: torch.Tensor) -> int:
-    count = tensor.element_size()
-    for size in tensor.shape:
-        count *= hint(size)
-    return count
+def _total_bytes(tensors: Sequence[torch.Tensor], number: Callable[[Any], int]) -> int:
+    return sum(math.prod(map(number, t.shape), start=t.element_size()) for t in tensors)
+
+
+def rank_in(group: str) -> int:
+    return dist.distributed_c10d._resolve_process_group(group).rank()
 
 
 def ranks_in(group: str) -> int:
@@ -120,17 +139,25 @@ def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Colle
     return calls
 
 
+def middle_mean(values: Sequence[int]) -> int:
+    """The mean of the middle half. Gloo's all-to-all takes one of two times, by which rank is
+    first: of a graph's many the mean tells more than the median, and a stall is still left out.
+    """
+    cut = len(values) // 4
+    return int(statistics.mean(sorted(values)[cut : len(values) - cut]))
+
+
 def measure_links(
     calls: Iterable[Collective],
     *,
     device: torch.device | str = "cpu",
-    repeats: int = 5,
+    repeats: int = 7,
     budget_s: float = 10.0,
     cache: Cache | None = None,
 ) -> LinkModel:
     """Time each collective at its exact size, and a smaller one so that a line can be drawn.
 
-    A figure is the median of at most `repeats` runs on each rank, and then the slowest rank's.
+    A figure is the `middle_mean` of at most `repeats` runs on each rank, then the slowest rank's.
     It counts from the moment the launch has returned: the launch is the compute lane's.
     `budget_s` bounds the whole; when it runs out, the largest and the smallest size of each
     kind are measured still and the ones between are interpolated. A figure in `cache` is used
@@ -194,7 +221,7 @@ class _Links:
         conditions = {
             "device": device_name(self.device),
             "backend": ", ".join(dict.fromkeys(backend_of(c.group) for c in curves)),
-            "runs": f"median of at most {self.repeats}, slowest rank",
+            "runs": f"middle mean of at most {self.repeats}, slowest rank",
             "slowdown": how,
         }
         return LinkModel(tuple(curves), slowdown, conditions)
@@ -227,7 +254,7 @@ class _Links:
             (once,) = agree([max(1, run())], "max", call.group, self.device)  # also the warm-up
             affordable = (share_ns - spent_ns) // left // once
             count = max(1, min(self.repeats, affordable))
-            mine = int(statistics.median(run() for _ in range(count)))
+            mine = middle_mean([run() for _ in range(count)])
             (points[size],) = agree([mine], "max", call.group, self.device)
             spent_ns += once * (count + 1)
         return points
@@ -353,18 +380,18 @@ class _Links:
             took_ns = max(1, self.clock.read([begin, self.clock.mark()])[1])
             count = max(1, min(10_000, int(count * 0.6 * alone_ns / took_ns)))
         affordable = int(self.budget_ns * 0.3) // (4 * alone_ns)
-        free, alone, beside, rest = [], [], [], []
-        for _ in range(max(1, min(self.repeats, affordable))):
+        runs: list[tuple[int, int, int, int]] = []
+        for _ in range(max(1, min(_SLOWDOWN_REPEATS, affordable))):
             agree([0], "max", call.group, self.device)
             begin = self.clock.mark()
             batch(count)
-            free.append(self.clock.read([begin, self.clock.mark()])[1])
+            _, free_ns = self.clock.read([begin, self.clock.mark()])
 
             agree([0], "max", call.group, self.device)
             pending = start()
             begin = self.clock.mark()
             wait(pending)
-            alone.append(self.clock.read([begin, self.clock.mark()])[1])
+            _, alone_ns = self.clock.read([begin, self.clock.mark()])
 
             agree([0], "max", call.group, self.device)
             pending = start()
@@ -372,12 +399,12 @@ class _Links:
             batch(count)
             middle = self.clock.mark()
             wait(pending)
-            _, batch_ns, total_ns = self.clock.read([begin, middle, self.clock.mark()])
-            beside.append(batch_ns)
-            rest.append(total_ns - batch_ns)
-        mine = _slowdown(*(statistics.median(found) for found in (free, alone, beside, rest)))
+            _, beside_ns, total_ns = self.clock.read([begin, middle, self.clock.mark()])
+            runs.append((free_ns, alone_ns, beside_ns, total_ns - beside_ns))
+        mine = [middle_mean(found) for found in zip(*runs, strict=True)]
         ranks = ranks_in(call.group)
-        compute, comm = (n // ranks for n in agree(mine, "sum", call.group, self.device))
+        means = [n // ranks for n in agree(mine, "sum", call.group, self.device)]
+        compute, comm = _slowdown(*means)
         return (
             Slowdown(compute, comm),
             f"measured with matmuls beside {call.kind} of {size} bytes, mean of the ranks",

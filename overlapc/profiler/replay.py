@@ -76,7 +76,7 @@ class Replay:
     def calls(self) -> dict[str, Collective]:
         """Start op -> its collective. Unknown sizes are right once the graph has run."""
         return {
-            step.node.name: collective_of(step.node, self.bytes_of)
+            step.node.name: collective_of(step.node, self.number)
             for step in self.steps
             if step.is_start
         }
@@ -89,12 +89,6 @@ class Replay:
         if symbols <= self.symbols.keys():
             return int(size.node.expr.xreplace({s: self.symbols[s] for s in symbols}))
         return hint(size)
-
-    def bytes_of(self, tensor: torch.Tensor) -> int:
-        count = tensor.element_size()
-        for size in tensor.shape:
-            count *= self.number(size)
-        return count
 
     def run(self, watcher: Watcher) -> None:
         """Run the graph once. A collective is waited for at once, outside the watcher's sight.
