@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from overlapc.check import check
-from overlapc.errors import CaptureError, InvalidPlan, OptionError, OverlapcError
+from overlapc.errors import CaptureError, Infeasible, InvalidPlan, OptionError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline
 from overlapc.simulate import saved_bytes, simulate
@@ -155,10 +155,7 @@ def plan_captured(
     wanted = leads and torch_choices is not None and options.solver in ("overlap", "torch")
     choices = torch_choices() if wanted and options.plan is None and torch_choices else ()
 
-    def decide() -> str:
-        return format_plan(options.plan or _solve(problem, options.solver, choices))
-
-    plan = parse_plan(decide() if exchange is None else exchange.broadcast("plan", decide))
+    plan = _decide(problem, options, choices, exchange)
     check(problem, plan)
     timeline = simulate(problem, plan, profiles)
     if options.plan is None and timeline.peak_bytes > (problem.budget_bytes or 0):
@@ -169,6 +166,30 @@ def plan_captured(
     log(2, format_plan(plan))
     report = Report(name, problem, plan, timeline, bound_ns(problem), eager_timeline(problem))
     return captured, report
+
+
+_NOTHING_FITS = "infeasible "
+
+
+def _decide(
+    problem: Problem,
+    options: Options,
+    choices: Sequence[tuple[str, ...]],
+    exchange: Exchange | None,
+) -> Plan:
+    """The plan, or Infeasible, the same on every rank."""
+
+    def decide() -> str:
+        try:
+            return format_plan(options.plan or _solve(problem, options.solver, choices))
+        except Infeasible as error:
+            return f"{_NOTHING_FITS}{error.budget_bytes} {error.smallest_bytes}"
+
+    text = decide() if exchange is None else exchange.broadcast("plan", decide)
+    if text.startswith(_NOTHING_FITS):
+        budget, smallest = text.removeprefix(_NOTHING_FITS).split()
+        raise Infeasible(int(budget), int(smallest))
+    return parse_plan(text)
 
 
 def _solve(problem: Problem, solver: str, choices: Sequence[tuple[str, ...]]) -> Plan:

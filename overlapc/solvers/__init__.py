@@ -18,7 +18,7 @@ from overlapc.solvers.bounds import bound_ns
 from overlapc.solvers.choice import Choice, plan_on_demand
 from overlapc.solvers.overlap import overlap_plans, steady_plans
 
-__all__ = ["BASELINES", "SOLVERS", "best_baseline", "bound_ns", "solve"]
+__all__ = ["BASELINES", "SOLVERS", "best_baseline", "bound_ns", "smallest_bytes", "solve"]
 
 BASELINES: dict[str, Callable[[Problem], Plan]] = {
     "none": baselines.none,
@@ -39,6 +39,11 @@ def solve(
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
+    if solver == "torch" and not torch_choices:
+        raise OptionError(
+            'solver="torch" needs the saved sets that PyTorch\'s partitioner proposes, and found '
+            'none: pass torch_choices, or use "overlap"'
+        )
     if solver != "overlap":
         return _best(problem, _candidates(problem, solver, torch_choices))
     steady = [*(make(problem) for make in BASELINES.values()), *steady_plans(problem)]
@@ -46,6 +51,12 @@ def solve(
         return _best(problem, [*steady, *_candidates(problem, solver, torch_choices, steady)])
     except Infeasible:
         return _best(problem, steady)  # names a budget that works in every run
+
+
+def smallest_bytes(problem: Problem) -> int:
+    """The smallest budget that surely works: the one an Infeasible names."""
+    plans = [*(make(problem) for make in BASELINES.values()), *steady_plans(problem)]
+    return min(simulate(problem, plan).peak_bytes for plan in plans)
 
 
 def best_baseline(problem: Problem) -> Plan:

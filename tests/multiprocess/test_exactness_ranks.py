@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 import overlapc
 from examples.gpt.model import GPT, GPTConfig, parallelize_dtensor
 from examples.moe.model import MoEConfig, MoEGPT
-from overlapc.errors import Infeasible, RankError
+from overlapc.errors import Infeasible
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import Batch, differences, train
 
@@ -139,9 +138,8 @@ def on_rank(
             try:
                 differs = differences(expected, train(twin, batches(), seed=7))
                 break
-            except (Infeasible, RankError) as infeasible:  # RankError where another rank solves
-                (smallest,) = re.findall(r"pass memory_budget=(\d+)", str(infeasible))
-                budget = int(smallest)
+            except Infeasible as infeasible:
+                budget = infeasible.smallest_bytes
                 torch._dynamo.reset()
         else:
             raise AssertionError(f"{config}: the smallest budget {budget} does not work")

@@ -75,7 +75,7 @@ def _explode(*_: Any) -> Any:
     [
         (_different_models, ("RankError", "RankError"), "disagree on trace"),
         (_different_budgets, ("RankError", "RankError"), "disagree on options"),
-        (_infeasible, ("Infeasible", "RankError"), "smallest budget that works"),
+        (_infeasible, ("Infeasible", "Infeasible"), "smallest budget that works"),
         (_fails, ("RankError", "RankError"), "a bug on one rank"),
     ],
 )

@@ -1,0 +1,438 @@
+"""What to recompute as a mixed integer program over slots: its optimum is a lower bound on every
+legal plan, and its solution says which storages to keep.
+
+    keep_s, run_o in {0, 1}      storage s is saved; forward op o runs again
+    keep + run_maker >= 1        for every storage the backward reads
+    keep + run_maker >= run_o    for every storage that o reads
+
+    time     of each phase: its compute, recompute included, and the idle rest of each window.
+             Windows hold what may run in them (`slots`), as a fluid: whole ops, but divisible
+    memory   at chosen moments that every plan passes through: what is saved and certainly
+             still needed, what the op of that moment touches, and what lasts
+
+Whatever a legal plan does satisfies these, so nothing it leaves out (the order within a slot,
+buffers of early recompute and late weight gradients) can make the optimum too high.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from overlapc.errors import Infeasible
+from overlapc.ir import Op, Problem
+from overlapc.solvers.choice import Needs
+from overlapc.solvers.moments import Moment, moments
+from overlapc.solvers.slots import Slots, slots_of
+
+_INF = float(highspy.kHighsInf)
+_LARGEST = 100.0  # columns and rows are scaled so that the dearest op costs this much
+_MOMENTS = 24  # at how many heavy ops of a problem memory is looked at
+_THRIFT = 0.05
+_CLASSES = 400  # of ops bound on both sides that get columns of their own
+
+
+@dataclass
+class Model:
+    """A mixed integer program in the making: minimise cost over columns within row limits."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+
+    def column(self, cost: float = 0.0, upper: float = _INF, whole: bool = False) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def at_least(self, terms: dict[int, float], low: float) -> None:
+        self.rows.append((terms, low, _INF))
+
+    def at_most(self, terms: dict[int, float], high: float) -> int:
+        self.rows.append((terms, -_INF, high))
+        return len(self.rows) - 1
+
+    def highs(self, whole: bool, extra: dict[int, float] | None = None) -> highspy.Highs:
+        """The program, loaded; `whole` asks for integers, else it is relaxed. `extra` adds to
+        the costs of columns."""
+        lp = highspy.HighsLp()
+        count = len(self.cost)
+        lp.num_col_, lp.num_row_ = count, len(self.rows)
+        cost = np.array(self.cost)
+        for column, more in (extra or {}).items():
+            cost[column] += more
+        lp.col_cost_ = cost
+        lp.col_lower_, lp.col_upper_ = np.zeros(count), np.array(self.upper)
+        lp.row_lower_ = np.array([low for _, low, _ in self.rows])
+        lp.row_upper_ = np.array([high for _, _, high in self.rows])
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self.rows)])
+        lp.a_matrix_.index_ = np.array([c for terms, _, _ in self.rows for c in terms])
+        lp.a_matrix_.value_ = np.array([f for terms, _, _ in self.rows for f in terms.values()])
+        if whole and any(self.whole):
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            lp.integrality_ = [kinds[is_whole] for is_whole in self.whole]
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("threads", 1)
+        highs.passModel(lp)
+        return highs
+
+
+class Program:
+    """The program of one problem. Only the budget may change between solves."""
+
+    def __init__(self, problem: Problem, needs: Needs | None = None) -> None:
+        self.problem = problem
+        self.needs = needs or Needs(problem.trace)
+        trace = problem.trace
+        self.model = Model()
+        self.keep: dict[str, int] = {}
+        self.run: dict[str, int] = {}
+        self.size = {value.storage: value.bytes for value in trace.values}
+        costs = problem.profile.costs.values()
+        self.ns = max([1, *(max(c.compute_ns, c.comm_ns) for c in costs)]) / _LARGEST
+        self.bytes = max([1, *self.size.values()]) / _LARGEST
+        self.maker: dict[str, Op] = {}
+        for op in trace.ops:
+            for name in op.outputs:
+                self.maker.setdefault(trace.value[name].storage, op)
+        self.lasting = {trace.value[name].storage for name in trace.outputs} - trace.resident
+        self.forced: set[str] = set()  # storages that cannot be made again
+        self._choices()
+        self.slots = slots_of(problem, self.needs)
+        for slots in self.slots:
+            self._time(slots)
+        self.rows_of_memory: list[tuple[int, int]] = []  # (row, bytes that are there anyway)
+        self._memory()
+
+    # ------------------------------------------------------------------ choice
+
+    def _choices(self) -> None:
+        trace, needs = self.problem.trace, self.needs
+        front: list[Op] = []
+
+        def ask(names: Iterable[str], asking: Op | None) -> None:
+            for storage in dict.fromkeys(trace.value[name].storage for name in names):
+                maker = self.maker.get(storage)
+                if storage in trace.resident or maker is None or not maker.is_forward:
+                    continue
+                if maker is asking:
+                    continue
+                if not needs.may_rerun(maker):
+                    if asking is None:
+                        self.forced.add(storage)
+                        self.keep.setdefault(storage, -1)
+                    continue
+                keep = self._keep(storage)
+                if maker.name not in self.run:
+                    self.run[maker.name] = self.model.column(upper=1.0, whole=True)
+                    front.append(maker)
+                terms = {keep: 1.0, self.run[maker.name]: 1.0}
+                if asking is None:
+                    self.model.at_least(terms, 1.0)
+                else:
+                    terms[self.run[asking.name]] = -1.0
+                    self.model.at_least(terms, 0.0)
+
+        ask(needs.read_by_backward, None)
+        while front:
+            maker = front.pop()
+            ask(maker.inputs, maker)
+        for storage in self.forced:
+            self.keep[storage] = self.model.column(upper=1.0, whole=True)
+            self.model.at_least({self.keep[storage]: 1.0}, 1.0)
+
+    def _keep(self, storage: str) -> int:
+        if storage not in self.keep:
+            self.keep[storage] = self.model.column(upper=1.0, whole=True)
+        return self.keep[storage]
+
+    # ------------------------------------------------------------------ time
+
+    def _time(self, slots: Slots) -> None:
+        """Columns and rows of one phase's duration, whose column has cost 1."""
+        problem, model = self.problem, self.model
+        ops = problem.trace.ops
+        costs = [problem.cost(op.name) for op in ops]
+        windows = len(slots.starts)
+        comm = [costs[i].comm_ns / self.ns for i in slots.starts]
+        tasks: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # range -> terms
+        amounts: dict[tuple[int, int], float] = defaultdict(float)
+        total, total_terms = 0.0, dict[int, float]()
+        for i in slots.members:
+            took = costs[i].compute_ns / self.ns
+            total += took
+            low, high = slots.first[i], slots.last[i]
+            if low < high:
+                amounts[low, high] += took
+        for i, span in slots.again.items():
+            column = self.run.get(ops[i].name)
+            took = costs[i].compute_ns / self.ns
+            if column is not None and took:
+                total_terms[column] = took
+                if span[0] < span[1]:
+                    tasks[span][column] = took
+        duration = model.column(cost=1.0)
+        hidden = self._hide(slots, amounts, tasks)
+        idle = []
+        slowdown = problem.profile.slowdown
+        slow, drag = slowdown.compute_permille / 1000, slowdown.comm_permille / 1000
+        for k in range(windows):
+            rest = model.column()
+            idle.append(rest)
+            # A window of work w under a collective of length C lasts max(C + w·a, w + C·b).
+            a = min(1.0, slow * (1 - 1 / drag))
+            b = min(1.0, drag * (1 - 1 / slow))
+            terms = {column: 1.0 - a for column in hidden[k]}
+            model.at_least({rest: 1.0, **terms}, comm[k])
+            if b:
+                model.at_least({rest: 1.0}, comm[k] * b)
+        model.at_least(
+            {duration: 1.0, **{c: -1.0 for c in idle}, **{c: -f for c, f in total_terms.items()}},
+            total,
+        )
+        self._lanes(slots, duration)
+
+    def _lanes(self, slots: Slots, duration: int) -> None:
+        """No phase is shorter than the work of any of its lanes."""
+        ops = self.problem.trace.ops
+        busy: dict[str, float] = defaultdict(float)
+        again: dict[str, dict[int, float]] = defaultdict(dict)
+        for i in slots.members:
+            if ops[i].role == "start":
+                busy[ops[i].lane] += self.problem.cost(ops[i].name).comm_ns / self.ns
+        for i in slots.again:
+            if ops[i].role == "start" and ops[i].name in self.run:
+                took = self.problem.cost(ops[i].name).comm_ns / self.ns
+                again[ops[i].lane][self.run[ops[i].name]] = -took
+        for lane in {*busy, *again}:
+            self.model.at_least({duration: 1.0, **again[lane]}, busy[lane])
+
+    def _hide(
+        self,
+        slots: Slots,
+        amounts: dict[tuple[int, int], float],
+        tasks: dict[tuple[int, int], dict[int, float]],
+    ) -> list[list[int]]:
+        """For each window the columns of work hidden in it.
+
+        Work free to run from the first slot on is one fluid, bound by its deadlines; work free
+        to run up to the end another, bound by its releases; the rest has columns by range.
+        """
+        model, windows, final = self.model, len(slots.starts), slots.final
+        hidden: list[list[int]] = [[] for _ in range(windows)]
+        ranges = sorted({*amounts, *tasks})
+        both = [span for span in ranges if span[0] > 0 and span[1] < final]
+        if len(both) > _CLASSES:  # let them run up to the end: that only lowers the bound
+            widened = {span: (span[0], final) for span in both}
+            both = []
+        else:
+            widened = {}
+        early: list[tuple[int, float, dict[int, float]]] = []  # (deadline, amount, terms)
+        late: list[tuple[int, float, dict[int, float]]] = []  # (release, amount, terms)
+        for span in ranges:
+            low, high = widened.get(span, span)
+            amount, terms = amounts.get(span, 0.0), tasks.get(span, {})
+            if span in both:
+                columns = [model.column() for _ in range((low + 1) // 2, (high + 1) // 2)]
+                for k, column in zip(range((low + 1) // 2, (high + 1) // 2), columns, strict=True):
+                    hidden[k].append(column)
+                model.at_most({**dict.fromkeys(columns, 1.0), **_negative(terms)}, amount)
+            elif low == 0 and high < final:
+                early.append((high, amount, terms))
+            else:
+                late.append((low, amount, terms))
+        before = [model.column() for _ in range(windows)]
+        after = [model.column() for _ in range(windows)]
+        for k in range(windows):
+            hidden[k] += [before[k], after[k]]
+            slot = 2 * k + 1
+            open_ = [(amount, terms) for deadline, amount, terms in early if deadline >= slot]
+            model.at_most(
+                {**dict.fromkeys(before[k:], 1.0), **_negative(*(t for _, t in open_))},
+                sum(amount for amount, _ in open_),
+            )
+            there = [(amount, terms) for release, amount, terms in late if release <= slot]
+            model.at_most(
+                {**dict.fromkeys(after[: k + 1], 1.0), **_negative(*(t for _, t in there))},
+                sum(amount for amount, _ in there),
+            )
+        return hidden
+
+    # ------------------------------------------------------------------ memory
+
+    def _memory(self) -> None:
+        """Rows of memory at the border between the phases and at the heaviest ops."""
+        problem, trace = self.problem, self.problem.trace
+        budget = problem.budget_bytes
+        if budget is None or len(problem.phases) != 2:
+            return
+        copies = problem.in_flight - 1
+        lasting = frozenset(s for s in self.lasting if s in self.maker and self.maker[s].is_forward)
+        anyway = sum(self.size[s] for s in lasting) + problem.resident_bytes
+
+        def row(terms: dict[int, float], there: int) -> None:
+            if copies:
+                for storage, column in self.keep.items():
+                    terms[column] = terms.get(column, 0) + copies * self.size[storage] / self.bytes
+            number = self.model.at_most(terms, (budget - there) / self.bytes)
+            self.rows_of_memory.append((number, there))
+
+        row(
+            {c: self.size[s] / self.bytes for s, c in self.keep.items() if s not in lasting}, anyway
+        )
+        held = self._held()
+        self.rerun_readers: dict[str, list[str]] = defaultdict(list)
+        for name in self.run:
+            for storage in self._read_by(trace.op[name]):
+                self.rerun_readers[storage].append(name)
+        for moment in moments(problem, lasting, _MOMENTS):
+            row(self._alive(moment, held, lasting), anyway + moment.there)
+
+    def _alive(
+        self, moment: Moment, held: dict[str, int], lasting: frozenset[str]
+    ) -> dict[int, float]:
+        """What the forward's storages take at a moment: terms of a row.
+
+        A storage that the backward reads later is there if saved, or if recomputed before. What
+        only recompute reads is there if saved, until the last such recompute has run. `ran` is 1
+        for ops that ran again before the moment: those whose results it reads, and so on.
+        """
+        trace, model = self.problem.trace, self.model
+        terms: dict[int, float] = {}
+        ran = {name: model.column(upper=1.0) for name in self.run}
+
+        def ask(op: Op, asking: int | None) -> None:
+            for storage in self._read_by(op):
+                row = {ran[self.maker[storage].name]: 1.0, self.keep[storage]: 1.0}
+                if asking is not None:
+                    row[asking] = -1.0
+                model.at_least(row, 0.0 if asking is not None else 1.0)
+
+        ask(trace.ops[moment.op], None)
+        for name, column in ran.items():
+            ask(trace.op[name], column)
+        for storage in self.keep:
+            if storage in lasting or storage in moment.touched:
+                continue
+            share = self.size[storage] / self.bytes
+            if storage in moment.later:
+                terms[held[storage]] = share
+                if (again := ran.get(self.maker[storage].name)) is not None:
+                    terms[again] = terms.get(again, 0.0) + share
+                continue
+            there = None
+            for reader in self.rerun_readers.get(storage, ()):
+                if there is None:
+                    there = model.column(upper=1.0)
+                    terms[there] = share
+                # there >= source + run - 1 - ran: it is there, and who reads it is yet to run
+                for source in (held[storage], ran.get(self.maker[storage].name)):
+                    if source is not None:
+                        row = {there: 1.0, source: -1.0, self.run[reader]: -1.0}
+                        model.at_least({**row, ran[reader]: 1.0}, -1.0)
+        return terms
+
+    def _read_by(self, op: Op) -> list[str]:
+        """Storages that the op reads and that could be kept or made again."""
+        found = dict.fromkeys(self.problem.trace.value[name].storage for name in op.inputs)
+        return [
+            s
+            for s in found
+            if s in self.keep and self.maker[s] is not op and self.maker[s].name in self.run
+        ]
+
+    def _held(self) -> dict[str, int]:
+        """For each storage the column that says: if saved, it is there as long as anyone reads it.
+
+        That is `keep`, but where the backward reads several values of one storage: one of them
+        may be saved and another recomputed, as storages of their own.
+        """
+        trace, model = self.problem.trace, self.model
+        leaves: dict[str, set[str]] = defaultdict(set)
+        for op in trace.ops:
+            for name in op.inputs:
+                storage = trace.value[name].storage
+                if storage not in self.keep or not self.needs.forward_made(name):
+                    continue
+                if not op.is_forward or not self._is_view(op, storage):
+                    leaves[storage].add(name)
+        found = {}
+        for storage, column in self.keep.items():
+            maker = self.maker[storage].name
+            if len(leaves[storage]) <= 1 or maker not in self.run:
+                found[storage] = column
+                continue
+            found[storage] = model.column(upper=1.0)
+            model.at_least({found[storage]: 1.0, column: -1.0, self.run[maker]: 1.0}, 0.0)
+        return found
+
+    def _is_view(self, op: Op, storage: str) -> bool:
+        return any(self.problem.trace.value[name].storage == storage for name in op.outputs)
+
+    # ------------------------------------------------------------------ solving
+
+    def relaxed(self) -> Solution:
+        return self._solve(self.model.highs(whole=False))
+
+    def solve(
+        self, time_limit_s: float, gap: float, highs: highspy.Highs | None = None
+    ) -> Solution:
+        highs = highs or self.model.highs(whole=True)
+        highs.setOptionValue("time_limit", float(time_limit_s))
+        highs.setOptionValue("mip_rel_gap", float(gap))
+        return self._solve(highs)
+
+    def thrifty(self, budget_bytes: int) -> highspy.Highs:
+        """The program with a smaller budget, and a little less time for less recompute: where
+        windows have room to spare, what fills them is not all the same to the schedule."""
+        costs = self.problem.profile.costs
+        extra = {
+            column: (_THRIFT * costs[name].compute_ns + 0.5 * costs[name].comm_ns) / self.ns
+            for name, column in self.run.items()
+        }
+        highs = self.model.highs(whole=True, extra=extra)
+        self.limit(highs, budget_bytes)
+        return highs
+
+    def limit(self, highs: highspy.Highs, budget_bytes: int) -> None:
+        """Change the budget of a loaded program."""
+        for number, there in self.rows_of_memory:
+            high = (budget_bytes - there) / self.bytes
+            highs.changeRowBounds(number, -_INF, high)
+
+    def _solve(self, highs: highspy.Highs) -> Solution:
+        highs.run()
+        status = highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            raise Infeasible(self.problem.budget_bytes or 0, self.problem.budget_bytes or 0)
+        info = highs.getInfo()
+        if highs.getLp().integrality_:
+            bound = max(0.0, info.mip_dual_bound)
+        else:
+            optimal = status == highspy.HighsModelStatus.kOptimal
+            bound = info.objective_function_value if optimal else 0.0
+        values = highs.getSolution().col_value
+        found = bool(values) and info.primal_solution_status == 2
+        kept = frozenset(s for s, c in self.keep.items() if values[c] > 0.5) if found else None
+        return Solution(kept, max(0, math.ceil(bound * self.ns * (1 - 1e-6) - 1e-3)))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """`kept` storages (None if no solution was found in time) and a lower bound on any plan."""
+
+    kept: frozenset[str] | None
+    bound_ns: int
+
+
+def _negative(*terms: dict[int, float]) -> dict[int, float]:
+    return {column: -factor for some in terms for column, factor in some.items()}
