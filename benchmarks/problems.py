@@ -155,7 +155,7 @@ def _moe(stage: Stage) -> Any:
     import torch.nn.functional as F
     from torch import Tensor, nn
 
-    from examples.gpt.model import Attention, GPTConfig, MLP, Shard
+    from examples.gpt.model import MLP, Attention, GPTConfig, Shard
     from examples.moe.model import Exchange
 
     width, heads, held, expert_width, top_k, ranks = MOE_SHAPES[stage.model]

@@ -6,9 +6,11 @@ symbolic sizes and aliasing stay PyTorch's business; what is ours is the order o
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, is_sym_node
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -39,7 +43,8 @@ def rewrite(
     options = {"num_fwd_outputs": captured.num_fwd_outputs, **partition_options}
     if "static_lifetime_input_indices" not in options:
         options["static_lifetime_input_indices"] = list(captured.static_inputs)
-    with functorch_config.patch(unsafe_allow_optimization_of_collectives=True):
+    allowed = functorch_config.patch(unsafe_allow_optimization_of_collectives=True)
+    with allowed, _fake_mode(captured.joint):
         forward, backward = default_partition(captured.joint, joint_inputs, **options)
     _objects_behind_states(forward, backward, options["num_fwd_outputs"])
     # The partitioner keeps every seeded op it might need; what nothing reads must not run.
@@ -60,6 +65,17 @@ def rewrite(
     if debug_level() >= 4:
         log(4, f"forward:{forward.code}\nbackward:{backward.code}")
     return forward, backward
+
+
+def _fake_mode(joint: fx.GraphModule) -> AbstractContextManager[Any]:
+    """The mode the graph was traced in, for whom it is no longer on: the partitioner makes up a
+    random state for what it recomputes."""
+    if detect_fake_mode() is None:
+        for node in joint.graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, FakeTensor):
+                return val.fake_mode
+    return contextlib.nullcontext()
 
 
 def _changes(captured: Captured, plan: Plan) -> str:

@@ -1,13 +1,20 @@
 """Solvers: from a Problem to a Plan. Torch-free; `simulate` is their only judge.
 
-`solve(problem, name)` hands out the fastest plan found that fits the budget, never one predicted
-slower than a baseline that fits. Which plans are compared does not depend on the budget, so a
-smaller budget never gives a faster plan nor a larger peak.
+    overlap   the default: a menu of plans that does not depend on the budget, so a smaller
+              budget never gives a faster plan nor a larger peak
+    heu       one small program for the repeated block: a tenth of a second at any depth
+    opt       the best plan that can be found, with a proven bound: up to a minute
+    torch     what PyTorch's own partitioner would save
+    ...       what others would run: `baselines`
+
+`solve(problem, name)` hands out the fastest plan found that fits the budget; of overlap, heu and
+opt never one predicted slower than the baselines none, full and selective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
@@ -16,41 +23,97 @@ from overlapc.simulate import simulate
 from overlapc.solvers import baselines
 from overlapc.solvers.bounds import bound_ns
 from overlapc.solvers.choice import Choice, plan_on_demand
+from overlapc.solvers.heu import heu_plans
+from overlapc.solvers.opt import Progress, opt
 from overlapc.solvers.overlap import overlap_plans, steady_plans
 
-__all__ = ["BASELINES", "SOLVERS", "best_baseline", "bound_ns", "smallest_bytes", "solve"]
+__all__ = [
+    "BASELINES",
+    "FIELD",
+    "SOLVERS",
+    "Progress",
+    "best_baseline",
+    "bound_ns",
+    "smallest_bytes",
+    "solve",
+]
 
 BASELINES: dict[str, Callable[[Problem], Plan]] = {
     "none": baselines.none,
     "full": baselines.full,
     "selective": baselines.selective,
 }
-SOLVERS = ("overlap", *BASELINES, "torch")
+FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
+    "block": baselines.block,
+    "checkmate": baselines.checkmate,
+    "megatron": baselines.megatron,
+    "lancet": baselines.lancet,
+    "lynx": baselines.lynx,
+}
+SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
+_SMALL = 64  # ops up to which heu, too, tries the same budgets whatever it is given
+_RUNGS = 12
 
 
 def solve(
-    problem: Problem, solver: str = "overlap", torch_choices: Sequence[tuple[str, ...]] = ()
+    problem: Problem,
+    solver: str = "overlap",
+    torch_choices: Sequence[tuple[str, ...]] = (),
+    *,
+    time_limit_s: float = 60.0,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The best plan of this solver (or baseline) that fits the problem's budget.
 
     `torch_choices` are saved sets PyTorch's partitioner proposes; they are the plans of solver
-    "torch" and further candidates for "overlap". Raises Infeasible, naming the smallest budget
-    that works, if nothing fits.
+    "torch" and further candidates for "overlap" and "opt". `time_limit_s` and `progress` are
+    opt's. Raises Infeasible, naming the smallest budget that works, if nothing fits.
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
-    if solver == "torch" and not torch_choices:
-        raise OptionError(
-            'solver="torch" needs the saved sets that PyTorch\'s partitioner proposes, and found '
-            'none: pass torch_choices, or use "overlap"'
-        )
-    if solver != "overlap":
-        return _best(problem, _candidates(problem, solver, torch_choices))
+    if solver == "torch":
+        if not torch_choices:
+            raise OptionError(
+                'solver="torch" needs the saved sets that PyTorch\'s partitioner proposes, and '
+                'found none: pass torch_choices, or use "overlap"'
+            )
+        return _best(problem, [_torch(problem, names) for names in torch_choices])
+    if solver in FIELD:
+        return _best(problem, [FIELD[solver](problem)])
     steady = [*(make(problem) for make in BASELINES.values()), *steady_plans(problem)]
+    plans = [_torch(problem, names) for names in torch_choices]
     try:
-        return _best(problem, [*steady, *_candidates(problem, solver, torch_choices, steady)])
+        if solver == "heu":
+            return _best(problem, [*steady, *_heu(problem, steady)])
+        choices = [Choice(plan.saved, plan.recomputed) for plan in (*steady, *plans)]
+        menu = [*steady, *plans, *overlap_plans(problem, choices), *_ladder(problem, steady)]
+        if solver == "overlap":
+            return _best(problem, menu)
+        known = [_best(problem, [*menu, *heu_plans(problem)])]
     except Infeasible:
-        return _best(problem, steady)  # names a budget that works in every run
+        known = [_best(problem, steady)]  # names a budget that works in every run
+        if solver != "opt":
+            return known[0]
+    found = opt(problem, known, time_limit_s=time_limit_s, progress=progress)
+    check(problem, found)
+    return found
+
+
+def _heu(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
+    if len(problem.trace.ops) <= _SMALL:
+        yield from _ladder(problem, steady)
+    else:
+        yield from heu_plans(problem)
+
+
+def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
+    """HEU's plans for budgets from the smallest to the largest that make sense, whatever the
+    problem's own is."""
+    peaks = [simulate(problem, plan).peak_bytes for plan in steady]
+    least, most = min(peaks), max(peaks)
+    rungs = max(3, min(_RUNGS, 9000 // max(1, len(problem.trace.ops))))
+    for rung in range(rungs + 1):
+        yield from heu_plans(replace(problem, budget_bytes=least + (most - least) * rung // rungs))
 
 
 def smallest_bytes(problem: Problem) -> int:
@@ -79,22 +142,6 @@ def _best(problem: Problem, plans: Iterable[Plan]) -> Plan:
         raise Infeasible(problem.budget_bytes or 0, smallest or 0)
     check(problem, best[2])
     return best[2]
-
-
-def _candidates(
-    problem: Problem,
-    solver: str,
-    torch_choices: Sequence[tuple[str, ...]],
-    others: Sequence[Plan] = (),
-) -> Iterator[Plan]:
-    if solver in BASELINES:
-        yield BASELINES[solver](problem)
-        return
-    plans = [_torch(problem, names) for names in torch_choices]
-    yield from plans
-    if solver == "overlap":
-        choices = [Choice(plan.saved, plan.recomputed) for plan in (*others, *plans)]
-        yield from overlap_plans(problem, choices)
 
 
 def _torch(problem: Problem, saved: Sequence[str]) -> Plan:

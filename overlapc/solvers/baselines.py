@@ -3,16 +3,32 @@
 none        save everything the backward reads (eager)
 full        keep only the borders of the repeated blocks (torch.utils.checkpoint per block)
 selective   recompute the core of attention (Megatron's selective recompute)
+block       `full` for the first blocks, as few as fit; the rest keep all (Megatron's "block")
+checkmate   the least recompute that fits, blind to communication (Checkmate's optimum)
+megatron    the fastest of none, selective and full that fits, its weight gradients hidden under
+            the collective that follows (Megatron's own overlap)
+lancet      save everything; weight gradients into windows by best fit (Lancet's backward)
+lynx        the repeated block's choice, recompute into windows, weight gradients left in place
 
-Each recomputes where the value is needed and keeps the trace's own order. PyTorch's own choice
-(`torch`) needs its partitioner and lives in `overlapc.passes.torch_choice`.
+The first three need nothing but the trace. Recompute runs where its value is needed, but in
+`lynx`. PyTorch's own choice (`torch`) needs its partitioner and lives in
+`overlapc.passes.torch_choice`.
 """
 
 from __future__ import annotations
 
-from overlapc.ir import Op, Plan, Problem
-from overlapc.solvers.blocks import block_borders
-from overlapc.solvers.choice import Needs, plan_on_demand
+from collections.abc import Sequence
+from dataclasses import replace
+
+from overlapc.errors import Infeasible
+from overlapc.ir import Op, Plan, Problem, Slowdown, Trace
+from overlapc.simulate import memory_curve, simulate
+from overlapc.solvers.blocks import block_borders, repetition
+from overlapc.solvers.choice import Choice, Needs, plan_on_demand
+from overlapc.solvers.heu import heu_plans
+from overlapc.solvers.listing import Style, list_schedule
+from overlapc.solvers.program import Program
+from overlapc.solvers.work import NEVER, backward_work
 
 
 def none(problem: Problem) -> Plan:
@@ -80,3 +96,118 @@ def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
     walk(softmax, downwards=True)
     walk(softmax, downwards=False)
     return found
+
+
+def block(problem: Problem) -> Plan:
+    """Blocks from the first on are recomputed whole, until what is left fits the budget."""
+    trace = problem.trace
+    needs = Needs(trace)
+    repeated = repetition(trace)
+    if repeated is None:
+        return full(problem)
+    best = none(problem)
+    for count in range(repeated.count + 1):
+        inside: set[str] = set()
+        for op in trace.ops[repeated.first : repeated.first + count * repeated.length]:
+            inside |= {trace.value[name].storage for name in op.outputs}
+        kept = (set(needs.storages) | set(repeated.enters)) - (inside - set(repeated.enters))
+        best = plan_on_demand(problem, kept, "block", needs)
+        if fits(problem, best):
+            break
+    return best
+
+
+def checkmate(problem: Problem) -> Plan:
+    """The least recompute time that fits, recomputed on demand: a program with no windows."""
+    needs = Needs(problem.trace)
+    costs = {
+        name: replace(cost, compute_ns=cost.compute_ns + cost.comm_ns, comm_ns=0)
+        for name, cost in problem.profile.costs.items()
+    }
+    silent = replace(problem, profile=replace(problem.profile, costs=costs, slowdown=Slowdown()))
+    program = Program(silent, needs)
+    budget = problem.budget_bytes
+    best = none(problem)
+    for percent in range(0, 60, 4) if budget is not None else (0,):
+        limit = budget * (100 - percent) // 100 if budget is not None else 1 << 60
+        try:
+            found = program.solve(3.0, 0.002, program.thrifty(limit))
+        except Infeasible:
+            break
+        if found.kept is None:
+            continue
+        best = plan_on_demand(problem, found.kept, "checkmate", needs)
+        if fits(problem, best):
+            break
+    return best
+
+
+def megatron(problem: Problem) -> Plan:
+    """Weight gradients wait for the next collective and no longer."""
+    plans = [make(problem) for make in (none, selective, full)]
+    ordered = [_hide_weights(problem, plan, at_most=1) for plan in plans]
+    return _fastest_fitting(problem, [*plans, *ordered], "megatron")
+
+
+def lancet(problem: Problem) -> Plan:
+    """Weight gradients anywhere after their inputs; saved sets as eager has them."""
+    plan = none(problem)
+    work = backward_work(problem, Choice(plan.saved, plan.recomputed))
+    forward = tuple(op.name for op in problem.trace.ops if op.is_forward)
+    found = [plan]
+    if len(problem.phases) > 1:
+        for style in (Style(2.0, True, "W"), Style(2.0, False, "W")):
+            found.append(replace(plan, order=forward + list_schedule(work, NEVER, style)))
+    return _fastest_fitting(problem, found, "lancet")
+
+
+def lynx(problem: Problem) -> Plan:
+    """HEU's choices, scheduled with weight gradients in their places."""
+    return _fastest_fitting(problem, [none(problem), *heu_plans(problem, defer=False)], "lynx")
+
+
+def fits(problem: Problem, plan: Plan) -> bool:
+    budget = problem.budget_bytes
+    return budget is None or max(memory_curve(problem, plan), default=0) <= budget
+
+
+def _fastest_fitting(problem: Problem, plans: Sequence[Plan], solver: str) -> Plan:
+    """The fastest that fits, else the smallest."""
+
+    def key(plan: Plan) -> tuple[int, int]:
+        timeline = simulate(problem, plan)
+        over = max(0, timeline.peak_bytes - (problem.budget_bytes or timeline.peak_bytes))
+        return over, timeline.step_ns
+
+    return replace(min(plans, key=key), solver=solver, status="baseline")
+
+
+def _hide_weights(problem: Problem, plan: Plan, at_most: int) -> Plan:
+    """The plan with the last so many weight gradients before a collective's start behind it."""
+    trace = problem.trace
+    order: list[str] = []
+    held: list[str] = []
+
+    def release(count: int) -> None:
+        """Issue the first of those held, until only `count` that take time are left."""
+        while sum(problem.cost(text).compute_ns > 0 for text in held) > count:
+            order.append(held.pop(0))
+
+    for text in plan.order:
+        op = trace.op.get(text)
+        if op is not None and op.role == "weight_grad" and not op.random:
+            held.append(text)
+            release(at_most)
+            continue
+        if op is not None and _reads_from(trace, op, held):
+            order += held
+            held.clear()
+        order.append(text)
+        if op is not None and op.role == "start" and not op.is_forward:
+            order += held
+            held.clear()
+    return replace(plan, order=(*order, *held))
+
+
+def _reads_from(trace: Trace, op: Op, held: list[str]) -> bool:
+    return any(trace.value[name].producer in held for name in op.inputs)

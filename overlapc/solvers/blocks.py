@@ -7,7 +7,9 @@ some period (attention and MLP segments repeat with period two).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 from overlapc.ir import Trace
 
@@ -49,13 +51,40 @@ def cuts(trace: Trace) -> list[tuple[int, str]]:
     return found
 
 
-def block_borders(trace: Trace) -> tuple[int, int, tuple[str, ...]]:
-    """First and last op index of the repeated part of the forward, and the storages that enter
-    its blocks. Without repetition the whole forward is one block with no border."""
+@dataclass(frozen=True)
+class Repetition:
+    """Ops `first + b * length + i` of a trace are alike for every block b < `count`.
+
+    `enters` are the storages that the blocks hand on: the first block's input, then outputs.
+    """
+
+    first: int
+    length: int
+    count: int
+    enters: tuple[str, ...]
+
+    @property
+    def end(self) -> int:
+        return self.first + self.length * self.count
+
+
+def repetition(trace: Trace) -> Repetition | None:
+    """The repeated blocks of the forward, if anything repeats. Found once for a trace."""
+    try:
+        return _known[trace]
+    except KeyError:
+        found = _known[trace] = _repetition(trace)
+        return found
+
+
+_known: WeakKeyDictionary[Trace, Repetition | None] = WeakKeyDictionary()
+
+
+def _repetition(trace: Trace) -> Repetition | None:
     places = cuts(trace)
     ends = [i for i, _ in places] + [sum(op.is_forward for op in trace.ops)]
     segments = [tuple(op.signature for op in trace.ops[a:b]) for a, b in pairwise(ends)]
-    best = (0, 0, 1)  # covered segments, first, period
+    best = (0, 0, 1)  # covered ops, first segment, period
     for period in range(1, max(2, len(segments) // 2 + 1)):
         run = 0
         for i in range(len(segments) - period - 1, -1, -1):
@@ -64,13 +93,21 @@ def block_borders(trace: Trace) -> tuple[int, int, tuple[str, ...]]:
             ops = ends[i + covered] - ends[i] if covered else 0
             if ops > best[0]:
                 best = (ops, i, period)
-    if not best[0]:
-        return 0, ends[-1], ()
-    ops, first, period = best
-    covered = next(
-        n for n in range(period, len(segments) + 1) if ends[first + n] - ends[first] == ops
-    )
-    borders = tuple(places[first + n][1] for n in range(0, covered, period))
-    if first + covered < len(places):
-        borders += (places[first + covered][1],)
-    return ends[first], ends[first + covered], borders
+    covered_ops, first, period = best
+    if not covered_ops:
+        return None
+    length = ends[first + period] - ends[first]
+    count = covered_ops // length
+    enters = tuple(places[n][1] for n in range(first, first + count * period, period))
+    if first + count * period < len(places):
+        enters += (places[first + count * period][1],)
+    return Repetition(ends[first], length, count, enters)
+
+
+def block_borders(trace: Trace) -> tuple[int, int, tuple[str, ...]]:
+    """First and last op index of the repeated part of the forward, and the storages that enter
+    its blocks. Without repetition the whole forward is one block with no border."""
+    found = repetition(trace)
+    if found is None:
+        return 0, sum(op.is_forward for op in trace.ops), ()
+    return found.first, found.end, found.enters

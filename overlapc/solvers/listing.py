@@ -24,10 +24,12 @@ _LOOK = 24  # how many spare ops are compared for a window, or for relief
 class Style:
     """`overshoot`: a filler may be this many times longer than what is left of its window.
     `by_path`: among ready ops take the one with the longest way to the end, else the first in
-    the trace."""
+    the trace. `fills`: what may be put into windows, of "R" (recompute) and "W" (weight
+    gradients)."""
 
     overshoot: float
     by_path: bool
+    fills: str = "RW"
 
 
 def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
@@ -189,6 +191,8 @@ class _Listing:
         soon, else a weight gradient, else recompute that is due later."""
         soon = bool(self.refill) and (self.ahead is None or self.ahead.soon(self.refill[0][0]))
         longest = gap_ns * self.style.overshoot
+        if "R" not in self.style.fills:
+            soon = False
         if soon and (found := self.take_refill(longest)) is not None:
             return found
         best: tuple[tuple[int, bool], int] | None = None
@@ -201,7 +205,7 @@ class _Listing:
         if best is not None:
             self.take_spare(*best)
             return best[1]
-        return None if soon else self.take_refill(longest)
+        return None if soon or "R" not in self.style.fills else self.take_refill(longest)
 
     def compute(self, n: int) -> int:
         return self.work.compute[n % self.work.count]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
@@ -196,17 +197,17 @@ class _Search:
         if len(problem.phases) == 1:
             return
         plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
-        work = backward_work(problem, choice)
         seen: set[tuple[str, ...]] = set()
-        for share in _LIMITS if self.budget < NEVER else _LIMITS[:1]:
-            for style in _STYLES:
-                if self.left_s() <= 0:
-                    return
-                limit = int(self.budget * share) if self.budget < NEVER else NEVER
-                backward = list_schedule(work, limit, style)
-                if backward not in seen:
-                    seen.add(backward)
-                    self.offer(Plan(digest, "opt", choice.saved, plain + backward))
+        shares = _LIMITS if self.budget < NEVER else _LIMITS[:1]
+        works = [backward_work(problem, choice, defer) for defer in (True, False)]
+        for work, share, style in product(works, shares, _STYLES):
+            if self.left_s() <= 0:
+                return
+            limit = int(self.budget * share) if self.budget < NEVER else NEVER
+            backward = list_schedule(work, limit, style)
+            if backward not in seen:
+                seen.add(backward)
+                self.offer(Plan(digest, "opt", choice.saved, plain + backward))
         if self.best is not None and self.best.saved == choice.saved:
             early = list_schedule(forward_work(problem), NEVER, Style(1.0, True))
             order = early + self.best.order[len(early) :]

@@ -73,8 +73,9 @@ def forward_work(problem: Problem) -> Work:
     return _measure(work, _link(work, backward=False))
 
 
-def backward_work(problem: Problem, choice: Choice) -> Work:
-    """The backward with the recompute that the choice asks for."""
+def backward_work(problem: Problem, choice: Choice, defer: bool = True) -> Work:
+    """The backward with the recompute that the choice asks for. Without `defer`, weight gradients
+    keep their place among the input gradients."""
     ops = problem.trace.ops
     again = set(choice.recomputed)
     nodes = [len(ops) + i for i, op in enumerate(ops) if op.name in again]
@@ -88,7 +89,7 @@ def backward_work(problem: Problem, choice: Choice) -> Work:
     } & work.lasting
     work.held_bytes = sum(work.size[s] for s in held - trace.resident) + problem.resident_bytes
     work.held_bytes += (problem.in_flight - 1) * saved_bytes(problem, choice.saved)
-    return _measure(work, before)
+    return _measure(work, before, defer)
 
 
 def _link(work: Work, backward: bool) -> dict[int, set[int]]:
@@ -136,7 +137,7 @@ def _link(work: Work, backward: bool) -> dict[int, set[int]]:
     return before
 
 
-def _measure(work: Work, before: dict[int, set[int]]) -> Work:
+def _measure(work: Work, before: dict[int, set[int]], defer: bool = True) -> Work:
     """Deadlines and tails. Recompute inherits the earliest place in the trace that needs it;
     weight gradients, and recompute that only they need, have no deadline."""
     count = work.count
@@ -146,7 +147,7 @@ def _measure(work: Work, before: dict[int, set[int]]) -> Work:
         if n >= count:
             work.deadline[n] = min((work.deadline[user] for user in users), default=NEVER)
         else:
-            work.deadline[n] = NEVER if op.piece.letter == "W" else n
+            work.deadline[n] = NEVER if defer and op.piece.letter == "W" else n
         length = work.compute[n % count] + (work.comm[n % count] if op.role == "start" else 0)
         work.tail[n] = length + max((work.tail[user] for user in users), default=0)
         work.needs[n] = len(before[n])

@@ -1,0 +1,235 @@
+"""HEU: one small integer program for the repeated block, whatever the depth.
+
+Blocks of a trace that are alike take like choices. So a storage of the block is kept in `n` of the
+`L` blocks, an op runs again in `m` of them, both whole numbers, and the program has the size of
+one block:
+
+    n_s + m_maker >= L        for every storage that the block's backward reads
+    n_s + m_maker >= m_o      for every storage that o reads
+    memory    the blocks' kept storages for each microbatch in flight, and one block's all
+    time      compute and recompute, and what is left of the windows when weight gradients and
+              the recompute of all but one block have been put into them
+
+The last n blocks keep: their backward comes first, when there was no window yet to recompute in.
+The repetition is in the trace: recompute of one block may be issued in the windows of those
+whose backward comes before. What it means for the whole trace, list scheduling finds out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pulp
+
+from overlapc.ir import Op, Plan, Problem
+from overlapc.simulate import memory_curve
+from overlapc.solvers.blocks import Repetition, repetition
+from overlapc.solvers.choice import Choice, Needs, on_demand
+from overlapc.solvers.listing import Style, list_schedule
+from overlapc.solvers.work import NEVER, backward_work
+
+_STYLES = (Style(4.0, False), Style(2.0, True))
+_ROUNDS = 6  # of making room for what a schedule needs
+_LARGE = 1500  # ops from which on fewer schedules are tried for a choice
+_SECONDS = 2.0  # for one program; it takes hundredths
+
+
+@dataclass(frozen=True)
+class Policy:
+    """In how many of its blocks each class of storage is kept; and how long that took to find."""
+
+    keep: dict[int, int]
+    seconds: float
+
+
+class Period:
+    """What the program of a trace is made of: its classes of storages and ops. What lies outside
+    of the repeated blocks is a class by itself, of one block."""
+
+    def __init__(self, problem: Problem, needs: Needs, repeated: Repetition | None) -> None:
+        trace = problem.trace
+        self.class_of: dict[str, int] = {}  # storage -> its class
+        self.block_of: dict[str, int] = {}  # storage -> its block among those of its class
+        self.blocks: list[int] = []  # by class
+        self.bytes: list[int] = []
+        self.maker: dict[int, Op] = {}  # class -> an op that makes it and may run again
+        size = {value.storage: value.bytes for value in trace.values}
+        numbers: dict[tuple[int, int, int], int] = {}
+        members: list[Op] = []
+        for i, op in enumerate(trace.ops):
+            if not op.is_forward:
+                continue
+            block, kind, count = _place(i, repeated)
+            # The last block but one stands for all: its neighbours are like it.
+            stands = block == max(0, count - 2)
+            if stands:
+                members.append(op)
+            for k, name in enumerate(op.outputs):
+                storage = trace.value[name].storage
+                if storage in trace.resident or storage in self.class_of:
+                    continue
+                number = numbers.setdefault((count, kind, k), len(numbers))
+                if number == len(self.blocks):
+                    self.blocks.append(count)
+                    self.bytes.append(size[storage])
+                self.class_of[storage], self.block_of[storage] = number, block
+                if stands and needs.may_rerun(op):
+                    self.maker[number] = op
+        wanted = {trace.value[name].storage for name in needs.read_by_backward}
+        self.wanted = sorted({self.class_of[s] for s in wanted if s in self.class_of})
+        self.reads: dict[str, list[int]] = {}  # op that stands for its like -> classes it reads
+        for op in members:
+            read = {trace.value[name].storage for name in op.inputs}
+            self.reads[op.name] = sorted({self.class_of[s] for s in read if s in self.class_of})
+
+    def choice(self, needs: Needs, keep: dict[int, int]) -> Choice:
+        kept = (
+            storage
+            for storage, number in self.class_of.items()
+            if self.block_of[storage] >= self.blocks[number] - keep.get(number, 0)
+        )
+        return needs.complete(frozenset(kept))
+
+
+def _place(i: int, repeated: Repetition | None) -> tuple[int, int, int]:
+    """(block, which op of the block, how many such blocks) of a forward op."""
+    if repeated is None or not repeated.first <= i < repeated.end:
+        return 0, i, 1
+    block, kind = divmod(i - repeated.first, repeated.length)
+    return block, kind, repeated.count
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Of the backward, in nanoseconds, and bytes that no choice changes."""
+
+    compute: int
+    comm: int
+    weights: int
+    bytes: int
+
+    @staticmethod
+    def of(problem: Problem) -> _Totals:
+        trace = problem.trace
+        compute = comm = weights = 0
+        for op in trace.ops:
+            if not op.is_forward:
+                cost = problem.cost(op.name)
+                compute += cost.compute_ns
+                comm += cost.comm_ns
+                weights += cost.compute_ns if op.role == "weight_grad" else 0
+        size = {value.storage: value.bytes for value in trace.values}
+        made = {
+            trace.value[name].storage for op in trace.ops if op.is_forward for name in op.outputs
+        }
+        lasting = {trace.value[name].storage for name in trace.outputs} & made - trace.resident
+        there = sum(size[s] for s in lasting) + problem.resident_bytes
+        return _Totals(compute, comm, weights, there)
+
+
+def policy(problem: Problem, period: Period, totals: _Totals, room: int) -> Policy | None:
+    """The program's best choice if `room` bytes are to stay free; None if there is none."""
+    began = time.perf_counter()
+    unit = max(1, totals.compute) / 1000
+    program = pulp.LpProblem("period", pulp.LpMinimize)
+    keep = [
+        program.add_variable(f"keep{c}", 0, blocks, pulp.LpInteger)
+        for c, blocks in enumerate(period.blocks)
+    ]
+    run = {
+        op.name: program.add_variable(f"run{c}", 0, period.blocks[c], pulp.LpInteger)
+        for c, op in period.maker.items()
+    }
+    idle = program.add_variable("idle", 0)
+    compute, hidden, comm = [], [], []
+    for c, op in {op.name: (c, op) for c, op in period.maker.items()}.values():
+        cost, blocks = problem.cost(op.name), period.blocks[c]
+        compute.append(cost.compute_ns / unit * run[op.name])
+        comm.append(cost.comm_ns / unit * run[op.name])
+        # What the last block recomputes has no window before it.
+        hidden.append(cost.compute_ns / unit * (blocks - 1) / blocks * run[op.name])
+    # Less recompute and fewer collectives run again, if windows have room for either.
+    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * 0.5 + idle
+    gap = (totals.comm - totals.weights) / unit
+    program += idle + pulp.lpSum(hidden) - pulp.lpSum(comm) >= gap
+    for c in period.wanted:
+        terms = keep[c] + run[period.maker[c].name] if c in period.maker else keep[c] + 0
+        program += terms >= period.blocks[c]
+    for c, op in period.maker.items():
+        for given in period.reads[op.name]:
+            alike = period.blocks[given] == period.blocks[c]
+            if alike and given in period.maker and period.maker[given].name != op.name:
+                program += keep[given] + run[period.maker[given].name] >= run[op.name]
+    if problem.budget_bytes is not None:
+        _limit_memory(program, problem, period, keep, problem.budget_bytes - totals.bytes - room)
+    program.solve(_engine())
+    if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return None
+    found = {c: round(column.value() or 0) for c, column in enumerate(keep)}
+    return Policy(found, time.perf_counter() - began)
+
+
+def _limit_memory(
+    program: pulp.LpProblem, problem: Problem, period: Period, keep: list[Any], room: int
+) -> None:
+    """What is kept, for every microbatch in flight; and all of the block at work, kept or not."""
+    whole = sum(period.bytes[c] for c in period.wanted if period.blocks[c] > 1)
+    megabyte = max([1, *period.bytes]) / 100
+    kept = []
+    for c, column in enumerate(keep):
+        blocks = period.blocks[c]
+        copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
+        kept.append(period.bytes[c] / megabyte * copies * column)
+    program += pulp.lpSum(kept) <= (room - whole) / megabyte
+
+
+def _engine() -> pulp.LpSolver:
+    """HiGHS, or CBC where HiGHS is missing."""
+    highs = pulp.HiGHS(msg=False, timeLimit=_SECONDS, threads=1, gapRel=0.002)
+    if highs.available():
+        return highs
+    return pulp.PULP_CBC_CMD(msg=False, timeLimit=_SECONDS, threads=1, gapRel=0.002)
+
+
+def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) -> Iterator[Plan]:
+    """Plans for ever more room left to the schedule, until they fit and get no better. Without
+    `defer` weight gradients keep their place."""
+    needs = needs or Needs(problem.trace)
+    if len(problem.phases) == 1:
+        return
+    period = Period(problem, needs, repetition(problem.trace))
+    totals = _Totals.of(problem)
+    budget = problem.budget_bytes
+    room, fitting = 0, 0
+    for _ in range(_ROUNDS if budget is not None else 1):
+        found = policy(problem, period, totals, room)
+        if found is None:
+            return
+        over: int | None = None
+        for plan in _schedules(problem, period.choice(needs, found.keep), budget, defer):
+            excess = max(memory_curve(problem, plan)) - (budget or 0)
+            over = excess if over is None else min(over, excess)
+            yield plan
+        if budget is None or over is None:
+            return
+        fitting += over <= 0
+        if fitting == 2:
+            return
+        room += max(over, budget // 50)
+
+
+def _schedules(problem: Problem, choice: Choice, budget: int | None, defer: bool) -> Iterable[Plan]:
+    digest = problem.trace.digest
+    plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
+    plan = Plan(digest, "heu", choice.saved, on_demand(problem, choice))
+    yield plan
+    large = len(problem.trace.ops) > _LARGE
+    for late in (True, False) if defer else (False,):
+        work = backward_work(problem, choice, late)
+        for share in (1.0,) if large else (1.0, 0.93):
+            for style in _STYLES[:1] if large else _STYLES:
+                limit = int(budget * share) if budget is not None else NEVER
+                yield replace(plan, order=plain + list_schedule(work, limit, style))

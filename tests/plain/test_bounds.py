@@ -1,0 +1,112 @@
+"""Lower bounds and the exact solver on random small problems, against brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from overlapc.check import check
+from overlapc.errors import Infeasible
+from overlapc.simulate import simulate
+from overlapc.solvers import SOLVERS, bound_ns, solve
+from overlapc.solvers.exact import exact
+from overlapc.solvers.opt import opt
+from overlapc.solvers.program import Program
+from tests.plain.brute_force import TooMany, brute_force
+from tests.plain.strategies import random_plan, random_problem
+
+OURS = ("overlap", "heu", "opt")
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(250), pytest.param(range(250, 4000), marks=pytest.mark.slow)]
+)
+def test_no_legal_plan_beats_the_bound(seeds):
+    for seed in seeds:
+        rng = Random(seed)
+        problem = random_problem(rng, rng.randint(1, 7))
+        plan = random_plan(problem, rng)
+        timeline = simulate(problem, plan)
+        limited = replace(problem, budget_bytes=timeline.peak_bytes)
+        program = Program(limited)
+        for bound in (bound_ns(limited), program.solve(5.0, 0.0).bound_ns):
+            assert bound <= timeline.step_ns, seed
+
+
+def small_problems(seeds):
+    """(seed, problem, the best step by brute force), where that is soon found."""
+    for seed in seeds:
+        rng = Random(seed)
+        problem = random_problem(rng, rng.randint(1, 3))
+        try:
+            yield seed, problem, brute_force(problem, most=300)
+        except TooMany:
+            continue
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(120), pytest.param(range(10_000, 18_000), marks=pytest.mark.slow)]
+)
+def test_opt_is_the_best_there_is(seeds):
+    for seed, problem, best in small_problems(seeds):
+        found = exact(problem)
+        assert (found and simulate(problem, found).step_ns) == best, seed
+        if best is None:
+            with pytest.raises(Infeasible):
+                opt(problem)
+            continue
+        plan = opt(problem)
+        check(problem, plan)
+        assert (plan.status, plan.bound_ns) == ("optimal", best), seed
+        assert simulate(problem, plan).step_ns == best, seed
+        assert bound_ns(problem) <= best, seed
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(25), pytest.param(range(20_000, 21_000), marks=pytest.mark.slow)]
+)
+def test_every_solver_is_legal_and_ours_never_worse(seeds):
+    for seed, problem, best in small_problems(seeds):
+        steps = {}
+        for solver in SOLVERS:
+            if solver == "torch":
+                continue
+            try:
+                plan = solve(problem, solver)
+            except Infeasible as error:
+                assert error.smallest_bytes > problem.budget_bytes, (seed, solver)
+                continue
+            check(problem, plan)
+            timeline = simulate(problem, plan)
+            assert problem.budget_bytes is None or timeline.peak_bytes <= problem.budget_bytes
+            assert best is not None and timeline.step_ns >= best, (seed, solver)
+            steps[solver] = timeline.step_ns
+        for ours in OURS:
+            if ours in steps:
+                assert steps[ours] <= min(
+                    (steps[name] for name in ("none", "full", "selective") if name in steps),
+                    default=steps[ours],
+                ), (seed, ours)
+        if best is not None and "opt" in steps:
+            assert steps["opt"] == best, seed
+
+
+@pytest.mark.parametrize("solver", OURS)
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(30_000, 30_300), marks=pytest.mark.slow)]
+)
+def test_more_memory_never_costs_time(solver, seeds):
+    for seed in seeds:
+        rng = Random(seed)
+        free = replace(random_problem(rng, rng.randint(1, 3)), budget_bytes=None)
+        top = simulate(free, solve(free, "none")).peak_bytes
+        steps = []
+        for budget in range(top // 4, top + 2, max(1, top // 5)):
+            limited = replace(free, budget_bytes=budget)
+            try:
+                steps.append(simulate(limited, solve(limited, solver)).step_ns)
+            except Infeasible:
+                assert not steps, (seed, budget)
+        assert steps == sorted(steps, reverse=True), seed
