@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link", choices=["emulated", "none"], default="emulated", help="between the ranks")
     add("--link-mbit", type=float, default=400.0, help="bandwidth of the emulated link")
     add("--memory-budget", type=budget, help='bytes, "8GB", or a fraction of eager\'s peak')
-    add("--solver", default="overlap", help="overlap, none, full, selective or torch")
+    add("--solver", default="overlap", help="overlap, heu, opt, or a baseline")
     add("--backend", choices=["eager", "inductor"], default="eager")
     add("--variants", default="overlapc", help="of eager, checkpoint, overlapc, with commas")
     everything = {"action": "store_const", "const": "eager,checkpoint,overlapc"}

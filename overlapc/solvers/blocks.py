@@ -73,14 +73,15 @@ def repetition(trace: Trace) -> Repetition | None:
     try:
         return _known[trace]
     except KeyError:
-        found = _known[trace] = _repetition(trace)
+        found = _known[trace] = find_repetition(trace)
         return found
 
 
 _known: WeakKeyDictionary[Trace, Repetition | None] = WeakKeyDictionary()
 
 
-def _repetition(trace: Trace) -> Repetition | None:
+def find_repetition(trace: Trace) -> Repetition | None:
+    """As `repetition`, but found anew."""
     places = cuts(trace)
     ends = [i for i, _ in places] + [sum(op.is_forward for op in trace.ops)]
     segments = [tuple(op.signature for op in trace.ops[a:b]) for a, b in pairwise(ends)]

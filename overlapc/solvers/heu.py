@@ -103,7 +103,7 @@ def _place(i: int, repeated: Repetition | None) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class _Totals:
+class Totals:
     """Of the backward, in nanoseconds, and bytes that no choice changes."""
 
     compute: int
@@ -112,7 +112,7 @@ class _Totals:
     bytes: int
 
     @staticmethod
-    def of(problem: Problem) -> _Totals:
+    def of(problem: Problem) -> Totals:
         trace = problem.trace
         compute = comm = weights = 0
         for op in trace.ops:
@@ -127,10 +127,10 @@ class _Totals:
         }
         lasting = {trace.value[name].storage for name in trace.outputs} & made - trace.resident
         there = sum(size[s] for s in lasting) + problem.resident_bytes
-        return _Totals(compute, comm, weights, there)
+        return Totals(compute, comm, weights, there)
 
 
-def policy(problem: Problem, period: Period, totals: _Totals, room: int) -> Policy | None:
+def policy(problem: Problem, period: Period, totals: Totals, room: int) -> Policy | None:
     """The program's best choice if `room` bytes are to stay free; None if there is none."""
     began = time.perf_counter()
     unit = max(1, totals.compute) / 1000
@@ -201,7 +201,7 @@ def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) 
     if len(problem.phases) == 1:
         return
     period = Period(problem, needs, repetition(problem.trace))
-    totals = _Totals.of(problem)
+    totals = Totals.of(problem)
     budget = problem.budget_bytes
     room, fitting = 0, 0
     for _ in range(_ROUNDS if budget is not None else 1):

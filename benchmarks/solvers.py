@@ -1,0 +1,184 @@
+"""Every solver and baseline on the benchmark set: predicted step, bound, gap and search time.
+
+    python benchmarks/solvers.py [--only 7B] [--every 5] [--opt-seconds 20] [--json FILE]
+    python benchmarks/solvers.py --depths 12,24,48,96     how HEU's search grows with depth
+
+All figures are *predicted*, by one simulator, on costs estimated for the named hardware. A
+baseline whose plan does not fit the budget is shown as "-"; ratios are over those that fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.problems import Case, Stage, build, cases
+from overlapc.errors import Infeasible
+from overlapc.ir import Plan, Problem
+from overlapc.simulate import simulate
+from overlapc.solvers import FIELD, solve
+from overlapc.solvers.blocks import find_repetition
+from overlapc.solvers.choice import Needs
+from overlapc.solvers.heu import Period, Totals, policy
+
+OURS = ("heu", "overlap", "opt")
+COLUMNS = (*OURS, *FIELD)
+
+
+def measure(case: Case, opt_seconds: float) -> dict[str, Any]:
+    """One row: what every solver finds for the case."""
+    problem = build(case)
+    row: dict[str, Any] = {
+        "case": case.name,
+        "hardware": case.hardware,
+        "digest": problem.trace.digest,
+        "ops": len(problem.trace.ops),
+        "budget_bytes": problem.budget_bytes,
+        "solvers": {},
+    }
+    bound = 0
+    for name in COLUMNS:
+        began = time.perf_counter()
+        try:
+            plan = solve(problem, name, time_limit_s=opt_seconds)
+        except Infeasible:
+            continue
+        seconds = time.perf_counter() - began
+        bound = max(bound, plan.bound_ns)
+        row["solvers"][name] = describe(problem, plan) | {"search_s": round(seconds, 3)}
+    row["bound_ms"] = bound / 1e6
+    return row
+
+
+def describe(problem: Problem, plan: Plan) -> dict[str, Any]:
+    timeline = simulate(problem, plan)
+    exposed: dict[str, float] = {}
+    for exposure in timeline.exposures:
+        again = exposure.issue.startswith("R:")
+        kind = ("recomputed " if again else "") + exposure.issue.removeprefix("R:").rstrip(
+            "_0123456789"
+        )
+        exposed[kind] = exposed.get(kind, 0.0) + exposure.exposed_ns / 1e6
+    hidden = {issue for e in timeline.exposures for issue in e.hidden_by if issue.startswith("R:")}
+    return {
+        "step_ms": timeline.step_ns / 1e6,
+        "exposed_ms": exposed,
+        "recompute_ms": timeline.recompute_ns / 1e6,
+        "recompute_hidden_ms": sum(problem.cost(i[2:]).compute_ns for i in hidden) / 1e6,
+        "peak_bytes": timeline.peak_bytes,
+        "status": plan.status,
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    cells = []
+    for name in COLUMNS:
+        found = row["solvers"].get(name)
+        cells.append(f"{found['step_ms']:8.1f}" if found else f"{'-':>8}")
+    best = row["solvers"]["opt"]["step_ms"]
+    heu = row["solvers"].get("heu", {})
+    gap = 100 * (1 - row["bound_ms"] / best)
+    behind = 100 * (heu["step_ms"] / best - 1) if heu else float("nan")
+    print(
+        f"{row['case']:50}{row['bound_ms']:8.1f}{gap:6.2f}%{behind:6.2f}%"
+        f"{heu.get('search_s', 0):7.2f}{''.join(cells)}",
+        flush=True,
+    )
+
+
+def summarise(rows: list[dict[str, Any]]) -> None:
+    gaps = [1 - r["bound_ms"] / r["solvers"]["opt"]["step_ms"] for r in rows]
+    behind = [
+        r["solvers"]["heu"]["step_ms"] / r["solvers"]["opt"]["step_ms"] - 1
+        for r in rows if "heu" in r["solvers"]
+    ]  # fmt: skip
+    print(f"\nproven gap of opt: mean {statistics.mean(gaps):.2%}, most {max(gaps):.2%}")
+    print(f"heu behind opt: mean {statistics.mean(behind):.2%}, most {max(behind):.2%}")
+    for hardware in sorted({r["hardware"] for r in rows}):
+        here = [r for r in rows if r["hardware"] == hardware]
+        print(f"{hardware}: opt is faster, median (min..max), than")
+        for name in FIELD:
+            ratios = [
+                r["solvers"][name]["step_ms"] / r["solvers"]["opt"]["step_ms"]
+                for r in here if name in r["solvers"]
+            ]  # fmt: skip
+            if ratios:
+                print(f"    {name:10} {spread(ratios)}   fits {len(ratios)} of {len(here)}")
+        exposed = [
+            1 - sum(r["solvers"]["opt"]["exposed_ms"].values())
+            / max(1e-9, sum(r["solvers"]["full"]["exposed_ms"].values()))
+            for r in here if "full" in r["solvers"]
+        ]  # fmt: skip
+        if exposed:
+            print(f"    exposed communication less than full's by {spread(exposed)}")
+
+
+def print_depths(depths: list[int], repeats: int = 15) -> None:
+    """Seconds of HEU's search, measured: what is found once for a trace, then formulate and solve,
+    then the schedules it makes of it."""
+    print("GPT 20B, TP=8; measured, median (min..max) of", repeats)
+    for layers in depths:
+        problem = build(Case(Stage("20B", layers, 8, 2048, 4), "a100-sxm-80", 1, 0.35))
+        needs = Needs(problem.trace)
+        once, search, rest = [], [], []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            period = Period(problem, needs, find_repetition(problem.trace))
+            totals = Totals.of(problem)
+            found = time.perf_counter()
+            policy(problem, period, totals, room=0)
+            solved = time.perf_counter()
+            once.append(found - began)
+            search.append(solved - found)
+        for _ in range(3):
+            began = time.perf_counter()
+            solve(problem, "heu")
+            rest.append(time.perf_counter() - began)
+        print(
+            f"{layers:3} layers, {len(problem.trace.ops)} ops: structure {spread(once)} s, "
+            f"formulate and solve {spread(search)} s, whole solve() {spread(rest)} s",
+            flush=True,
+        )
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}..{max(values):.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--every", type=int, default=1, help="only each n-th case")
+    parser.add_argument("--opt-seconds", type=float, default=20.0)
+    parser.add_argument("--thorough", action="store_true", help="the full cross product")
+    parser.add_argument("--json", type=Path, help="write everything found into this file")
+    add_depths = {"type": lambda text: [int(word) for word in text.split(",")]}
+    parser.add_argument("--depths", help="layers at which to time HEU's search", **add_depths)
+    args = parser.parse_args()
+    if args.depths:
+        print_depths(args.depths)
+        return
+    chosen = [case for case in cases(args.thorough) if args.only in case.name][:: args.every]
+    print(
+        f"{'case':50}{'bound':>8}{'gap':>7}{'heu-opt':>7}{'heu s':>7}"
+        + "".join(f"{name:>8.7}" for name in COLUMNS)
+    )
+    rows = []
+    for case in chosen:
+        rows.append(measure(case, args.opt_seconds))
+        print_row(rows[-1])
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if rows:
+        summarise(rows)
+
+
+if __name__ == "__main__":
+    main()
