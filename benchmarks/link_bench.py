@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import overlapc
 from benchmarks.lab import NotPermitted, ShapedPair, parse_rates
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
-from examples.common import Text, checkpoint_blocks, measure_exposed, same, say
+from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.passes.capture import Captured
@@ -244,7 +244,7 @@ def rank_main(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         print_table(variants)
         save(variants, args)
-    dist.destroy_process_group()
+    leave()
 
 
 def ratio(slow: Variant, fast: Variant) -> str:

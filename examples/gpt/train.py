@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -65,7 +64,7 @@ def main() -> None:
     variants = [build_variant(name) for name in args.variants.split(",")]
     common.train(variants, batch, args.steps)
     common.report(variants, batch(0))
-    dist.destroy_process_group()
+    common.leave()
 
 
 if __name__ == "__main__":

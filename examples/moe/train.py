@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -60,7 +59,7 @@ def main() -> None:
     variants = [build_variant(name) for name in args.variants.split(",")]
     common.train(variants, batch, args.steps)
     common.report(variants, batch(0))
-    dist.destroy_process_group()
+    common.leave()
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ from overlapc.ir import Problem
 @dataclass(frozen=True)
 class Moment:
     """`there` are bytes alive in any plan, beside what lasts through the whole backward.
-    `touched` storages are counted in it. `later`: storages of the forward still to be read."""
+    `touched` storages are counted in it. `later`: storages of the forward still to be read, and
+    `later_values`: the values still to be read, themselves or by way of a view."""
 
     op: int
     there: int
     touched: frozenset[str]
     later: frozenset[str]
+    later_values: frozenset[str]
 
 
 def moments(problem: Problem, lasting: frozenset[str], at_most: int) -> list[Moment]:
@@ -41,16 +43,22 @@ def moments(problem: Problem, lasting: frozenset[str], at_most: int) -> list[Mom
     before = [0] * len(backward)  # ancestors, as bits
     made_at: dict[str, int] = {}  # storage of the backward -> its maker
     read_at: dict[str, list[int]] = {}  # storage -> backward ops that read it
+    value_at: dict[str, list[int]] = {}  # value of the forward -> the same
+    seen_as: dict[str, str] = {}  # view that the backward makes -> value of the forward
     for n, i in enumerate(backward):
         bits = 0
         for name in ops[i].inputs:
             value = trace.value[name]
             read_at.setdefault(value.storage, []).append(n)
+            value_at.setdefault(seen_as.get(name, name), []).append(n)
             maker = place.get(index[value.producer]) if value.producer else None
             if maker is not None:
                 bits |= before[maker] | (1 << maker)
         before[n] = bits
         for name in ops[i].outputs:
+            for given in ops[i].inputs:
+                if trace.value[given].storage == trace.value[name].storage:
+                    seen_as.setdefault(name, seen_as.get(given, given))
             if trace.value[name].storage not in forward:
                 made_at.setdefault(trace.value[name].storage, n)
     after = [0] * len(backward)  # descendants, as bits
@@ -62,6 +70,7 @@ def moments(problem: Problem, lasting: frozenset[str], at_most: int) -> list[Mom
             if maker is not None:
                 after[maker] |= own
     readers = {storage: _bits(ns) for storage, ns in read_at.items()}
+    value_readers = {name: _bits(ns) for name, ns in value_at.items()}
 
     stretch = max(1, -(-len(backward) // max(1, at_most)))
     found = []
@@ -80,7 +89,9 @@ def moments(problem: Problem, lasting: frozenset[str], at_most: int) -> list[Mom
                 if before[n] >> made & 1 and (storage in later or storage in outputs):
                     there += size[storage]
             if best is None or there > best.there:
-                best = Moment(backward[n], there, frozenset(touched), frozenset(later & forward))
+                values = frozenset(v for v, bits in value_readers.items() if bits & after[n])
+                touches = frozenset(touched)
+                best = Moment(backward[n], there, touches, frozenset(later & forward), values)
         if best is not None:
             found.append(best)
     return found

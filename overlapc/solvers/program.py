@@ -33,7 +33,11 @@ from overlapc.solvers.slots import Slots, slots_of
 _INF = float(highspy.kHighsInf)
 _LARGEST = 100.0  # columns and rows are scaled so that the dearest op costs this much
 _MOMENTS = 24  # at how many heavy ops of a problem memory is looked at
-_THRIFT = 0.05
+_THRIFT = 0.05  # of recompute's time, where it may be hidden for nothing
+_NOTHING_FITS = (
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kUnboundedOrInfeasible,
+)
 _CLASSES = 400  # of ops bound on both sides that get columns of their own
 
 
@@ -325,7 +329,8 @@ class Program:
                 continue
             share = self.size[storage] / self.bytes
             if storage in moment.later:
-                terms[held[storage]] = share
+                sure = self.leaves[storage] <= moment.later_values
+                terms[self.keep[storage] if sure else held[storage]] = share
                 if (again := ran.get(self.maker[storage].name)) is not None:
                     terms[again] = terms.get(again, 0.0) + share
                 continue
@@ -353,22 +358,22 @@ class Program:
     def _held(self) -> dict[str, int]:
         """For each storage the column that says: if saved, it is there as long as anyone reads it.
 
-        That is `keep`, but where the backward reads several values of one storage: one of them
-        may be saved and another recomputed, as storages of their own.
+        That is `keep`, but where several values of one storage are read: one of them may be saved
+        and another recomputed, as storages of their own.
         """
         trace, model = self.problem.trace, self.model
-        leaves: dict[str, set[str]] = defaultdict(set)
+        self.leaves: dict[str, set[str]] = defaultdict(set)  # storage -> its values read as such
         for op in trace.ops:
             for name in op.inputs:
                 storage = trace.value[name].storage
                 if storage not in self.keep or not self.needs.forward_made(name):
                     continue
                 if not op.is_forward or not self._is_view(op, storage):
-                    leaves[storage].add(name)
+                    self.leaves[storage].add(name)
         found = {}
         for storage, column in self.keep.items():
             maker = self.maker[storage].name
-            if len(leaves[storage]) <= 1 or maker not in self.run:
+            if len(self.leaves[storage]) <= 1 or maker not in self.run:
                 found[storage] = column
                 continue
             found[storage] = model.column(upper=1.0)
@@ -412,7 +417,7 @@ class Program:
     def _solve(self, highs: highspy.Highs) -> Solution:
         highs.run()
         status = highs.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
+        if status in _NOTHING_FITS:
             raise Infeasible(self.problem.budget_bytes or 0, self.problem.budget_bytes or 0)
         info = highs.getInfo()
         if highs.getLp().integrality_:
