@@ -152,7 +152,7 @@ def plan_captured(
     log(1, f"{name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
 
     leads = exchange is None or exchange.rank == exchange.leader
-    wanted = leads and torch_choices is not None and options.solver in ("overlap", "torch")
+    wanted = leads and torch_choices is not None and options.solver in ("overlap", "opt", "torch")
     choices = torch_choices() if wanted and options.plan is None and torch_choices else ()
 
     plan = _decide(problem, options, choices, exchange)
@@ -164,7 +164,10 @@ def plan_captured(
             f"the budget is {problem.budget_bytes}"
         )
     log(2, format_plan(plan))
-    report = Report(name, problem, plan, timeline, bound_ns(problem), eager_timeline(problem))
+    proven = bound_ns(problem)
+    if options.plan is None:  # one that was handed in may carry a bound of other costs
+        proven = max(proven, plan.bound_ns)
+    report = Report(name, problem, plan, timeline, proven, eager_timeline(problem))
     return captured, report
 
 

@@ -2,7 +2,8 @@
 
     overlap   the default: a menu of plans that does not depend on the budget, so a smaller
               budget never gives a faster plan nor a larger peak
-    heu       one small program for the repeated block: a tenth of a second at any depth
+    heu       one small program for the repeated block, found in hundredths of a second at any
+              depth, and a few schedules of what it chose: the quickest
     opt       the best plan that can be found, with a proven bound: up to a minute
     torch     what PyTorch's own partitioner would save
     ...       what others would run: `baselines`
@@ -80,30 +81,28 @@ def solve(
         return _best(problem, [_torch(problem, names) for names in torch_choices])
     if solver in FIELD:
         return _best(problem, [FIELD[solver](problem)])
-    steady = [*(make(problem) for make in BASELINES.values()), *steady_plans(problem)]
-    plans = [_torch(problem, names) for names in torch_choices]
+    cheap = [make(problem) for make in BASELINES.values()]
+    if solver == "heu" and len(problem.trace.ops) > _SMALL:
+        try:
+            return _best(problem, [*cheap, *heu_plans(problem)])
+        except Infeasible:
+            return _best(problem, [*cheap, *steady_plans(problem)])
+    steady = [*cheap, *steady_plans(problem)]
+    ladder = _ladder(problem, steady)
+    theirs = [_torch(problem, names) for names in torch_choices]
+    choices = [Choice(plan.saved, plan.recomputed) for plan in (*steady, *theirs)]
     try:
         if solver == "heu":
-            return _best(problem, [*steady, *_heu(problem, steady)])
-        choices = [Choice(plan.saved, plan.recomputed) for plan in (*steady, *plans)]
-        menu = [*steady, *plans, *overlap_plans(problem, choices), *_ladder(problem, steady)]
+            return _best(problem, [*steady, *ladder])
+        menu = [*steady, *theirs, *overlap_plans(problem, choices), *ladder]
         if solver == "overlap":
             return _best(problem, menu)
-        known = [_best(problem, [*menu, *heu_plans(problem)])]
+        known = [*menu, *heu_plans(problem)]
+        found = opt(problem, known, time_limit_s=time_limit_s, progress=progress)
     except Infeasible:
-        known = [_best(problem, steady)]  # names a budget that works in every run
-        if solver != "opt":
-            return known[0]
-    found = opt(problem, known, time_limit_s=time_limit_s, progress=progress)
+        return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)
     return found
-
-
-def _heu(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
-    if len(problem.trace.ops) <= _SMALL:
-        yield from _ladder(problem, steady)
-    else:
-        yield from heu_plans(problem)
 
 
 def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:

@@ -17,7 +17,6 @@ whose backward comes before. What it means for the whole trace, list scheduling 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,14 +34,6 @@ _STYLES = (Style(4.0, False), Style(2.0, True))
 _ROUNDS = 6  # of making room for what a schedule needs
 _LARGE = 1500  # ops from which on fewer schedules are tried for a choice
 _SECONDS = 2.0  # for one program; it takes hundredths
-
-
-@dataclass(frozen=True)
-class Policy:
-    """In how many of its blocks each class of storage is kept; and how long that took to find."""
-
-    keep: dict[int, int]
-    seconds: float
 
 
 class Period:
@@ -130,9 +121,9 @@ class Totals:
         return Totals(compute, comm, weights, there)
 
 
-def policy(problem: Problem, period: Period, totals: Totals, room: int) -> Policy | None:
-    """The program's best choice if `room` bytes are to stay free; None if there is none."""
-    began = time.perf_counter()
+def policy(problem: Problem, period: Period, totals: Totals, room: int) -> dict[int, int] | None:
+    """In how many of its blocks to keep each class of storage, if `room` bytes are to stay free;
+    None if that cannot be."""
     unit = max(1, totals.compute) / 1000
     program = pulp.LpProblem("period", pulp.LpMinimize)
     keep = [
@@ -168,8 +159,7 @@ def policy(problem: Problem, period: Period, totals: Totals, room: int) -> Polic
     program.solve(_engine())
     if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return None
-    found = {c: round(column.value() or 0) for c, column in enumerate(keep)}
-    return Policy(found, time.perf_counter() - began)
+    return {c: round(column.value() or 0) for c, column in enumerate(keep)}
 
 
 def _limit_memory(
@@ -205,12 +195,12 @@ def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) 
     budget = problem.budget_bytes
     room, fitting = 0, 0
     for _ in range(_ROUNDS if budget is not None else 1):
-        found = policy(problem, period, totals, room)
-        if found is None:
+        keep = policy(problem, period, totals, room)
+        if keep is None:
             return
         over: int | None = None
-        for plan in _schedules(problem, period.choice(needs, found.keep), budget, defer):
-            excess = max(memory_curve(problem, plan)) - (budget or 0)
+        for plan in _schedules(problem, period.choice(needs, keep), budget, defer):
+            excess = max(memory_curve(problem, plan), default=0) - (budget or 0)
             over = excess if over is None else min(over, excess)
             yield plan
         if budget is None or over is None:

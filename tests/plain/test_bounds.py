@@ -89,8 +89,41 @@ def test_every_solver_is_legal_and_ours_never_worse(seeds):
                     (steps[name] for name in ("none", "full", "selective") if name in steps),
                     default=steps[ours],
                 ), (seed, ours)
-        if best is not None and "opt" in steps:
-            assert steps["opt"] == best, seed
+        assert steps.get("opt") == best, seed
+
+
+def problem_of_many_plans():
+    """One that OPT neither goes through nor proves at once."""
+    for seed in range(1000):
+        problem = random_problem(Random(seed), 7)
+        if len(problem.trace.ops) > 40 and len(problem.phases) == 2:
+            eager = simulate(problem, solve(replace(problem, budget_bytes=None), "none"))
+            limited = replace(problem, budget_bytes=eager.peak_bytes * 9 // 10)
+            try:
+                if solve(limited).bound_ns < simulate(limited, solve(limited)).step_ns:
+                    return limited
+            except Infeasible:
+                continue
+    raise AssertionError("no such problem among the seeds")
+
+
+def test_opt_tells_where_it_stands_and_keeps_its_best_when_stopped():
+    problem = problem_of_many_plans()
+    told = []
+    plan = solve(problem, "opt", time_limit_s=2.0, progress=told.append)
+    steps = [p.step_ns for p in told if p.step_ns]
+    bounds = [p.bound_ns for p in told]
+    assert steps == sorted(steps, reverse=True)
+    assert bounds == sorted(bounds)
+    assert [p.seconds for p in told] == sorted(p.seconds for p in told)
+    assert plan.bound_ns <= simulate(problem, plan).step_ns
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    stopped = solve(problem, "opt", progress=stop)
+    check(problem, stopped)
+    assert simulate(problem, stopped).peak_bytes <= problem.budget_bytes
 
 
 @pytest.mark.parametrize("solver", OURS)
