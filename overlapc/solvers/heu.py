@@ -27,11 +27,13 @@ from overlapc.ir import Op, Plan, Problem
 from overlapc.simulate import memory_curve
 from overlapc.solvers.blocks import Repetition, repetition
 from overlapc.solvers.choice import Choice, Needs, on_demand
+from overlapc.solvers.filling import TASTES, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(4.0, False), Style(2.0, True))
-_ROUNDS = 6  # of making room for what a schedule needs
+_HALVINGS = 7  # of the range in which the room is looked for that makes a choice fit
+_ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
 _LARGE = 1500  # ops from which on fewer schedules are tried for a choice
 _SECONDS = 2.0  # for one program; it takes hundredths
 
@@ -75,6 +77,11 @@ class Period:
         for op in members:
             read = {trace.value[name].storage for name in op.inputs}
             self.reads[op.name] = sorted({self.class_of[s] for s in read if s in self.class_of})
+
+    @property
+    def bytes_of_block(self) -> int:
+        """All that the backward of one block reads."""
+        return sum(self.bytes[c] for c in self.wanted if self.blocks[c] > 1)
 
     def choice(self, needs: Needs, keep: dict[int, int]) -> Choice:
         kept = (
@@ -166,14 +173,13 @@ def _limit_memory(
     program: pulp.LpProblem, problem: Problem, period: Period, keep: list[Any], room: int
 ) -> None:
     """What is kept, for every microbatch in flight; and all of the block at work, kept or not."""
-    whole = sum(period.bytes[c] for c in period.wanted if period.blocks[c] > 1)
     megabyte = max([1, *period.bytes]) / 100
     kept = []
     for c, column in enumerate(keep):
         blocks = period.blocks[c]
         copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
         kept.append(period.bytes[c] / megabyte * copies * column)
-    program += pulp.lpSum(kept) <= (room - whole) / megabyte
+    program += pulp.lpSum(kept) <= (room - period.bytes_of_block) / megabyte
 
 
 def _engine() -> pulp.LpSolver:
@@ -185,30 +191,45 @@ def _engine() -> pulp.LpSolver:
 
 
 def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) -> Iterator[Plan]:
-    """Plans for ever more room left to the schedule, until they fit and get no better. Without
-    `defer` weight gradients keep their place."""
+    """Schedules of the choice that just fits when recomputed on demand, and of choices that leave
+    a schedule more room. Without `defer` weight gradients keep their place."""
     needs = needs or Needs(problem.trace)
     if len(problem.phases) == 1:
         return
     period = Period(problem, needs, repetition(problem.trace))
     totals = Totals.of(problem)
     budget = problem.budget_bytes
-    room, fitting = 0, 0
-    for _ in range(_ROUNDS if budget is not None else 1):
-        keep = policy(problem, period, totals, room)
+    if budget is None:
+        keep = policy(problem, period, totals, 0)
+        yield from _schedules(problem, period.choice(needs, keep or {}), None, defer)
+        return
+    room = _least_room(problem, period, totals, needs, budget)
+    tried: list[Choice] = []
+    for more in _ROOM_PERMILLE:
+        keep = policy(problem, period, totals, room + budget * more // 1000)
+        choice = None if keep is None else period.choice(needs, keep)
+        if choice is not None and choice not in tried:
+            tried.append(choice)
+            yield from _schedules(problem, choice, budget, defer)
+
+
+def _least_room(problem: Problem, period: Period, totals: Totals, needs: Needs, budget: int) -> int:
+    """The program's guess at memory is put right: the least room, less than none perhaps, with
+    which its choice fits when recomputed on demand."""
+    low, high = -2 * period.bytes_of_block - budget // 20, budget // 4
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        keep = policy(problem, period, totals, middle)
         if keep is None:
-            return
-        over: int | None = None
-        for plan in _schedules(problem, period.choice(needs, keep), budget, defer):
-            excess = max(memory_curve(problem, plan), default=0) - (budget or 0)
-            over = excess if over is None else min(over, excess)
-            yield plan
-        if budget is None or over is None:
-            return
-        fitting += over <= 0
-        if fitting == 2:
-            return
-        room += max(over, budget // 50)
+            high = middle
+            continue
+        choice = period.choice(needs, keep)
+        plan = Plan("", "", choice.saved, on_demand(problem, choice))
+        if max(memory_curve(problem, plan), default=0) <= budget:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _schedules(problem: Problem, choice: Choice, budget: int | None, defer: bool) -> Iterable[Plan]:
@@ -217,6 +238,10 @@ def _schedules(problem: Problem, choice: Choice, budget: int | None, defer: bool
     plan = Plan(digest, "heu", choice.saved, on_demand(problem, choice))
     yield plan
     large = len(problem.trace.ops) > _LARGE
+    if budget is not None and not large and max(memory_curve(problem, plan), default=0) <= budget:
+        work = backward_work(problem, choice)
+        for taste in TASTES[:2]:
+            yield filled(plan, work, budget, taste if defer else replace(taste, weights=False))
     for late in (True, False) if defer else (False,):
         work = backward_work(problem, choice, late)
         for share in (1.0,) if large else (1.0, 0.93):

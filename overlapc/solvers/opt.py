@@ -1,13 +1,17 @@
 """OPT: the best plan that can be found and a proof of how much better any other could be.
 
-Small problems are searched through (`exact`). For others the mixed integer program of `program`
-gives a lower bound and, for the budget and ever less than it, choices of what to keep: the
-less the program may use, the more room a schedule has for early recompute and late weight
-gradients. `listing` turns each choice into orders; the best legal one that fits is handed out.
+Small problems are searched through (`exact`). For others two threads work until they meet:
+
+    proof     the mixed integer program of `program`, coarse and then fine: a rising lower bound
+    search    the same program with a little thrift, for the budget and ever less than it, says
+              what to keep: the less it may use, the more room is left to early recompute and
+              late weight gradients. `listing` and `filling` turn each choice into orders. Then
+              the best choice is varied: one storage more that is kept.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,14 +22,16 @@ from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.choice import Choice, Needs, on_demand
 from overlapc.solvers.exact import TooLarge, exact
+from overlapc.solvers.filling import TASTES, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.program import Program
-from overlapc.solvers.work import NEVER, backward_work, forward_work
+from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 
 _SMALL = 28  # ops that can be searched through
-_MARGINS = (0.0, 0.02, 0.04, 0.06, 0.09, 0.12, 0.16, 0.2, 0.25, 0.3, 0.4)
-_LIMITS = (1.0, 0.97, 0.93, 0.88)  # of the budget, for the list scheduler to aim at
-_STYLES = (Style(4.0, False), Style(1.0, False), Style(2.0, True), Style(1.0, True))
+_MARGINS = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4)
+_LIMITS = (1.0, 0.95)  # of the budget, for the list scheduler to aim at
+_STYLES = (Style(4.0, False), Style(2.0, True), Style(1.0, True))
+_FINE = 1500  # ops up to which the fine program is worth its time
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,31 @@ def opt(
     )
 
 
+class _Proof(threading.Thread):
+    """Raises `bound_ns` in the background until `stop` is set or time is up."""
+
+    def __init__(self, programs: Iterable[Callable[[], Program]], gap: float, until: float) -> None:
+        super().__init__(name="overlapc-proof", daemon=True)
+        self.programs, self.gap, self.until = programs, gap, until
+        self.bound_ns = 0
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        for make in self.programs:
+            left = self.until - time.monotonic()
+            if self.stop.is_set() or left <= 0:
+                return
+            try:
+                found = make().solve(left, self.gap, watch=self.watch)
+            except Infeasible:
+                return  # then so is every plan, and the search says so
+            self.watch(found.bound_ns)
+
+    def watch(self, bound_ns: int) -> bool:
+        self.bound_ns = max(self.bound_ns, bound_ns)
+        return self.stop.is_set()
+
+
 class _Search:
     def __init__(
         self,
@@ -83,19 +114,26 @@ class _Search:
     ) -> None:
         self.problem, self.gap, self.progress = problem, gap, progress
         self.began = time.monotonic()
-        self.time_limit_s = time_limit_s
+        self.until = self.began + time_limit_s
         self.budget = problem.budget_bytes if problem.budget_bytes is not None else NEVER
         self.best: Plan | None = None
         self.key = (0, 0)
-        self.bound = 0
+        self.least = 0  # the bound from before the proof began
+        self.proof: _Proof | None = None
         self.smallest = NEVER
+        self.tried: set[frozenset[str]] = set()  # kept storages
+        self.swept: dict[float, bool] = {}  # margin -> was it better than all before?
 
     @property
     def step(self) -> int:
         return self.key[0]
 
+    @property
+    def bound(self) -> int:
+        return max(self.least, self.proof.bound_ns if self.proof else 0)
+
     def left_s(self) -> float:
-        return self.time_limit_s - (time.monotonic() - self.began)
+        return self.until - time.monotonic()
 
     def done(self) -> bool:
         closed = self.best is not None and self.step * (1 - self.gap) <= self.bound
@@ -124,33 +162,78 @@ class _Search:
             return
         needs = Needs(self.problem.trace)
         program = Program(self.problem, needs)
-        self.bound = max(self.bound, program.relaxed().bound_ns)
+        self.least = program.relaxed().bound_ns
         self.tell("relaxed bound")
         if self.done():
             return
-        share = max(0.2, min(20.0, self.left_s() / 4))
-        first = program.solve(share, self.gap / 2)
-        self.bound = max(self.bound, first.bound_ns)
-        self.tell("bound")
-        if first.kept is not None:
-            self.schedule(needs.complete(first.kept))
-        if len(self.problem.phases) == 1:
-            return
-        tried = {first.kept}
-        for margin in self.margins():
-            if self.done():
+        makers = [lambda: program]
+        if len(self.problem.trace.ops) <= _FINE:
+            makers.append(lambda: Program(self.problem, needs, fine=True))
+        self.proof = _Proof(makers, self.gap / 2, self.until)
+        self.proof.start()
+        try:
+            search = Program(self.problem, needs)
+            self.sweep(needs, search, _MARGINS)
+            self.vary(needs)
+            self.sweep(needs, search, self.closer())
+            self.vary(needs)
+            while self.proof.is_alive() and not self.done():
+                self.proof.join(0.2)
+            self.tell("end of the proof")
+        finally:
+            self.proof.stop.set()
+            self.proof.join(2.0)
+
+    def sweep(self, needs: Needs, program: Program, margins: Iterable[float]) -> None:
+        """Schedule the program's choices with this share of the budget left free."""
+        for margin in margins:
+            if self.done() or (self.budget >= NEVER and margin):
                 return
+            before = self.key
             budget = int(self.budget * (1 - margin)) if self.budget < NEVER else NEVER
             seconds = max(0.1, min(2.0, self.left_s() / 8))
             try:
                 found = program.solve(seconds, 0.002, program.thrifty(budget))
             except Infeasible:
                 continue
-            if found.kept is None or found.kept in tried:
+            if found.kept is None or found.kept in self.tried:
                 continue
-            tried.add(found.kept)
+            self.tried.add(found.kept)
             self.schedule(needs.complete(found.kept))
+            self.swept[margin] = self.key < before
             self.tell(f"{margin:.1%} of the budget left free")
+
+    def vary(self, needs: Needs) -> None:
+        """Keep one storage more of those that the best plan makes again, the dearest first."""
+        trace, tried = self.problem.trace, self.tried
+        better = True
+        while better and self.best is not None and self.budget < NEVER:
+            better = False
+            kept = frozenset(trace.value[name].storage for name in self.best.saved)
+            before = self.key
+            for name in self._dearest(self.best):
+                more = kept | {trace.value[v].storage for v in trace.op[name].outputs}
+                if more in tried:
+                    continue
+                tried.add(more)
+                if self.done():
+                    return
+                self.schedule(needs.complete(more), thorough=False)
+                if self.key < before:
+                    better = True
+                    self.tell(f"one more kept: {name}")
+                    break
+
+    def _dearest(self, plan: Plan) -> list[str]:
+        """Recomputed ops, those that take longest for what they hold first."""
+        trace, problem = self.problem.trace, self.problem
+
+        def worth(name: str) -> float:
+            held = sum(trace.value[v].bytes for v in trace.op[name].outputs)
+            return problem.cost(name).compute_ns / max(1, held)
+
+        timed = [name for name in plan.recomputed if problem.cost(name).compute_ns]
+        return sorted(timed, key=worth, reverse=True)
 
     def small(self) -> bool:
         """Try to go through all plans; whether that came to an end."""
@@ -162,53 +245,54 @@ class _Search:
             return False
         if found is not None:
             self.offer(found)
-        self.bound = self.step
+        self.least = self.step
         self.tell("all plans")
         return True
 
-    def margins(self) -> Iterator[float]:
-        """A first sweep, then ever closer around what was best."""
-        if self.budget >= NEVER:
-            yield 0.0
-            return
-        results: dict[float, int] = {}
-        for margin in _MARGINS:
-            before = self.key
-            yield margin
-            results[margin] = 0 if self.key != before else 1
-        for _ in range(6):
-            better = [margin for margin, worse in results.items() if not worse]
-            if not better:
-                return
-            centre = better[-1]
-            near = sorted(results)
+    def closer(self) -> Iterator[float]:
+        """Margins ever closer around the last that was better than all before it."""
+        for _ in range(5):
+            centre = max((m for m, better in self.swept.items() if better), default=0.0)
+            near = sorted({*self.swept, centre})
             at = near.index(centre)
             for other in near[max(0, at - 1) : at] + near[at + 1 : at + 2]:
-                middle = (centre + other) / 2
-                before = self.key
-                yield middle
-                results[middle] = 0 if self.key != before else 1
+                yield (centre + other) / 2
 
-    def schedule(self, choice: Choice) -> None:
+    def schedule(self, choice: Choice, thorough: bool = True) -> None:
         """Offer orders of this choice."""
         problem = self.problem
-        digest = problem.trace.digest
-        self.offer(Plan(digest, "opt", choice.saved, on_demand(problem, choice)))
+        plain = Plan(problem.trace.digest, "opt", choice.saved, on_demand(problem, choice))
+        fits = self.offer(plain)
         if len(problem.phases) == 1:
             return
-        plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
-        seen: set[tuple[str, ...]] = set()
-        shares = _LIMITS if self.budget < NEVER else _LIMITS[:1]
-        works = [backward_work(problem, choice, defer) for defer in (True, False)]
-        for work, share, style in product(works, shares, _STYLES):
-            if self.left_s() <= 0:
-                return
-            limit = int(self.budget * share) if self.budget < NEVER else NEVER
-            backward = list_schedule(work, limit, style)
-            if backward not in seen:
-                seen.add(backward)
-                self.offer(Plan(digest, "opt", choice.saved, plain + backward))
+        work = backward_work(problem, choice)
+        if fits:
+            self.fill(plain, work)
+        if thorough:
+            self.listed(choice, work)
         if self.best is not None and self.best.saved == choice.saved:
+            self.fill(self.best, work)
             early = list_schedule(forward_work(problem), NEVER, Style(1.0, True))
             order = early + self.best.order[len(early) :]
             self.offer(replace(self.best, order=order))
+
+    def fill(self, plan: Plan, work: Work) -> None:
+        for taste in TASTES:
+            if self.left_s() <= 0:
+                return
+            self.offer(filled(plan, work, self.budget, taste, self.until))
+
+    def listed(self, choice: Choice, work: Work) -> None:
+        problem = self.problem
+        plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
+        seen: set[tuple[str, ...]] = set()
+        shares = _LIMITS if self.budget < NEVER else _LIMITS[:1]
+        works = [work, backward_work(problem, choice, defer=False)]
+        for each, share, style in product(works, shares, _STYLES):
+            if self.left_s() <= 0:
+                return
+            limit = int(self.budget * share) if self.budget < NEVER else NEVER
+            backward = list_schedule(each, limit, style)
+            if backward not in seen:
+                seen.add(backward)
+                self.offer(Plan(problem.trace.digest, "opt", choice.saved, plain + backward))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import highspy
@@ -27,12 +27,11 @@ import numpy as np
 from overlapc.errors import Infeasible
 from overlapc.ir import Op, Problem
 from overlapc.solvers.choice import Needs
-from overlapc.solvers.moments import Moment, moments
+from overlapc.solvers.moments import Moments
 from overlapc.solvers.slots import Slots, slots_of
 
 _INF = float(highspy.kHighsInf)
 _LARGEST = 100.0  # columns and rows are scaled so that the dearest op costs this much
-_MOMENTS = 24  # at how many heavy ops of a problem memory is looked at
 _THRIFT = 0.05  # of recompute's time, where it may be hidden for nothing
 _NOTHING_FITS = (
     highspy.HighsModelStatus.kInfeasible,
@@ -93,8 +92,10 @@ class Model:
 class Program:
     """The program of one problem. Only the budget may change between solves."""
 
-    def __init__(self, problem: Problem, needs: Needs | None = None) -> None:
+    def __init__(self, problem: Problem, needs: Needs | None = None, fine: bool = False) -> None:
         self.problem = problem
+        # Which node runs in which window, where each has columns of its own: node -> window -> it
+        self.during: dict[int, dict[int, int]] | None = {} if fine else None
         self.needs = needs or Needs(problem.trace)
         trace = problem.trace
         self.model = Model()
@@ -168,71 +169,83 @@ class Program:
         costs = [problem.cost(op.name) for op in ops]
         windows = len(slots.starts)
         comm = [costs[i].comm_ns / self.ns for i in slots.starts]
-        tasks: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # range -> terms
-        amounts: dict[tuple[int, int], float] = defaultdict(float)
-        total, total_terms = 0.0, dict[int, float]()
-        for i in slots.members:
-            took = costs[i].compute_ns / self.ns
-            total += took
-            low, high = slots.first[i], slots.last[i]
-            if low < high:
-                amounts[low, high] += took
-        for i, span in slots.again.items():
-            column = self.run.get(ops[i].name)
-            took = costs[i].compute_ns / self.ns
-            if column is not None and took:
-                total_terms[column] = took
-                if span[0] < span[1]:
-                    tasks[span][column] = took
+        total = sum(costs[i].compute_ns for i in slots.members) / self.ns
+        total_terms = {
+            self.run[ops[i].name]: costs[i].compute_ns / self.ns
+            for i in slots.again
+            if ops[i].name in self.run
+        }
         duration = model.column(cost=1.0)
-        hidden = self._hide(slots, amounts, tasks)
+        hidden = self._hide(slots)
         idle = []
         slowdown = problem.profile.slowdown
         slow, drag = slowdown.compute_permille / 1000, slowdown.comm_permille / 1000
+        # A window of work w under a collective of length C lasts max(C + w·a, w + C·b).
+        a = min(1.0, slow * (1 - 1 / drag))
+        b = min(1.0, drag * (1 - 1 / slow))
         for k in range(windows):
             rest = model.column()
             idle.append(rest)
-            # A window of work w under a collective of length C lasts max(C + w·a, w + C·b).
-            a = min(1.0, slow * (1 - 1 / drag))
-            b = min(1.0, drag * (1 - 1 / slow))
-            terms = {column: 1.0 - a for column in hidden[k]}
+            terms = {column: (1.0 - a) * work for column, work in hidden[k].items()}
             model.at_least({rest: 1.0, **terms}, comm[k])
             if b:
                 model.at_least({rest: 1.0}, comm[k] * b)
-        model.at_least(
-            {duration: 1.0, **{c: -1.0 for c in idle}, **{c: -f for c, f in total_terms.items()}},
-            total,
-        )
-        self._lanes(slots, duration)
+        worked = {duration: 1.0, **{c: -f for c, f in total_terms.items()}}
+        model.at_least({**worked, **dict.fromkeys(idle, -1.0)}, total)
+        self._lanes(slots, duration, worked, total, idle, b)
 
-    def _lanes(self, slots: Slots, duration: int) -> None:
-        """No phase is shorter than the work of any of its lanes."""
-        ops = self.problem.trace.ops
-        busy: dict[str, float] = defaultdict(float)
-        again: dict[str, dict[int, float]] = defaultdict(dict)
-        for i in slots.members:
-            if ops[i].role == "start":
-                busy[ops[i].lane] += self.problem.cost(ops[i].name).comm_ns / self.ns
-        for i in slots.again:
-            if ops[i].role == "start" and ops[i].name in self.run:
-                took = self.problem.cost(ops[i].name).comm_ns / self.ns
-                again[ops[i].lane][self.run[ops[i].name]] = -took
-        for lane in {*busy, *again}:
-            self.model.at_least({duration: 1.0, **again[lane]}, busy[lane])
-
-    def _hide(
+    def _lanes(
         self,
         slots: Slots,
-        amounts: dict[tuple[int, int], float],
-        tasks: dict[tuple[int, int], dict[int, float]],
-    ) -> list[list[int]]:
-        """For each window the columns of work hidden in it.
+        duration: int,
+        worked: dict[int, float],
+        total: float,
+        idle: list[int],
+        drag: float,
+    ) -> None:
+        """No phase is shorter than the work of any of its lanes; and each collective of a lane,
+        recomputed or not, costs a share `drag` of its time: it slows the compute beside it, or
+        the compute stands still."""
+        ops = self.problem.trace.ops
+        busy: dict[str, float] = defaultdict(float)
+        slowing: dict[str, float] = defaultdict(float)
+        again: dict[str, dict[int, float]] = defaultdict(dict)
+        windows = dict(zip(slots.starts, idle, strict=True))
+        for i in (i for i in slots.members if ops[i].role == "start"):
+            took = self.problem.cost(ops[i].name).comm_ns / self.ns
+            busy[ops[i].lane] += took
+            slowing[ops[i].lane] += drag * took if i not in windows else 0.0
+        for i in (i for i in slots.again if ops[i].role == "start"):
+            if (run := self.run.get(ops[i].name)) is not None:
+                again[ops[i].lane][run] = -self.problem.cost(ops[i].name).comm_ns / self.ns
+        for lane in {*busy, *again}:
+            self.model.at_least({duration: 1.0, **again[lane]}, busy[lane])
+            if not drag:
+                continue
+            terms = {column: -1.0 for i, column in windows.items() if ops[i].lane == lane}
+            terms |= {column: drag * took for column, took in again[lane].items()}
+            self.model.at_least(_plus(worked, terms), total + slowing[lane])
+
+    def _hide(self, slots: Slots) -> list[dict[int, float]]:
+        """For each window the work hidden in it, as terms.
 
         Work free to run from the first slot on is one fluid, bound by its deadlines; work free
         to run up to the end another, bound by its releases; the rest has columns by range.
         """
+        if self.during is not None and slots.phase == 1:
+            return self._hide_each(slots, self.during)
+        ops = self.problem.trace.ops
+        tasks: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # range -> terms
+        amounts: dict[tuple[int, int], float] = defaultdict(float)
+        for i in slots.members:
+            if slots.first[i] < slots.last[i]:
+                amounts[slots.first[i], slots.last[i]] += self._work(i)
+        for i, span in slots.again.items():
+            column = self.run.get(ops[i].name)
+            if column is not None and span[0] < span[1] and self._work(i):
+                tasks[span][column] = self._work(i)
         model, windows, final = self.model, len(slots.starts), slots.final
-        hidden: list[list[int]] = [[] for _ in range(windows)]
+        hidden: list[dict[int, float]] = [{} for _ in range(windows)]
         ranges = sorted({*amounts, *tasks})
         both = [span for span in ranges if span[0] > 0 and span[1] < final]
         if len(both) > _CLASSES:  # let them run up to the end: that only lowers the bound
@@ -248,7 +261,7 @@ class Program:
             if span in both:
                 columns = [model.column() for _ in range((low + 1) // 2, (high + 1) // 2)]
                 for k, column in zip(range((low + 1) // 2, (high + 1) // 2), columns, strict=True):
-                    hidden[k].append(column)
+                    hidden[k][column] = 1.0
                 model.at_most({**dict.fromkeys(columns, 1.0), **_negative(terms)}, amount)
             elif low == 0 and high < final:
                 early.append((high, amount, terms))
@@ -257,7 +270,7 @@ class Program:
         before = [model.column() for _ in range(windows)]
         after = [model.column() for _ in range(windows)]
         for k in range(windows):
-            hidden[k] += [before[k], after[k]]
+            hidden[k] |= {before[k]: 1.0, after[k]: 1.0}
             slot = 2 * k + 1
             open_ = [(amount, terms) for deadline, amount, terms in early if deadline >= slot]
             model.at_most(
@@ -271,82 +284,58 @@ class Program:
             )
         return hidden
 
+    def _hide_each(self, slots: Slots, during: dict[int, dict[int, int]]) -> list[dict[int, float]]:
+        """As `_hide`, each op by itself: the share of it that is hidden in a window."""
+        ops = self.problem.trace.ops
+        hidden: list[dict[int, float]] = [{} for _ in slots.starts]
+
+        def spread(node: int, span: tuple[int, int], most: dict[int, float], low: float) -> None:
+            work = self._work(node % len(ops))
+            windows = range((span[0] + 1) // 2, (span[1] + 1) // 2)
+            if not work or not windows:
+                return
+            during[node] = {k: self.model.column(upper=1.0) for k in windows}
+            for k, column in during[node].items():
+                hidden[k][column] = work
+            self.model.at_least({**most, **dict.fromkeys(during[node].values(), -1.0)}, low)
+
+        for i in slots.members:
+            spread(i, (slots.first[i], slots.last[i]), {}, -1.0)
+        for i, span in slots.again.items():
+            if (run := self.run.get(ops[i].name)) is not None:
+                spread(i + len(ops), span, {run: 1.0}, 0.0)
+        return hidden
+
+    def _work(self, i: int) -> float:
+        """Compute time of an op, scaled."""
+        return self.problem.cost(self.problem.trace.ops[i].name).compute_ns / self.ns
+
     # ------------------------------------------------------------------ memory
 
     def _memory(self) -> None:
-        """Rows of memory at the border between the phases and at the heaviest ops."""
-        problem, trace = self.problem, self.problem.trace
-        budget = problem.budget_bytes
-        if budget is None or len(problem.phases) != 2:
+        """Rows of memory at the border between the phases and at moments of the backward."""
+        problem = self.problem
+        if problem.budget_bytes is None or len(problem.phases) != 2:
             return
-        copies = problem.in_flight - 1
         lasting = frozenset(s for s in self.lasting if s in self.maker and self.maker[s].is_forward)
-        anyway = sum(self.size[s] for s in lasting) + problem.resident_bytes
+        self.anyway = sum(self.size[s] for s in lasting) + problem.resident_bytes
+        saved = {c: self.size[s] / self.bytes for s, c in self.keep.items() if s not in lasting}
+        self.limit_at(saved, 0)
+        self.moments = Moments(self, self.slots[1], lasting, self.during)
+        self.moments.add()
 
-        def row(terms: dict[int, float], there: int) -> None:
-            if copies:
-                for storage, column in self.keep.items():
-                    terms[column] = terms.get(column, 0) + copies * self.size[storage] / self.bytes
-            number = self.model.at_most(terms, (budget - there) / self.bytes)
-            self.rows_of_memory.append((number, there))
+    def limit_at(self, terms: dict[int, float], there: int) -> None:
+        """A row of memory: the terms, `there` bytes besides, what lasts, and what later
+        microbatches hold."""
+        problem = self.problem
+        if copies := problem.in_flight - 1:
+            for storage, column in self.keep.items():
+                terms[column] = terms.get(column, 0) + copies * self.size[storage] / self.bytes
+        there += self.anyway
+        number = self.model.at_most(terms, ((problem.budget_bytes or 0) - there) / self.bytes)
+        self.rows_of_memory.append((number, there))
 
-        row(
-            {c: self.size[s] / self.bytes for s, c in self.keep.items() if s not in lasting}, anyway
-        )
-        held = self._held()
-        self.rerun_readers: dict[str, list[str]] = defaultdict(list)
-        for name in self.run:
-            for storage in self._read_by(trace.op[name]):
-                self.rerun_readers[storage].append(name)
-        for moment in moments(problem, lasting, _MOMENTS):
-            row(self._alive(moment, held, lasting), anyway + moment.there)
-
-    def _alive(
-        self, moment: Moment, held: dict[str, int], lasting: frozenset[str]
-    ) -> dict[int, float]:
-        """What the forward's storages take at a moment: terms of a row.
-
-        A storage that the backward reads later is there if saved, or if recomputed before. What
-        only recompute reads is there if saved, until the last such recompute has run. `ran` is 1
-        for ops that ran again before the moment: those whose results it reads, and so on.
-        """
-        trace, model = self.problem.trace, self.model
-        terms: dict[int, float] = {}
-        ran = {name: model.column(upper=1.0) for name in self.run}
-
-        def ask(op: Op, asking: int | None) -> None:
-            for storage in self._read_by(op):
-                row = {ran[self.maker[storage].name]: 1.0, self.keep[storage]: 1.0}
-                if asking is not None:
-                    row[asking] = -1.0
-                model.at_least(row, 0.0 if asking is not None else 1.0)
-
-        ask(trace.ops[moment.op], None)
-        for name, column in ran.items():
-            ask(trace.op[name], column)
-        for storage in self.keep:
-            if storage in lasting or storage in moment.touched:
-                continue
-            share = self.size[storage] / self.bytes
-            if storage in moment.later:
-                sure = self.leaves[storage] <= moment.later_values
-                terms[self.keep[storage] if sure else held[storage]] = share
-                if (again := ran.get(self.maker[storage].name)) is not None:
-                    terms[again] = terms.get(again, 0.0) + share
-                continue
-            there = None
-            for reader in self.rerun_readers.get(storage, ()):
-                if there is None:
-                    there = model.column(upper=1.0)
-                    terms[there] = share
-                # there >= source + run - 1 - ran: it is there, and who reads it is yet to run
-                for source in (held[storage], ran.get(self.maker[storage].name)):
-                    if source is not None:
-                        row = {there: 1.0, source: -1.0, self.run[reader]: -1.0}
-                        model.at_least({**row, ran[reader]: 1.0}, -1.0)
-        return terms
-
-    def _read_by(self, op: Op) -> list[str]:
+    def read_by(self, op: Op) -> list[str]:
         """Storages that the op reads and that could be kept or made again."""
         found = dict.fromkeys(self.problem.trace.value[name].storage for name in op.inputs)
         return [
@@ -355,45 +344,29 @@ class Program:
             if s in self.keep and self.maker[s] is not op and self.maker[s].name in self.run
         ]
 
-    def _held(self) -> dict[str, int]:
-        """For each storage the column that says: if saved, it is there as long as anyone reads it.
-
-        That is `keep`, but where several values of one storage are read: one of them may be saved
-        and another recomputed, as storages of their own.
-        """
-        trace, model = self.problem.trace, self.model
-        self.leaves: dict[str, set[str]] = defaultdict(set)  # storage -> its values read as such
-        for op in trace.ops:
-            for name in op.inputs:
-                storage = trace.value[name].storage
-                if storage not in self.keep or not self.needs.forward_made(name):
-                    continue
-                if not op.is_forward or not self._is_view(op, storage):
-                    self.leaves[storage].add(name)
-        found = {}
-        for storage, column in self.keep.items():
-            maker = self.maker[storage].name
-            if len(self.leaves[storage]) <= 1 or maker not in self.run:
-                found[storage] = column
-                continue
-            found[storage] = model.column(upper=1.0)
-            model.at_least({found[storage]: 1.0, column: -1.0, self.run[maker]: 1.0}, 0.0)
-        return found
-
-    def _is_view(self, op: Op, storage: str) -> bool:
-        return any(self.problem.trace.value[name].storage == storage for name in op.outputs)
-
     # ------------------------------------------------------------------ solving
 
     def relaxed(self) -> Solution:
         return self._solve(self.model.highs(whole=False))
 
     def solve(
-        self, time_limit_s: float, gap: float, highs: highspy.Highs | None = None
+        self,
+        time_limit_s: float,
+        gap: float,
+        highs: highspy.Highs | None = None,
+        watch: Callable[[int], bool] | None = None,
     ) -> Solution:
+        """`watch` is told the bound now and then, and ends the search by returning True."""
         highs = highs or self.model.highs(whole=True)
         highs.setOptionValue("time_limit", float(time_limit_s))
         highs.setOptionValue("mip_rel_gap", float(gap))
+        if watch is not None:
+
+            def ask(event: highspy.highs.HighsCallbackEvent) -> None:
+                if watch(self._whole_ns(event.data_out.mip_dual_bound)):
+                    event.interrupt()
+
+            highs.cbMipInterrupt.subscribe(ask)
         return self._solve(highs)
 
     def thrifty(self, budget_bytes: int) -> highspy.Highs:
@@ -428,7 +401,13 @@ class Program:
         values = highs.getSolution().col_value
         found = bool(values) and info.primal_solution_status == 2
         kept = frozenset(s for s, c in self.keep.items() if values[c] > 0.5) if found else None
-        return Solution(kept, max(0, math.ceil(bound * self.ns * (1 - 1e-6) - 1e-3)))
+        return Solution(kept, self._whole_ns(bound))
+
+    def _whole_ns(self, bound: float) -> int:
+        """Nanoseconds that are certain, of a bound with the engine's tolerance."""
+        if not math.isfinite(bound):
+            return 0
+        return max(0, math.ceil(bound * self.ns * (1 - 1e-6) - 1e-3))
 
 
 @dataclass(frozen=True)
@@ -437,6 +416,10 @@ class Solution:
 
     kept: frozenset[str] | None
     bound_ns: int
+
+
+def _plus(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
+    return {column: a.get(column, 0.0) + b.get(column, 0.0) for column in {**a, **b}}
 
 
 def _negative(*terms: dict[int, float]) -> dict[int, float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from overlapc.ir import Problem, Trace
 from overlapc.solvers.choice import Needs
@@ -26,6 +27,7 @@ class Slots:
 
     phase: int
     members: tuple[int, ...]  # ops of the phase
+    path: tuple[int, ...]  # those on the chain, which every plan issues in this order
     starts: tuple[int, ...]  # of the chain's collectives; window k is slot 2k + 1
     first: dict[int, int]  # op -> first slot it may run in
     last: dict[int, int]
@@ -66,7 +68,8 @@ def _phase(
     ops = problem.trace.ops
     members = [i for i, op in enumerate(ops) if problem.phase_of(op) == phase]
     inside = set(members)
-    chain = _chain(problem, members, makers)
+    path = _path(problem, members, makers)
+    chain = [(a, b) for a, b in pairwise(path) if ops[a].role == "start" and ops[b].role == "wait"]
     final = 2 * len(chain)
     wait_slot = {wait: 2 * k + 2 for k, (_, wait) in enumerate(chain)}
     start_slot = {start: 2 * k for k, (start, _) in enumerate(chain)}
@@ -79,13 +82,14 @@ def _phase(
         after = [last[r] for r in readers[i] if r in inside]
         last[i] = min([start_slot.get(i, final), *after])
     again = _again(problem, needs, phase, inside, first, last, final, readers)
-    return Slots(phase, tuple(members), tuple(start for start, _ in chain), first, last, again)
+    starts = tuple(start for start, _ in chain)
+    return Slots(phase, tuple(members), path, starts, first, last, again)
 
 
-def _chain(
+def _path(
     problem: Problem, members: Sequence[int], makers: Sequence[Sequence[int]]
-) -> list[tuple[int, int]]:
-    """(start, wait) of each collective on the longest path, in order."""
+) -> tuple[int, ...]:
+    """The ops of the longest dependent path, in order."""
     ops = problem.trace.ops
     costs = [problem.cost(op.name) for op in ops]
     length: dict[int, int] = {}
@@ -99,14 +103,12 @@ def _chain(
                 if come_from < 0 or reach > best:
                     best, come_from = reach, m
         length[i], via[i] = best + costs[i].compute_ns, come_from
-    chain: list[tuple[int, int]] = []
+    path: list[int] = []
     here = max(members, key=lambda i: length[i], default=-1)
     while here >= 0:
-        before = via[here]
-        if before >= 0 and ops[before].role == "start" and ops[here].role == "wait":
-            chain.append((before, here))
-        here = before
-    return chain[::-1]
+        path.append(here)
+        here = via[here]
+    return tuple(path[::-1])
 
 
 def _again(

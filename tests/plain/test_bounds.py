@@ -30,8 +30,8 @@ def test_no_legal_plan_beats_the_bound(seeds):
         plan = random_plan(problem, rng)
         timeline = simulate(problem, plan)
         limited = replace(problem, budget_bytes=timeline.peak_bytes)
-        program = Program(limited)
-        for bound in (bound_ns(limited), program.solve(5.0, 0.0).bound_ns):
+        programs = [Program(limited), Program(limited, fine=True)]
+        for bound in (bound_ns(limited), *(p.solve(5.0, 0.0).bound_ns for p in programs)):
             assert bound <= timeline.step_ns, seed
 
 
