@@ -5,6 +5,11 @@
 
 All figures are *predicted*, by one simulator, on costs estimated for the named hardware. A
 baseline whose plan does not fit the budget is shown as "-"; ratios are over those that fit.
+
+`torch` is the fastest that fits of what PyTorch's knapsack saves at six budgets, in the order of
+its own overlap scheduler or as it comes. The last columns take the choices of HEU, OPT and
+Checkmate and move into windows: recompute alone, weight gradients alone, one after the other
+(in the better of both orders), and both jointly.
 """
 
 from __future__ import annotations
@@ -14,25 +19,32 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.problems import Case, Stage, build, cases
+from benchmarks.torch_plans import torch_plans
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import simulate
 from overlapc.solvers import FIELD, solve
+from overlapc.solvers.baselines import fits
 from overlapc.solvers.blocks import find_repetition
-from overlapc.solvers.choice import Needs
+from overlapc.solvers.choice import Choice, Needs, on_demand
+from overlapc.solvers.filling import PASSES, filled
 from overlapc.solvers.heu import Period, Totals, policy
+from overlapc.solvers.work import NEVER, backward_work
 
 OURS = ("heu", "overlap", "opt")
-COLUMNS = (*OURS, *FIELD)
+SEPARATE = ("R", "W", "R,W", "RW")  # what moves; one after the other, or jointly
+COLUMNS = (*OURS, *FIELD, "torch", *SEPARATE)
 
 
-def measure(case: Case, opt_seconds: float) -> dict[str, Any]:
+def measure(case: Case, opt_seconds: float, opt_gap: float) -> dict[str, Any]:
     """One row: what every solver finds for the case."""
     problem = build(case)
     row: dict[str, Any] = {
@@ -44,17 +56,51 @@ def measure(case: Case, opt_seconds: float) -> dict[str, Any]:
         "solvers": {},
     }
     bound = 0
-    for name in COLUMNS:
+    plans = {}
+    for name in (*OURS, *FIELD):
         began = time.perf_counter()
         try:
-            plan = solve(problem, name, time_limit_s=opt_seconds)
+            plan = solve(problem, name, time_limit_s=opt_seconds, gap=opt_gap)
         except Infeasible:
             continue
         seconds = time.perf_counter() - began
         bound = max(bound, plan.bound_ns)
+        plans[name] = plan
         row["solvers"][name] = describe(problem, plan) | {"search_s": round(seconds, 3)}
+    others = {"torch": fastest(problem, torch_plans(case, problem))}
+    for moves in SEPARATE:
+        mine = [plans[name] for name in ("heu", "opt", "checkmate") if name in plans]
+        found = [moved(problem, plan, moves.split(",")) for plan in mine]
+        others[moves] = fastest(problem, (plan for some in found for plan in some))
+    for name, best in others.items():
+        if best is not None:
+            row["solvers"][name] = describe(problem, best)
     row["bound_ms"] = bound / 1e6
     return row
+
+
+def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan | None:
+    fitting = [plan for plan in plans if fits(problem, plan)]
+    return min(fitting, key=lambda plan: simulate(problem, plan).step_ns, default=None)
+
+
+def moved(problem: Problem, plan: Plan, turns: Sequence[str]) -> list[Plan]:
+    """The plan's choice recomputed on demand, then the windows filled: in these turns, also the
+    other way round if there are two; jointly in every way there is."""
+    recomputed = set(plan.recomputed)
+    again = tuple(op.name for op in problem.trace.ops if op.name in recomputed)
+    choice = Choice(plan.saved, again)
+    base = replace(plan, order=on_demand(problem, choice))
+    if not fits(problem, base):
+        return []
+    jointly = turns == ["RW"]
+    ways = set(PASSES) if jointly else set()
+    for each in (["R", "W"], ["W", "R"]) if jointly else (turns, turns[::-1]):
+        for taste in (way[0] for way in PASSES if len(way) == 1):
+            ways.add(tuple(replace(taste, moves=letters) for letters in each))
+    work = backward_work(problem, choice)
+    budget = problem.budget_bytes if problem.budget_bytes is not None else NEVER
+    return [base, *(filled(base, work, budget, way) for way in sorted(ways, key=repr))]
 
 
 def describe(problem: Problem, plan: Plan) -> dict[str, Any]:
@@ -104,7 +150,7 @@ def summarise(rows: list[dict[str, Any]]) -> None:
     for hardware in sorted({r["hardware"] for r in rows}):
         here = [r for r in rows if r["hardware"] == hardware]
         print(f"{hardware}: opt is faster, median (min..max), than")
-        for name in FIELD:
+        for name in (*FIELD, "torch", *SEPARATE):
             ratios = [
                 r["solvers"][name]["step_ms"] / r["solvers"]["opt"]["step_ms"]
                 for r in here if name in r["solvers"]
@@ -156,7 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--every", type=int, default=1, help="only each n-th case")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="number of the first")
     parser.add_argument("--opt-seconds", type=float, default=20.0)
+    parser.add_argument("--opt-gap", type=float, default=0.003, help="proven gap that is enough")
     parser.add_argument("--thorough", action="store_true", help="the full cross product")
     parser.add_argument("--json", type=Path, help="write everything found into this file")
     add_depths = {"type": lambda text: [int(word) for word in text.split(",")]}
@@ -165,14 +213,16 @@ def main() -> None:
     if args.depths:
         print_depths(args.depths)
         return
-    chosen = [case for case in cases(args.thorough) if args.only in case.name][:: args.every]
+    chosen = [case for case in cases(args.thorough) if args.only in case.name][
+        args.first :: args.every
+    ]
     print(
         f"{'case':50}{'bound':>8}{'gap':>7}{'heu-opt':>7}{'heu s':>7}"
         + "".join(f"{name:>8.7}" for name in COLUMNS)
     )
     rows = []
     for case in chosen:
-        rows.append(measure(case, args.opt_seconds))
+        rows.append(measure(case, args.opt_seconds, args.opt_gap))
         print_row(rows[-1])
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")

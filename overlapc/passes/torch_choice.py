@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,18 @@ GLANCE = (1.0, 0.5)  # each takes torch a second or more for a few hundred ops
 def torch_choices(
     captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
 ) -> list[tuple[str, ...]]:
-    """For each activation_memory_budget, the names of the forward values torch would save.
-
-    Left out are budgets at which torch's partitioner fails on this graph.
-    """
-    forward = {name for op in captured.trace.ops if op.is_forward for name in op.outputs}
+    """For each activation_memory_budget, the names of the forward values torch would save."""
     found: dict[tuple[str, ...], None] = {}
+    for _, backward in torch_partitions(captured, joint_inputs, budgets):
+        found[saved_names(captured, backward)] = None
+    return list(found)
+
+
+def torch_partitions(
+    captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
+) -> Iterator[tuple[fx.GraphModule, fx.GraphModule]]:
+    """Forward and backward graph for each activation_memory_budget. Left out are budgets at which
+    torch's partitioner fails on this graph."""
     for budget in budgets:
         joint = _copied(captured.joint)
         for node in joint.graph.nodes:
@@ -42,7 +48,7 @@ def torch_choices(
         known = {name: value for name, value in options.items() if hasattr(functorch_config, name)}
         try:
             with functorch_config.patch(known):
-                _, backward = min_cut_rematerialization_partition(
+                forward, backward = min_cut_rematerialization_partition(
                     joint,
                     joint_inputs,
                     num_fwd_outputs=captured.num_fwd_outputs,
@@ -51,13 +57,18 @@ def torch_choices(
         except Exception as error:
             log(1, f"torch's partitioner at activation_memory_budget={budget}: {error}")
             continue
-        names = [
-            str(node.target)
-            for node in backward.graph.find_nodes(op="placeholder")
-            if isinstance(node.meta.get("val"), torch.Tensor)
-        ]
-        found[tuple(name for name in names if name in forward)] = None
-    return list(found)
+        yield forward, backward
+
+
+def saved_names(captured: Captured, backward: fx.GraphModule) -> tuple[str, ...]:
+    """The forward values that a backward graph is given."""
+    forward = {name for op in captured.trace.ops if op.is_forward for name in op.outputs}
+    names = [
+        str(node.target)
+        for node in backward.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    return tuple(name for name in names if name in forward)
 
 
 def _copied(joint: fx.GraphModule) -> fx.GraphModule:

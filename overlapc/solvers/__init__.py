@@ -45,6 +45,7 @@ BASELINES: dict[str, Callable[[Problem], Plan]] = {
     "selective": baselines.selective,
 }
 FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
+    "uniform": baselines.uniform,
     "block": baselines.block,
     "checkmate": baselines.checkmate,
     "megatron": baselines.megatron,
@@ -62,13 +63,15 @@ def solve(
     torch_choices: Sequence[tuple[str, ...]] = (),
     *,
     time_limit_s: float = 60.0,
+    gap: float = 0.001,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The best plan of this solver (or baseline) that fits the problem's budget.
 
     `torch_choices` are saved sets PyTorch's partitioner proposes; they are the plans of solver
-    "torch" and further candidates for "overlap" and "opt". `time_limit_s` and `progress` are
-    opt's. Raises Infeasible, naming the smallest budget that works, if nothing fits.
+    "torch" and further candidates for "overlap" and "opt". `time_limit_s`, `gap` (proven, at
+    which it stops) and `progress` are opt's. Raises Infeasible, naming the smallest budget that
+    works, if nothing fits.
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
@@ -98,7 +101,7 @@ def solve(
         if solver == "overlap":
             return _best(problem, menu)
         known = [*menu, *heu_plans(problem)]
-        found = opt(problem, known, time_limit_s=time_limit_s, progress=progress)
+        found = opt(problem, known, time_limit_s=time_limit_s, gap=gap, progress=progress)
     except Infeasible:
         return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)

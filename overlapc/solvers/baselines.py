@@ -3,10 +3,12 @@
 none        save everything the backward reads (eager)
 full        keep only the borders of the repeated blocks (torch.utils.checkpoint per block)
 selective   recompute the core of attention (Megatron's selective recompute)
+uniform     `full` for groups of blocks, as small as fit: only their inputs are kept
 block       `full` for the first blocks, as few as fit; the rest keep all (Megatron's "block")
 checkmate   the least recompute that fits, blind to communication (Checkmate's optimum)
-megatron    the fastest of none, selective and full that fits, its weight gradients hidden under
-            the collective that follows (Megatron's own overlap)
+megatron    the fastest that fits of none, full and any of Megatron's recompute_modules (core of
+            attention, layer norm, activation), its weight gradients hidden under the collective
+            that follows (Megatron's own overlap)
 lancet      save everything; weight gradients into windows by best fit (Lancet's backward)
 lynx        the repeated block's choice, recompute into windows, weight gradients left in place
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Op, Plan, Problem, Slowdown, Trace
@@ -49,16 +52,35 @@ def full(problem: Problem) -> Plan:
 
 def selective(problem: Problem) -> Plan:
     """Scores, softmax and dropout of attention are recomputed, all else is kept."""
+    return _without(problem, _core_attention(problem), "selective")
+
+
+def _without(problem: Problem, dropped: set[str], solver: str) -> Plan:
+    needs = Needs(problem.trace)
+    kept = {s for s in needs.storages if s not in dropped}
+    return plan_on_demand(problem, kept, solver, needs)
+
+
+def _core_attention(problem: Problem) -> set[str]:
     trace = problem.trace
-    needs = Needs(trace)
     dropped: set[str] = set()
     for op in trace.ops:
         if op.is_forward and _is_core_attention(op):
             dropped |= {trace.value[name].storage for name in op.outputs}
             if "_softmax" in op.signature:
                 dropped |= _around_softmax(problem, op)
-    kept = {s for s in needs.storages if s not in dropped}
-    return plan_on_demand(problem, kept, "selective", needs)
+    return dropped
+
+
+def _outputs_of(problem: Problem, *targets: str) -> set[str]:
+    """Storages that forward ops of these names make."""
+    trace = problem.trace
+    return {
+        trace.value[name].storage
+        for op in trace.ops
+        if op.is_forward and op.signature.split(".")[1:2] and op.signature.split(".")[1] in targets
+        for name in op.outputs
+    }
 
 
 def _is_core_attention(op: Op) -> bool:
@@ -96,6 +118,29 @@ def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
     walk(softmax, downwards=True)
     walk(softmax, downwards=False)
     return found
+
+
+def uniform(problem: Problem) -> Plan:
+    """Groups of one, two, four... blocks, until it fits."""
+    trace = problem.trace
+    repeated = repetition(trace)
+    best = full(problem)
+    if repeated is None:
+        return replace(best, solver="uniform")
+    needs = Needs(trace)
+    inside = {
+        trace.value[name].storage
+        for op in trace.ops[repeated.first : repeated.end]
+        for name in op.outputs
+    }
+    group = 1
+    while group <= repeated.count:
+        kept = (set(needs.storages) - inside) | set(repeated.enters[::group])
+        best = plan_on_demand(problem, kept, "uniform", needs)
+        if fits(problem, best):
+            break
+        group *= 2
+    return best
 
 
 def block(problem: Problem) -> Plan:
@@ -144,7 +189,15 @@ def checkmate(problem: Problem) -> Plan:
 
 def megatron(problem: Problem) -> Plan:
     """Weight gradients wait for the next collective and no longer."""
-    plans = [make(problem) for make in (none, selective, full)]
+    modules = (
+        _core_attention(problem),
+        _outputs_of(problem, "native_layer_norm", "_fused_rms_norm"),
+        _outputs_of(problem, "gelu", "silu", "relu"),
+    )
+    plans = [full(problem)]
+    for chosen in product((False, True), repeat=len(modules)):
+        dropped = set().union(*(m for m, is_in in zip(modules, chosen, strict=True) if is_in))
+        plans.append(_without(problem, dropped, "megatron"))
     ordered = [_hide_weights(problem, plan, at_most=1) for plan in plans]
     return _fastest_fitting(problem, [*plans, *ordered], "megatron")
 

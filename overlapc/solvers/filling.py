@@ -25,20 +25,32 @@ _TRIES = 6  # candidates tried for one place in a window
 @dataclass(frozen=True)
 class Taste:
     """Which work a window takes first: `recompute` or weight gradients; and whether it takes
-    what comes before the collective or what comes after (`pull`). Without `weights` these stay
-    where they are."""
+    what comes before the collective or what comes after (`pull`). Of "R" and "W" only `moves`
+    leave their places."""
 
     recompute: bool
     pull: bool
-    weights: bool = True
+    moves: str = "RW"
 
 
-TASTES = (Taste(False, False), Taste(True, True), Taste(False, True), Taste(True, False))
+Passes = tuple[Taste, ...]  # each goes through all windows, one after the other
+PASSES: tuple[Passes, ...] = (
+    (Taste(False, False),),
+    (Taste(True, True),),
+    (Taste(False, True),),
+    (Taste(True, True, "R"), Taste(False, False, "W")),
+    (Taste(False, False, "W"), Taste(True, True, "R")),
+    (Taste(True, False),),
+)
 
 
-def filled(plan: Plan, work: Work, budget: int, taste: Taste, until: float = float("inf")) -> Plan:
+def filled(
+    plan: Plan, work: Work, budget: int, passes: Passes, until: float = float("inf")
+) -> Plan:
     """The plan with its windows filled as far as the budget and the clock allow."""
-    return _Filling(plan, work, budget, taste).run(until)
+    for taste in passes:
+        plan = _Filling(plan, work, budget, taste).run(until)
+    return plan
 
 
 class _Filling:
@@ -104,7 +116,7 @@ class _Filling:
                     yield n, group
 
     def may_move(self, n: int) -> bool:
-        return self.taste.weights or self.letter(n) != "W"
+        return self.letter(n) in "I" + self.taste.moves
 
     def users_before(self, n: int, end: int, at: dict[int, int]) -> list[int]:
         found, front = {n}, [n]

@@ -27,13 +27,14 @@ from overlapc.ir import Op, Plan, Problem
 from overlapc.simulate import memory_curve
 from overlapc.solvers.blocks import Repetition, repetition
 from overlapc.solvers.choice import Choice, Needs, on_demand
-from overlapc.solvers.filling import TASTES, filled
+from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(4.0, False), Style(2.0, True))
 _HALVINGS = 7  # of the range in which the room is looked for that makes a choice fit
 _ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
+_PASSES = (PASSES[0], PASSES[1], PASSES[3])
 _LARGE = 1500  # ops from which on fewer schedules are tried for a choice
 _SECONDS = 2.0  # for one program; it takes hundredths
 
@@ -240,8 +241,8 @@ def _schedules(problem: Problem, choice: Choice, budget: int | None, defer: bool
     large = len(problem.trace.ops) > _LARGE
     if budget is not None and not large and max(memory_curve(problem, plan), default=0) <= budget:
         work = backward_work(problem, choice)
-        for taste in TASTES[:2]:
-            yield filled(plan, work, budget, taste if defer else replace(taste, weights=False))
+        for passes in _PASSES if defer else ((Taste(True, True, "R"),), (Taste(True, False, "R"),)):
+            yield filled(plan, work, budget, passes)
     for late in (True, False) if defer else (False,):
         work = backward_work(problem, choice, late)
         for share in (1.0,) if large else (1.0, 0.93):

@@ -22,7 +22,7 @@ from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.choice import Choice, Needs, on_demand
 from overlapc.solvers.exact import TooLarge, exact
-from overlapc.solvers.filling import TASTES, filled
+from overlapc.solvers.filling import PASSES, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
@@ -277,10 +277,10 @@ class _Search:
             self.offer(replace(self.best, order=order))
 
     def fill(self, plan: Plan, work: Work) -> None:
-        for taste in TASTES:
+        for passes in PASSES:
             if self.left_s() <= 0:
                 return
-            self.offer(filled(plan, work, self.budget, taste, self.until))
+            self.offer(filled(plan, work, self.budget, passes, self.until))
 
     def listed(self, choice: Choice, work: Work) -> None:
         problem = self.problem
