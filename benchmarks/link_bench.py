@@ -288,31 +288,33 @@ def print_table(variants: list[Variant]) -> None:
     sys.stdout.flush()
 
 
-def save(variants: list[Variant], args: argparse.Namespace) -> None:
-    """Everything measured, with its conditions, under benchmarks/results/."""
-    rate = os.environ.get("OVERLAPC_LAB_MBIT", "none")
-    rows = []
-    for variant in variants:
-        row = asdict(replace(variant, model=None, planned=[]))
-        del row["model"], row["planned"]
-        rows.append(row)
-    document = {
+def conditions(model: str) -> dict[str, Any]:
+    """What figures of this machine and link were measured under."""
+    return {
         "what": "forward and backward on a shaped link; times are measured, one per repetition",
-        "model": args.model,
-        "size": asdict(GPT_SIZE if args.model == "gpt" else MOE_SIZE),
+        "model": model,
+        "size": asdict(GPT_SIZE if model == "gpt" else MOE_SIZE),
         "batch": [BATCH, SEQ],
-        "rate_mbit": rate,
+        "rate_mbit": os.environ.get("OVERLAPC_LAB_MBIT", "none"),
         "ranks": 2,
         "threads_per_rank": 1,
         "dtype": "float32",
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
-        "solver": args.solver,
-        "variants": rows,
     }
+
+
+def save(variants: list[Variant], args: argparse.Namespace) -> None:
+    """Everything measured, with its conditions, under benchmarks/results/."""
+    rows = []
+    for variant in variants:
+        row = asdict(replace(variant, model=None, planned=[]))
+        del row["model"], row["planned"]
+        rows.append(row)
+    document = conditions(args.model) | {"solver": args.solver, "variants": rows}
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"link_{args.model}_{rate}.json"
+    path = RESULTS / f"link_{args.model}_{document['rate_mbit']}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)
 

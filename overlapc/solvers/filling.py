@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from overlapc.ir import Plan
-from overlapc.simulate import memory_curve
-from overlapc.solvers.work import Work
+from overlapc.solvers.work import Place, Work
 
-_LOOK = 400  # issues before and after a collective that are looked through
-_TRIES = 6  # candidates tried for one place in a window
+_LOOK = 120  # issues before and after a collective that are looked through
+_TRIES = 12  # candidates tried for one place in a window
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,13 @@ class _Filling:
             for user in work.after[n]:
                 self.before[user].append(n)
         self.took = {n: work.compute[n % work.count] for n in work.nodes}
+        self.users: dict[Place, list[int]] = {}
+        for n in work.nodes:
+            for place in work.reads[n]:
+                self.users.setdefault(place, []).append(n)
+        self.at = {n: i for i, n in enumerate(self.order)}
+        self.held = [work.held_bytes]  # before the i-th of the order, beside what it makes
+        self.walk(0, self.order, self.held)
 
     def run(self, until: float) -> Plan:
         starts = [n for n in self.order if self.work.ops[n % self.work.count].role == "start"]
@@ -79,85 +85,110 @@ class _Filling:
         wait = next(n for n in self.work.after[start] if self.is_wait(n))
         refused: set[int] = set()
         while True:
-            at = {n: i for i, n in enumerate(self.order)}
-            begin, end = at[start], at[wait]
+            begin, end = self.at[start], self.at[wait]
             left = self.work.comm[start % self.work.count]
             left -= sum(self.took[n] for n in self.order[begin:end])
             if left <= 0:
                 return
-            moves = [m for m in self.moves(begin, end, at) if m[0] not in refused]
-            moves.sort(key=lambda m: self.rank(m, left, at, begin))
+            moves = [m for m in self.moves(begin, end) if m[0] not in refused]
+            moves.sort(key=lambda m: self.rank(m, left, begin))
             for n, group in moves[:_TRIES]:
-                changed = self.moved(group, end, wait)
-                if self.fits(changed):
-                    self.order = changed
+                if self.move(group, end):
                     break
                 refused.add(n)
             else:
                 return
 
-    def moves(self, begin: int, end: int, at: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
+    def moves(self, begin: int, end: int) -> Iterator[tuple[int, list[int]]]:
         """(node, all that has to move with it), for each that may run in the window."""
+        at = self.at
         pushed: set[int] = set()
         for i in range(begin - 1, max(-1, begin - _LOOK), -1):
             n = self.order[i]
-            if self.is_wait(n):
+            if self.work.ops[n % self.work.count].role in ("start", "wait"):
                 continue
             users = [u for u in self.work.after[n] if at[u] <= end]
             if all(u in pushed for u in users):
                 pushed.add(n)
-                if self.took[n] and self.may_move(n):
-                    yield n, self.users_before(n, end, at)
+                group = self.users_before(n, end) if self.took[n] else []
+                if group and all(map(self.may_move, group)):
+                    yield n, group
         for i in range(end + 1, min(len(self.order), end + _LOOK)):
             n = self.order[i]
-            if self.took[n] and self.letter(n) != "I" and self.may_move(n):
-                group = self.needs_after(n, end, at)
-                if group:
-                    yield n, group
+            group = self.needs_after(n, end) if self.took[n] else []
+            if group and all(map(self.may_move, group)):
+                yield n, group
 
     def may_move(self, n: int) -> bool:
         return self.letter(n) in "I" + self.taste.moves
 
-    def users_before(self, n: int, end: int, at: dict[int, int]) -> list[int]:
+    def users_before(self, n: int, end: int) -> list[int]:
         found, front = {n}, [n]
         while front:
             for user in self.work.after[front.pop()]:
-                if at[user] < end and user not in found:
+                if self.at[user] < end and user not in found:
                     found.add(user)
                     front.append(user)
-        return sorted(found, key=at.__getitem__)
+        return sorted(found, key=self.at.__getitem__)
 
-    def needs_after(self, n: int, end: int, at: dict[int, int]) -> list[int]:
+    def needs_after(self, n: int, end: int) -> list[int]:
         """The node and what it needs of what comes after the window; none if that has to wait."""
         found, front = {n}, [n]
         while front:
             for other in self.before[front.pop()]:
-                if at[other] >= end and other not in found:
+                if self.at[other] >= end and other not in found:
                     if self.is_wait(other) or self.letter(other) == "I":
                         return []
                     found.add(other)
                     front.append(other)
-        return sorted(found, key=at.__getitem__)
+        return sorted(found, key=self.at.__getitem__)
 
     def rank(
-        self, move: tuple[int, list[int]], left: int, at: dict[int, int], begin: int
+        self, move: tuple[int, list[int]], left: int, begin: int
     ) -> tuple[bool, bool, bool, int]:
         n, group = move
         took = sum(self.took[m] for m in group)
         wanted = (self.letter(n) == "R") == self.taste.recompute
-        pulled = at[n] > begin
-        return took > 2 * left, not wanted, pulled != self.taste.pull, abs(at[n] - begin)
+        pulled = self.at[n] > begin
+        return took > 2 * left, not wanted, pulled != self.taste.pull, abs(self.at[n] - begin)
 
-    def moved(self, group: Sequence[int], end: int, wait: int) -> list[int]:
-        """The order with the group right before the wait."""
+    def move(self, group: Sequence[int], end: int) -> bool:
+        """Put the group right before place `end` of the order, if memory allows."""
         going = set(group)
-        early = [n for n in self.order[:end] if n not in going]
-        late = [n for n in self.order[end:] if n not in going]
-        return [*early, *group, *late]
+        low = min(end, self.at[group[0]])
+        high = max(end, self.at[group[-1]] + 1)
+        early = [n for n in self.order[low:end] if n not in going]
+        late = [n for n in self.order[end:high] if n not in going]
+        part = [*early, *group, *late]
+        held = self.held[: low + 1]
+        if self.walk(low, part, held) > self.budget:
+            return False
+        self.order[low:high] = part
+        self.held[low : high + 1] = held[low:]
+        for i in range(low, high):
+            self.at[self.order[i]] = i
+        return True
 
-    def fits(self, order: Sequence[int]) -> bool:
-        plan = replace(self.plan, order=self.head + self.work.text(order))
-        return max(memory_curve(self.work.problem, plan), default=0) <= self.budget
+    def walk(self, low: int, part: Sequence[int], held: list[int]) -> int:
+        """Append to `held` what is there after each node of a part of the order that begins at
+        place `low`; returns the peak on the way."""
+        work = self.work
+        readers: dict[Place, int] = {}  # still to come
+        peak, now = 0, held[low]
+        for n in part:
+            peak = max(peak, now + work.allocates(n))
+            now += sum(work.size[storage] for storage, _ in work.makes[n])
+            for place in work.makes[n]:
+                if not self.users.get(place) and place[0] not in work.lasting:
+                    now -= work.size[place[0]]
+            for place in work.reads[n]:
+                if place not in readers:
+                    readers[place] = sum(self.at[user] >= low for user in self.users[place])
+                readers[place] -= 1
+                if not readers[place] and place[0] not in work.lasting:
+                    now -= work.size[place[0]]
+            held.append(now)
+        return peak
 
     def is_wait(self, n: int) -> bool:
         return self.work.ops[n % self.work.count].role == "wait"

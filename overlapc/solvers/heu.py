@@ -35,6 +35,7 @@ _STYLES = (Style(4.0, False), Style(2.0, True))
 _HALVINGS = 7  # of the range in which the room is looked for that makes a choice fit
 _ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
 _PASSES = (PASSES[0], PASSES[1], PASSES[3])
+_RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
 _LARGE = 1500  # ops from which on fewer schedules are tried for a choice
 _SECONDS = 2.0  # for one program; it takes hundredths
 
@@ -239,13 +240,14 @@ def _schedules(problem: Problem, choice: Choice, budget: int | None, defer: bool
     plan = Plan(digest, "heu", choice.saved, on_demand(problem, choice))
     yield plan
     large = len(problem.trace.ops) > _LARGE
-    if budget is not None and not large and max(memory_curve(problem, plan), default=0) <= budget:
+    limit = NEVER if budget is None else budget
+    if max(memory_curve(problem, plan), default=0) <= limit:
         work = backward_work(problem, choice)
-        for passes in _PASSES if defer else ((Taste(True, True, "R"),), (Taste(True, False, "R"),)):
-            yield filled(plan, work, budget, passes)
-    for late in (True, False) if defer else (False,):
+        for passes in _PASSES if defer else _RECOMPUTE_ONLY:
+            yield filled(plan, work, limit, passes)
+    for late in (True, False) if defer else ():
         work = backward_work(problem, choice, late)
-        for share in (1.0,) if large else (1.0, 0.93):
+        for permille in (1000,) if large else (1000, 930):
             for style in _STYLES[:1] if large else _STYLES:
-                limit = int(budget * share) if budget is not None else NEVER
-                yield replace(plan, order=plain + list_schedule(work, limit, style))
+                backward = list_schedule(work, limit * permille // 1000, style)
+                yield replace(plan, order=plain + backward)

@@ -191,7 +191,8 @@ class _Search:
                 return
             before = self.key
             budget = int(self.budget * (1 - margin)) if self.budget < NEVER else NEVER
-            seconds = max(0.1, min(2.0, self.left_s() / 8))
+            patience = max(1.0, len(self.problem.trace.ops) / 700)
+            seconds = max(0.1, min(2.0 * patience, self.left_s() / 8))
             try:
                 found = program.solve(seconds, 0.002, program.thrifty(budget))
             except Infeasible:
