@@ -1,6 +1,7 @@
 """The benchmark set: problems from real captures of GPT and MoE stages on fake ranks.
 
-    python benchmarks/problems.py [--list | --write FOLDER]
+    python benchmarks/problems.py > benchmarks/set.txt
+    python benchmarks/problems.py --small --write tests/plain/problems
 
 A case is a stage of a model (its blocks; embedding and head lie in other stages), the ranks its
 tensors or experts are spread over, a hardware profile, how many microbatches are in flight, and
@@ -94,6 +95,23 @@ def cases(thorough: bool = False) -> Iterator[Case]:
                     ranks = MOE_SHAPES[model][5]
                     seq = 2048 if model == "fine-grained" else 512
                     yield Case(Stage(model, 6, ranks, seq, max(1, size)), name, 1, share)
+
+
+def small_cases() -> Iterator[Case]:
+    """A few of two blocks, for tests: their texts are kept beside these."""
+    yield Case(Stage("7B", 2, 4, 2048, 8), "a100-pcie-80", 1, 0.35)
+    yield Case(Stage("20B", 2, 8, 8192, 2), "h100-sxm", 4, 0.0)
+    yield Case(Stage("lancet-L", 2, 16, 512, 24), "a100-sxm-40", 1, 0.15)
+    yield Case(Stage("fine-grained", 2, 8, 2048, 1), "v100-sxm2-32", 2, 0.6)
+
+
+def describe(case: Case, problem: Problem, text: str) -> str:
+    """One line by which a problem is known again."""
+    return (
+        f"{case.name} digest {problem.trace.digest} crc {zlib.crc32(text.encode()):08x} "
+        f"{len(problem.trace.ops)} ops {len(problem.trace.lanes)} lanes "
+        f"budget {problem.budget_bytes}"
+    )
 
 
 def build(case: Case) -> Problem:
@@ -201,16 +219,13 @@ def _moe(stage: Stage) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, help="write each problem as text into this folder")
+    parser.add_argument("--small", action="store_true", help="only the few that tests use")
     parser.add_argument("--thorough", action="store_true", help="the full cross product")
     args = parser.parse_args()
-    for case in cases(args.thorough):
+    for case in small_cases() if args.small else cases(args.thorough):
         problem = build(case)
         text = format_problem(problem)
-        ops = len(problem.trace.ops)
-        print(
-            f"{case.name}  digest {problem.trace.digest}  crc {zlib.crc32(text.encode()):08x}  "
-            f"{ops} ops, {len(problem.trace.lanes)} lanes, budget {problem.budget_bytes:,}"
-        )
+        print(describe(case, problem, text), flush=True)
         if args.write:
             args.write.mkdir(parents=True, exist_ok=True)
             (args.write / f"{case.name}.txt").write_text(text)

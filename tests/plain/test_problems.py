@@ -1,0 +1,67 @@
+"""Solvers on problems of real graphs: the small ones of the benchmark set, kept as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from overlapc.check import check
+from overlapc.errors import Infeasible
+from overlapc.simulate import simulate
+from overlapc.solvers import FIELD, bound_ns, solve
+from overlapc.text import format_problem, parse_problem
+
+TEXTS = sorted((Path(__file__).parent / "problems").glob("*.txt"))
+
+
+@pytest.fixture(params=TEXTS, ids=lambda path: path.stem)
+def problem(request):
+    return parse_problem(request.param.read_text())
+
+
+def test_there_are_some():
+    assert len(TEXTS) >= 4
+
+
+def test_the_text_is_the_problem(problem, request):
+    assert format_problem(problem) == request.node.callspec.params["problem"].read_text()
+
+
+def test_every_solver_is_legal_within_the_budget_and_above_the_bound(problem):
+    least = bound_ns(problem)
+    steps = {}
+    for solver in ("heu", "overlap", *FIELD):
+        try:
+            plan = solve(problem, solver)
+        except Infeasible:
+            continue
+        check(problem, plan)
+        timeline = simulate(problem, plan)
+        assert timeline.peak_bytes <= problem.budget_bytes
+        assert timeline.step_ns >= least
+        steps[solver] = timeline.step_ns
+    assert steps["overlap"] <= min(steps.values()) * 1.002
+    assert steps["heu"] <= 1.03 * steps["overlap"]
+
+
+def test_opt_comes_close_to_its_bound(problem):
+    plan = solve(problem, "opt", time_limit_s=10.0, gap=0.02)
+    check(problem, plan)
+    step = simulate(problem, plan).step_ns
+    assert simulate(problem, plan).peak_bytes <= problem.budget_bytes
+    assert plan.bound_ns <= step
+    assert step <= 1.1 * plan.bound_ns
+
+
+def test_heu_takes_what_memory_there_is(problem):
+    """More memory, less time, on the whole."""
+    free = replace(problem, budget_bytes=None)
+    most = simulate(free, solve(free, "none")).peak_bytes
+    steps = []
+    for budget in (problem.budget_bytes, (problem.budget_bytes + most) // 2, most):
+        limited = replace(problem, budget_bytes=budget)
+        steps.append(simulate(limited, solve(limited, "heu")).step_ns)
+    assert steps[1] <= 1.005 * steps[0]
+    assert steps[2] <= 1.005 * steps[1]

@@ -1,0 +1,38 @@
+"""The benchmark set's generator makes again what is kept of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="graphs differ from release to release"
+)
+
+
+def generated(*arguments: str) -> dict[str, str]:
+    """Name -> line, of what the generator prints."""
+    command = [sys.executable, "benchmarks/problems.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return {line.split()[0]: line for line in done.stdout.splitlines()}
+
+
+def test_small_problems_are_those_kept_as_text():
+    lines = generated("--small")
+    texts = sorted((ROOT / "tests/plain/problems").glob("*.txt"))
+    assert sorted(lines) == sorted(path.stem for path in texts)
+    for path in texts:
+        assert f"crc {zlib.crc32(path.read_bytes()):08x}" in lines[path.stem]
+
+
+@pytest.mark.slow
+def test_the_set_is_as_listed():
+    kept = (ROOT / "benchmarks/set.txt").read_text().splitlines()
+    assert list(generated().values()) == kept
