@@ -17,6 +17,7 @@ whose backward comes before. What it means for the whole trace, list scheduling 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,11 +186,14 @@ def _limit_memory(
 
 
 def _engine() -> pulp.LpSolver:
-    """HiGHS, or CBC where HiGHS is missing."""
-    highs = pulp.HiGHS(msg=False, timeLimit=_SECONDS, threads=1, gapRel=0.002)
-    if highs.available():
-        return highs
-    return pulp.PULP_CBC_CMD(msg=False, timeLimit=_SECONDS, threads=1, gapRel=0.002)
+    """HiGHS, or CBC where HiGHS is missing: one that is installed, or the one PuLP 3 brings."""
+    options = {"msg": False, "timeLimit": _SECONDS, "threads": 1, "gapRel": 0.002}
+    for make in (pulp.HiGHS, pulp.COIN_CMD):
+        if (engine := make(**options)).available():
+            return engine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pulp.PULP_CBC_CMD(**options)
 
 
 def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) -> Iterator[Plan]:

@@ -65,3 +65,11 @@ def test_heu_takes_what_memory_there_is(problem):
         steps.append(simulate(limited, solve(limited, "heu")).step_ns)
     assert steps[1] <= 1.005 * steps[0]
     assert steps[2] <= 1.005 * steps[1]
+
+
+def test_heu_does_without_highs(problem, monkeypatch):
+    """CBC, which comes with PuLP, solves the same small program."""
+    with_highs = simulate(problem, solve(problem, "heu")).step_ns
+    monkeypatch.setattr("pulp.HiGHS.available", lambda engine: False)
+    with_cbc = simulate(problem, solve(problem, "heu")).step_ns
+    assert abs(with_cbc / with_highs - 1) <= 0.02

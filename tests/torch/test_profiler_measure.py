@@ -15,12 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlapc.emulate import Link, init_fabric
 from overlapc.errors import CaptureError, OptionError
-from overlapc.ir import Profile, Slowdown
+from overlapc.ir import Cost, Profile, Slowdown
 from overlapc.passes.capture import Captured, capture, trace_joint
+from overlapc.profiler import links
 from overlapc.profiler import measure as measure_module
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.link_model import Curve, LinkModel
-from overlapc.profiler.measure import measure
+from overlapc.profiler.measure import measure, retime
 from overlapc.profiler.replay import Replay
 
 WIDTH, ROWS = 64, 32
@@ -357,3 +358,32 @@ def test_fake_groups_cannot_be_measured() -> None:
             measure(captured, [x], passes=1)
     finally:
         dist.destroy_process_group()
+
+
+def test_retiming_changes_compute_times_and_nothing_else(block: Block) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    captured = capture(block, x)
+    names = [op.name for op in captured.trace.ops]
+    before = Profile(dict.fromkeys(names, Cost(0, 7, 11, "default")), Slowdown(1100, 1050))
+    now = retime(captured, primals_of(block, x), before)
+    assert set(now.costs) == set(names)
+    assert sum(cost.compute_ns for cost in now.costs.values()) > 0
+    assert {(c.comm_ns, c.workspace_bytes) for c in now.costs.values()} == {(7, 11)}
+    assert now.slowdown == before.slowdown
+
+
+def test_an_uneven_all_to_all_counts_what_crosses_the_link(monkeypatch: Any) -> None:
+    """Of 10 rows this rank, number 1 of 4, keeps 4: it sends 6 and is sent 7."""
+    monkeypatch.setattr(links, "group_of", lambda node: "group")
+    monkeypatch.setattr(links, "ranks_in", lambda group: 4)
+    monkeypatch.setattr(links, "rank_in", lambda group: 1)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(10, 8)
+    received, sent = [3, 4, 2, 2], [1, 4, 3, 2]
+    op = torch.ops._c10d_functional.all_to_all_single.default
+    node = graph.call_function(op, (x, received, sent, "group"))
+    node.meta["val"] = torch.empty(11, 8)
+    row = 8 * 4
+    assert links.collective_of(node, int).bytes == 7 * row * 4 // 3
+    assert links.collective_of(node).bytes == 11 * row
