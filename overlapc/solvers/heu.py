@@ -18,22 +18,25 @@ whose backward comes before. What it means for the whole trace, list scheduling 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pulp
 
 from overlapc.ir import Op, Plan, Problem
-from overlapc.simulate import memory_curve
+from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.blocks import Repetition, repetition
 from overlapc.solvers.choice import Choice, Needs, on_demand
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
+from overlapc.solvers.overlap import steady_plans
 from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(4.0, False), Style(2.0, True))
-_HALVINGS = 7  # of the range in which the room is looked for that makes a choice fit
+_STEPS, _HALVINGS = 8, 3  # in which the room is looked for that makes a choice fit
+_AGAIN = (0.5, 0.1)  # shares of recomputed collectives that may turn out to be exposed
 _ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
 _PASSES = (PASSES[0], PASSES[1], PASSES[3])
 _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
@@ -131,9 +134,12 @@ class Totals:
         return Totals(compute, comm, weights, there)
 
 
-def policy(problem: Problem, period: Period, totals: Totals, room: int) -> dict[int, int] | None:
+def policy(
+    problem: Problem, period: Period, totals: Totals, room: int, again: float = 0.5
+) -> dict[int, int] | None:
     """In how many of its blocks to keep each class of storage, if `room` bytes are to stay free;
-    None if that cannot be."""
+    None if that cannot be. `again` is the share of a recomputed collective that is thought to be
+    exposed."""
     unit = max(1, totals.compute) / 1000
     program = pulp.LpProblem("period", pulp.LpMinimize)
     keep = [
@@ -153,9 +159,9 @@ def policy(problem: Problem, period: Period, totals: Totals, room: int) -> dict[
         # What the last block recomputes has no window before it.
         hidden.append(cost.compute_ns / unit * (blocks - 1) / blocks * run[op.name])
     # Less recompute and fewer collectives run again, if windows have room for either.
-    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * 0.5 + idle
+    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * again + idle
     gap = (totals.comm - totals.weights) / unit
-    program += idle + pulp.lpSum(hidden) - pulp.lpSum(comm) >= gap
+    program += idle + pulp.lpSum(hidden) - 2 * again * pulp.lpSum(comm) >= gap
     for c in period.wanted:
         terms = keep[c] + run[period.maker[c].name] if c in period.maker else keep[c] + 0
         program += terms >= period.blocks[c]
@@ -209,33 +215,71 @@ def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) 
         keep = policy(problem, period, totals, 0)
         yield from _schedules(problem, period.choice(needs, keep or {}), None, defer)
         return
-    room = _least_room(problem, period, totals, needs, budget)
     tried: list[Choice] = []
-    for more in _ROOM_PERMILLE:
-        keep = policy(problem, period, totals, room + budget * more // 1000)
-        choice = None if keep is None else period.choice(needs, keep)
-        if choice is not None and choice not in tried:
-            tried.append(choice)
+    for again in _AGAIN:
+        program = partial(policy, problem, period, totals, again=again)
+        room = _least_room(problem, period, needs, program, budget)
+        if room is None:
+            continue
+        for more in _ROOM_PERMILLE:
+            keep = program(room + budget * more // 1000)
+            choice = None if keep is None else period.choice(needs, keep)
+            if choice is not None and choice not in tried:
+                tried.append(choice)
+                yield from _schedules(problem, choice, budget, defer)
+    if not tried:
+        for choice in _steady(problem, needs, budget):
             yield from _schedules(problem, choice, budget, defer)
 
 
-def _least_room(problem: Problem, period: Period, totals: Totals, needs: Needs, budget: int) -> int:
+def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:
+    """The quickest that fit of choices that know of no blocks: where even blocks' inputs are made
+    again, because many microbatches are in flight, a program of one block knows too little."""
+    fitting = []
+    for plan in steady_plans(problem):
+        timeline = simulate(problem, plan)
+        if timeline.peak_bytes <= budget:
+            kept = frozenset(problem.trace.value[name].storage for name in plan.saved)
+            fitting.append((timeline.step_ns, kept))
+    fitting.sort(key=lambda pair: pair[0])
+    return [needs.complete(kept) for _, kept in fitting[: len(_ROOM_PERMILLE)]]
+
+
+def _least_room(
+    problem: Problem,
+    period: Period,
+    needs: Needs,
+    program: Callable[[int], dict[int, int] | None],
+    budget: int,
+) -> int | None:
     """The program's guess at memory is put right: the least room, less than none perhaps, with
     which its choice fits when recomputed on demand."""
-    low, high = -2 * period.bytes_of_block - budget // 20, budget // 4
-    for _ in range(_HALVINGS):
-        middle = (low + high) // 2
-        keep = policy(problem, period, totals, middle)
-        if keep is None:
-            high = middle
-            continue
+
+    def fits(room: int) -> bool | None:
+        if (keep := program(room)) is None:
+            return None
         choice = period.choice(needs, keep)
         plan = Plan("", "", choice.saved, on_demand(problem, choice))
-        if max(memory_curve(problem, plan), default=0) <= budget:
-            high = middle
+        return max(memory_curve(problem, plan), default=0) <= budget
+
+    low, high = -2 * period.bytes_of_block - budget // 20, budget // 4
+    step = (high - low) // _STEPS
+    for room in range(low, high + 1, step):
+        found = fits(room)
+        if found is None:
+            return None
+        if found:
+            break
+    else:
+        return None
+    least, most = room - step, room
+    for _ in range(_HALVINGS):
+        middle = (least + most) // 2
+        if fits(middle):
+            most = middle
         else:
-            low = middle
-    return high
+            least = middle
+    return most
 
 
 def _schedules(problem: Problem, choice: Choice, budget: int | None, defer: bool) -> Iterable[Plan]:

@@ -65,7 +65,7 @@ def test_opt_is_the_best_there_is(seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(25), pytest.param(range(20_000, 21_000), marks=pytest.mark.slow)]
+    "seeds", [range(25), pytest.param(range(20_000, 25_000), marks=pytest.mark.slow)]
 )
 def test_every_solver_is_legal_and_ours_never_worse(seeds):
     for seed, problem, best in small_problems(seeds):
