@@ -263,7 +263,7 @@ def _least_room(
         return max(memory_curve(problem, plan), default=0) <= budget
 
     low, high = -2 * period.bytes_of_block - budget // 20, budget // 4
-    step = (high - low) // _STEPS
+    step = max(1, (high - low) // _STEPS)
     for room in range(low, high + 1, step):
         found = fits(room)
         if found is None:
