@@ -140,30 +140,52 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def summarise(rows: list[dict[str, Any]]) -> None:
-    gaps = [1 - r["bound_ms"] / r["solvers"]["opt"]["step_ms"] for r in rows]
-    behind = [
-        r["solvers"]["heu"]["step_ms"] / r["solvers"]["opt"]["step_ms"] - 1
-        for r in rows if "heu" in r["solvers"]
-    ]  # fmt: skip
-    print(f"\nproven gap of opt: mean {statistics.mean(gaps):.2%}, most {max(gaps):.2%}")
-    print(f"heu behind opt: mean {statistics.mean(behind):.2%}, most {max(behind):.2%}")
-    for hardware in sorted({r["hardware"] for r in rows}):
-        here = [r for r in rows if r["hardware"] == hardware]
-        print(f"{hardware}: opt is faster, median (min..max), than")
+    gaps = {r["case"]: 1 - r["bound_ms"] / step(r, "opt") for r in rows}
+    behind = {r["case"]: step(r, "heu") / step(r, "opt") - 1 for r in rows if has(r, "heu")}
+    above = {r["case"]: step(r, "heu") / r["bound_ms"] - 1 for r in rows if has(r, "heu")}
+    print(f"\n{len(rows)} cases")
+    for name, found in (
+        ("proven gap of opt", gaps),
+        ("heu behind opt", behind),
+        ("heu above the proven bound", above),
+    ):
+        values = sorted(found.values())
+        print(
+            f"{name}: mean {statistics.mean(values):.2%}, median {statistics.median(values):.2%}, "
+            f"nine of ten below {values[len(values) * 9 // 10]:.2%}, most {values[-1]:.2%}"
+        )
+    within = sum(gap <= 0.01 for gap in gaps.values())
+    print(f"proven within 1%: {within} of {len(gaps)}; further off:")
+    for case, gap in gaps.items():
+        if gap > 0.01:
+            print(f"    {case:50} {gap:.2%}")
+    print("heu more than 5% above the bound (how far behind opt):")
+    for case, far in above.items():
+        if far > 0.05:
+            print(f"    {case:50} {far:.2%} ({behind[case]:.2%})")
+    for hardware in ("", *sorted({r["hardware"] for r in rows})):
+        here = [r for r in rows if hardware in r["hardware"]]
+        print(f"{hardware or 'all'}: opt is faster, median (min..max), than")
         for name in (*FIELD, "torch", *SEPARATE):
-            ratios = [
-                r["solvers"][name]["step_ms"] / r["solvers"]["opt"]["step_ms"]
-                for r in here if name in r["solvers"]
-            ]  # fmt: skip
+            ratios = [step(r, name) / step(r, "opt") for r in here if has(r, name)]
             if ratios:
                 print(f"    {name:10} {spread(ratios)}   fits {len(ratios)} of {len(here)}")
-        exposed = [
-            1 - sum(r["solvers"]["opt"]["exposed_ms"].values())
-            / max(1e-9, sum(r["solvers"]["full"]["exposed_ms"].values()))
-            for r in here if "full" in r["solvers"]
-        ]  # fmt: skip
-        if exposed:
-            print(f"    exposed communication less than full's by {spread(exposed)}")
+        for name in ("none", "full"):
+            shares = [1 - exposed(r, "opt") / exposed(r, name) for r in here if has(r, name)]
+            if shares:
+                print(f"    exposed communication less than {name}'s by {spread(shares)}")
+
+
+def has(row: dict[str, Any], solver: str) -> bool:
+    return solver in row["solvers"]
+
+
+def step(row: dict[str, Any], solver: str) -> float:
+    return float(row["solvers"][solver]["step_ms"])
+
+
+def exposed(row: dict[str, Any], solver: str) -> float:
+    return max(1e-9, sum(row["solvers"][solver]["exposed_ms"].values()))
 
 
 def print_depths(depths: list[int], repeats: int = 15) -> None:
@@ -206,7 +228,9 @@ def main() -> None:
     parser.add_argument("--opt-seconds", type=float, default=20.0)
     parser.add_argument("--opt-gap", type=float, default=0.003, help="proven gap that is enough")
     parser.add_argument("--thorough", action="store_true", help="the full cross product")
-    parser.add_argument("--json", type=Path, help="write everything found into this file")
+    parser.add_argument(
+        "--json", type=Path, help="keep what is found in this file, and go on from it"
+    )
     add_depths = {"type": lambda text: [int(word) for word in text.split(",")]}
     parser.add_argument("--depths", help="layers at which to time HEU's search", **add_depths)
     args = parser.parse_args()
@@ -220,12 +244,14 @@ def main() -> None:
         f"{'case':50}{'bound':>8}{'gap':>7}{'heu-opt':>7}{'heu s':>7}"
         + "".join(f"{name:>8.7}" for name in COLUMNS)
     )
-    rows = []
+    rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+    known = {row["case"]: row for row in rows}
     for case in chosen:
-        rows.append(measure(case, args.opt_seconds, args.opt_gap))
-        print_row(rows[-1])
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if case.name not in known:
+            rows.append(measure(case, args.opt_seconds, args.opt_gap))
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print_row(known.get(case.name) or rows[-1])
     if rows:
         summarise(rows)
 

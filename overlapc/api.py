@@ -48,7 +48,7 @@ def optimize(
     memory_budget   what one step may allocate at its peak: bytes (int), text with a unit
                     ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
     solver          "overlap"; "heu", the quickest; "opt", the best that a minute finds, with a
-                    proven bound; or a baseline: "none", "full", "selective",
+                    proven bound; or a baseline: "none", "full", "selective", "uniform",
                     "block", "checkmate", "megatron", "lancet", "lynx", "torch"
     backend         "eager" runs the graph's ops in the plan's order; "inductor" compiles them
     profile         "measure" times the ops and links on this machine; "estimate" uses `hardware`
