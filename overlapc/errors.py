@@ -4,6 +4,7 @@
     ├── CaptureError        the model could not be captured; execution falls back unchanged
     ├── InvalidPlan         a plan breaks a rule of `check`, or is for another trace
     ├── InvalidProblem      a problem or trace contradicts itself
+    ├── InvalidSchedule     rows of a pipeline that could never run to their end
     ├── Infeasible          nothing fits the memory budget; carries the smallest that does
     ├── FileError           a file is missing, truncated, corrupt or of another version
     ├── OptionError         an argument or option has a value that means nothing
@@ -34,6 +35,10 @@ class InvalidProblem(OverlapcError):
 
 class InvalidPlan(OverlapcError):
     """A plan is not legal for the problem it is used with."""
+
+
+class InvalidSchedule(OverlapcError):
+    """A schedule's rows lack an action, have one twice, or wait for each other for ever."""
 
 
 class Infeasible(OverlapcError):

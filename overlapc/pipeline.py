@@ -1,0 +1,210 @@
+"""What a schedule does: times of all ranks, bubbles and memory, from what each stage takes.
+
+A rank runs the steps of its row one after the other. What a step makes for another rank is sent
+when the step ends, on the lane between the two ranks, in order; the rank that needs it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from overlapc.errors import InvalidSchedule
+from overlapc.schedule import Action, Schedule, Step, check_schedule, format_step
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one microbatch takes on one stage.
+
+    Nanoseconds of each kind of action; B takes what I and W take. Bytes: `saved` from the
+    forward on, `remade` more from recompute on, both until the input gradients are done; of them
+    `for_weights` stay until the weight gradients are. `sent_ns` is how long what the stage sends
+    on is on its way, to the stage behind or, as a gradient, to the one before.
+    """
+
+    forward_ns: int
+    input_ns: int
+    weight_ns: int
+    recompute_ns: int = 0
+    saved: int = 0
+    remade: int = 0
+    for_weights: int = 0
+    sent_ns: int = 0
+
+    def takes(self, kind: str) -> int:
+        return {
+            "F": self.forward_ns,
+            "R": self.recompute_ns,
+            "I": self.input_ns,
+            "W": self.weight_ns,
+            "B": self.input_ns + self.weight_ns,
+        }[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One step of a rank, or a transfer between two: `rank` sends to `to`."""
+
+    step: Step
+    rank: int
+    start_ns: int
+    end_ns: int
+    to: int | None = None
+
+
+@dataclass(frozen=True)
+class PipelineTimeline:
+    """What all ranks do, in the order of their rows, and what it adds up to."""
+
+    ran: tuple[tuple[Ran, ...], ...]  # by rank
+    transfers: tuple[Ran, ...]
+    step_ns: int
+    peak_bytes: tuple[int, ...]  # by rank
+
+    def busy_ns(self, rank: int) -> int:
+        return sum(ran.end_ns - ran.start_ns for ran in self.ran[rank])
+
+    def bubble_ns(self, rank: int) -> int:
+        """How long the rank stands still, from the start to the end of the step."""
+        return self.step_ns - self.busy_ns(rank)
+
+    def picture(self, columns: int = 100) -> str:
+        """One line for each rank: letters for what runs, dots for standing still."""
+        lines = []
+        for rank, row in enumerate(self.ran):
+            line = ["."] * columns
+            for ran in row:
+                first = ran.start_ns * columns // max(1, self.step_ns)
+                last = max(first + 1, ran.end_ns * columns // max(1, self.step_ns))
+                for i in range(first, min(columns, last)):
+                    line[i] = ran.step[0].kind if len(ran.step) == 1 else "M"
+            lines.append(f"rank {rank}: {''.join(line)}")
+        return "\n".join(lines)
+
+
+def simulate_pipeline(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    merged_ns: Callable[[Step], int] | None = None,
+    resident: Sequence[int] | None = None,
+) -> PipelineTimeline:
+    """Run a legal schedule. `costs` are by stage; `merged_ns` says what a step of several pieces
+    takes, by default what they take one after the other; `resident` bytes are there on each rank
+    throughout."""
+    check_schedule(schedule)
+    if len(costs) != schedule.stages:
+        raise InvalidSchedule(
+            f"costs of {len(costs)} stages for a schedule of {schedule.stages}: give one of each"
+        )
+    done: dict[Action, int] = {}  # when its result is there, on the rank itself
+    arrived: dict[tuple[Action, int], int] = {}  # the same on another rank
+    lane_free: dict[tuple[int, int], int] = {}
+    ran: list[list[Ran]] = [[] for _ in schedule.rows]
+    transfers: list[Ran] = []
+    free = [0] * len(schedule.rows)
+    readers = _readers(schedule)
+
+    def ready(step: Step, rank: int) -> int | None:
+        """When all that the step needs is there; None if that is not known yet."""
+        latest = 0
+        for action in step:
+            for need in schedule.needs(action):
+                there = schedule.rank_of[need.stage]
+                at = done.get(need) if there == rank else arrived.get((need, rank))
+                if at is None:
+                    return None
+                latest = max(latest, at)
+        return latest
+
+    waiting = set(range(len(schedule.rows)))
+    while waiting:
+        rank = waiting.pop()
+        row = schedule.rows[rank]
+        while len(ran[rank]) < len(row):
+            step = row[len(ran[rank])]
+            begin = ready(step, rank)
+            if begin is None:
+                break
+            begin = max(begin, free[rank])
+            end = begin + _takes(step, costs, merged_ns)
+            ran[rank].append(Ran(step, rank, begin, end))
+            free[rank] = end
+            for action in step:
+                done[action] = end
+                for other in readers.get(action, ()):
+                    start = max(end, lane_free.get((rank, other), 0))
+                    there = start + costs[action.stage].sent_ns
+                    lane_free[rank, other] = arrived[action, other] = there
+                    if there > start:
+                        transfers.append(Ran((action,), rank, start, there, other))
+                    waiting.add(other)
+    return PipelineTimeline(
+        ran=tuple(map(tuple, ran)),
+        transfers=tuple(sorted(transfers, key=lambda t: (t.start_ns, t.rank))),
+        step_ns=max(free, default=0),
+        peak_bytes=tuple(
+            _peak(row, costs) + (resident[rank] if resident else 0)
+            for rank, row in enumerate(schedule.rows)
+        ),
+    )
+
+
+def _readers(schedule: Schedule) -> Mapping[Action, list[int]]:
+    """Action -> the other ranks that need its result, each once."""
+    found: dict[Action, list[int]] = {}
+    for rank, row in enumerate(schedule.rows):
+        for step in row:
+            for action in step:
+                for need in schedule.needs(action):
+                    others = found.setdefault(need, [])
+                    if schedule.rank_of[need.stage] != rank and rank not in others:
+                        others.append(rank)
+    return found
+
+
+def _takes(step: Step, costs: Sequence[StageCost], merged_ns: Callable[[Step], int] | None) -> int:
+    if len(step) > 1 and merged_ns is not None:
+        return merged_ns(step)
+    return sum(costs[action.stage].takes(action.kind) for action in step)
+
+
+def _peak(row: Sequence[Step], costs: Sequence[StageCost]) -> int:
+    """The most that a rank holds: while a step runs, what it makes is there and nothing of what it
+    ends is gone yet."""
+    held = peak = 0
+    for step in row:
+        freed = 0
+        for action in step:
+            cost = costs[action.stage]
+            all_of_it = cost.saved + (cost.remade if (cost.remade and _remakes(row, action)) else 0)
+            if action.kind == "F":
+                held += cost.saved
+            elif action.kind == "R":
+                held += cost.remade
+            elif action.kind == "B":
+                freed += all_of_it
+            elif action.kind == "I":
+                freed += all_of_it - cost.for_weights
+            else:
+                freed += cost.for_weights
+        peak = max(peak, held)
+        held -= freed
+    return peak
+
+
+def _remakes(row: Sequence[Step], action: Action) -> bool:
+    again = Action(action.stage, "R", action.microbatch)
+    return any(again in step for step in row)
+
+
+def describe(timeline: PipelineTimeline) -> str:
+    """The picture, and below it each rank's time and memory."""
+    lines = [timeline.picture(), f"step {timeline.step_ns / 1e6:.3f} ms"]
+    for rank, row in enumerate(timeline.ran):
+        share = timeline.bubble_ns(rank) / max(1, timeline.step_ns)
+        lines.append(
+            f"rank {rank}: {len(row)} steps, first {format_step(row[0].step) if row else '-'}, "
+            f"bubble {share:.1%}, peak {timeline.peak_bytes[rank]:,} bytes"
+        )
+    return "\n".join(lines)

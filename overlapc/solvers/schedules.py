@@ -1,0 +1,190 @@
+"""Rows of actions that are known to be good, for any number of ranks and microbatches.
+
+gpipe             all forwards, then all backwards
+one_f_one_b       as many forwards as ranks follow, then forward and backward in turn
+interleaved       the same with several stages on every rank, dealt round (Megatron's)
+zero_bubble       backward in two: weight gradients fill what would be bubbles, in no more memory
+                  than 1F1B's first rank has (ZB-H1)
+zero_bubble_v     the same with two stages on a rank, placed as a V, so that the last stage is on
+                  the first rank
+
+The last is found by going through time with unit costs: a rank takes input gradients if it can,
+else a forward if memory allows, else a weight gradient that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from overlapc.errors import OptionError
+from overlapc.schedule import Action, Schedule, steps_of
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    _positive(ranks, microbatches)
+    rows = [
+        [Action(r, kind, m) for kind in "FB" for m in range(microbatches)] for r in range(ranks)
+    ]
+    return Schedule("gpipe", tuple(map(steps_of, rows)))
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    _positive(ranks, microbatches)
+    rows = []
+    for r in range(ranks):
+        order = [Action(r, "F", m) for m in range(microbatches)]
+        back = [Action(r, "B", m) for m in range(microbatches)]
+        rows.append(_in_turn(order, back, warmup=ranks - 1 - r))
+    return Schedule("1f1b", tuple(map(steps_of, rows)))
+
+
+def interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """Stage c * ranks + r is chunk c of rank r. Microbatches come in groups of `ranks`."""
+    _positive(ranks, chunks, microbatches)
+    if chunks > 1 and microbatches % ranks:
+        raise OptionError(
+            f"interleaved 1F1B: {microbatches} microbatches on {ranks} ranks; expected a multiple "
+            f"of {ranks}"
+        )
+    if chunks == 1:
+        return one_f_one_b(ranks, microbatches)
+    rows = []
+    for r in range(ranks):
+        order, back = [], []
+        for k in range(microbatches * chunks):
+            group, within = divmod(k, ranks * chunks)
+            chunk, place = divmod(within, ranks)
+            microbatch = group * ranks + place
+            order.append(Action(chunk * ranks + r, "F", microbatch))
+            back.append(Action((chunks - 1 - chunk) * ranks + r, "B", microbatch))
+        warmup = 2 * (ranks - 1 - r) + (chunks - 1) * ranks
+        rows.append(_in_turn(order, back, warmup))
+    return Schedule("interleaved", tuple(map(steps_of, rows)))
+
+
+def zero_bubble(ranks: int, microbatches: int) -> Schedule:
+    """Rank r runs its weight gradients r microbatches late, so that the input gradients, which the
+    ranks before wait for, come early."""
+    _positive(ranks, microbatches)
+    rows = []
+    for r in range(ranks):
+        row: list[Action] = []
+        late = 0
+        for action in one_f_one_b(ranks, microbatches).rows[r]:
+            (one,) = action
+            if one.kind == "F":
+                row.append(one)
+                continue
+            row.append(Action(r, "I", one.microbatch))
+            if one.microbatch >= r:
+                row.append(Action(r, "W", late))
+                late += 1
+        rows.append(row + [Action(r, "W", m) for m in range(late, microbatches)])
+    return Schedule("zero-bubble", tuple(map(steps_of, rows)))
+
+
+def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
+    _positive(ranks, microbatches)
+    placement = {stage: min(stage, 2 * ranks - 1 - stage) for stage in range(2 * ranks)}
+    return _through_time("zero-bubble-v", placement, microbatches, limit=2 * ranks)
+
+
+def _in_turn(order: Sequence[Action], back: Sequence[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then one forward and one backward in turn, then what is left."""
+    warmup = min(warmup, len(order))
+    row = list(order[:warmup])
+    for forward, backward in zip(order[warmup:], back, strict=False):
+        row += [forward, backward]
+    return row + list(back[len(order) - warmup :])
+
+
+def _through_time(
+    name: str, placement: Mapping[int, int], microbatches: int, limit: int
+) -> Schedule:
+    """Every action takes one unit. A rank holds at most `limit` microbatches of any of its stages
+    whose weight gradients are not done; those that could block the others are held back."""
+    stages, ranks = len(placement), max(placement.values()) + 1
+    mine = {r: [s for s in placement if placement[s] == r] for r in range(ranks)}
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    done: dict[Action, int] = {}  # action -> when
+    held = [0] * ranks
+    total = 3 * stages * microbatches
+    now = 0
+    while len(done) < total:
+        chosen = []
+        for r in range(ranks):
+            action = _next(r, mine[r], stages, microbatches, done, held[r], limit, now)
+            if action is not None:
+                chosen.append((r, action))
+        for r, action in chosen:
+            rows[r].append(action)
+            done[action] = now + 1
+            held[r] += {"F": 1, "I": 0, "W": -1}[action.kind]
+        now += 1
+    return Schedule(name, tuple(map(steps_of, rows)))
+
+
+def _next(
+    rank: int,
+    mine: Sequence[int],
+    stages: int,
+    microbatches: int,
+    done: Mapping[Action, int],
+    held: int,
+    limit: int,
+    now: int,
+) -> Action | None:
+    """What the rank does now: input gradients of its last stage first, forwards of its last too."""
+
+    def is_done(stage: int, kind: str, m: int) -> bool:
+        return done.get(Action(stage, kind, m), now + 1) <= now
+
+    for stage in reversed(mine):
+        for m in range(microbatches):
+            ready = is_done(stage, "F", m)
+            ready = ready and (stage == stages - 1 or is_done(stage + 1, "I", m))
+            if ready and Action(stage, "I", m) not in done:
+                return Action(stage, "I", m)
+    # A later stage of this rank needs room for what is already under way in an earlier one.
+    for stage in reversed(mine):
+        later = sum(
+            Action(stage, "F", m) in done and Action(other, "F", m) not in done
+            for other in mine
+            if other > stage
+            for m in range(microbatches)
+        )
+        room = held + later + (1 if any(other > stage for other in mine) else 0)
+        for m in range(microbatches):
+            ready = stage == 0 or is_done(stage - 1, "F", m)
+            if ready and room < limit and Action(stage, "F", m) not in done:
+                return Action(stage, "F", m)
+    waiting = [
+        Action(stage, "W", m)
+        for stage in mine
+        for m in range(microbatches)
+        if is_done(stage, "I", m) and Action(stage, "W", m) not in done
+    ]
+    return min(waiting, key=lambda a: done[Action(a.stage, "I", a.microbatch)], default=None)
+
+
+def _positive(*numbers: int) -> None:
+    if min(numbers) < 1:
+        raise OptionError(f"a pipeline of {numbers}: expected numbers of at least 1")
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """A schedule by its name."""
+    if name == "gpipe":
+        return gpipe(ranks, microbatches)
+    if name == "1f1b":
+        return one_f_one_b(ranks, microbatches)
+    if name == "interleaved":
+        return interleaved(ranks, chunks, microbatches)
+    if name == "zero-bubble":
+        return zero_bubble(ranks, microbatches)
+    if name == "zero-bubble-v":
+        return zero_bubble_v(ranks, microbatches)
+    raise OptionError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")
