@@ -14,6 +14,7 @@ opt never one predicted slower than the baselines none, full and selective.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -84,6 +85,7 @@ def solve(
         return _best(problem, [_torch(problem, names) for names in torch_choices])
     if solver in FIELD:
         return _best(problem, [FIELD[solver](problem)])
+    began = time.monotonic()
     cheap = [make(problem) for make in BASELINES.values()]
     if solver == "heu" and len(problem.trace.ops) > _SMALL:
         try:
@@ -101,7 +103,8 @@ def solve(
         if solver == "overlap":
             return _best(problem, menu)
         known = [*menu, *heu_plans(problem)]
-        found = opt(problem, known, time_limit_s=time_limit_s, gap=gap, progress=progress)
+        left = time_limit_s - (time.monotonic() - began)
+        found = opt(problem, known, time_limit_s=left, gap=gap, progress=progress)
     except Infeasible:
         return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)

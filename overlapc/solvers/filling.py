@@ -13,11 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 from overlapc.ir import Plan
 from overlapc.solvers.work import Place, Work
 
 _LOOK = 120  # issues before and after a collective that are looked through
+_UNSURE = 0.25  # how often a seeded taste changes its mind
 _TRIES = 12  # candidates tried for one place in a window
 
 
@@ -25,11 +27,12 @@ _TRIES = 12  # candidates tried for one place in a window
 class Taste:
     """Which work a window takes first: `recompute` or weight gradients; and whether it takes
     what comes before the collective or what comes after (`pull`). Of "R" and "W" only `moves`
-    leave their places."""
+    leave their places. A `seed` other than 0 follows all this only roughly."""
 
     recompute: bool
     pull: bool
     moves: str = "RW"
+    seed: int = 0
 
 
 Passes = tuple[Taste, ...]  # each goes through all windows, one after the other
@@ -55,6 +58,7 @@ def filled(
 class _Filling:
     def __init__(self, plan: Plan, work: Work, budget: int, taste: Taste) -> None:
         self.plan, self.work, self.budget, self.taste = plan, work, budget, taste
+        self.random = Random(taste.seed)
         mine = set(work.text(work.nodes))
         self.head = tuple(text for text in plan.order if text not in mine)
         number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
@@ -145,12 +149,18 @@ class _Filling:
 
     def rank(
         self, move: tuple[int, list[int]], left: int, begin: int
-    ) -> tuple[bool, bool, bool, int]:
+    ) -> tuple[bool, bool, bool, float]:
         n, group = move
         took = sum(self.took[m] for m in group)
-        wanted = (self.letter(n) == "R") == self.taste.recompute
+        recompute, pull = self.taste.recompute, self.taste.pull
+        far = 1.0
+        if self.taste.seed:
+            recompute ^= self.random.random() < _UNSURE
+            pull ^= self.random.random() < _UNSURE
+            far = self.random.uniform(0.3, 3.0)
+        wanted = (self.letter(n) == "R") == recompute
         pulled = self.at[n] > begin
-        return took > 2 * left, not wanted, pulled != self.taste.pull, abs(self.at[n] - begin)
+        return took > 2 * left, not wanted, pulled != pull, abs(self.at[n] - begin) * far
 
     def move(self, group: Sequence[int], end: int) -> bool:
         """Put the group right before place `end` of the order, if memory allows."""

@@ -22,15 +22,16 @@ from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.choice import Choice, Needs, on_demand
 from overlapc.solvers.exact import TooLarge, exact
-from overlapc.solvers.filling import PASSES, filled
+from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 
 _SMALL = 28  # ops that can be searched through
-_MARGINS = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4)
+_MARGINS = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.3)
 _LIMITS = (1.0, 0.95)  # of the budget, for the list scheduler to aim at
 _STYLES = (Style(4.0, False), Style(2.0, True), Style(1.0, True))
+_SEEDS, _IDLE = 6, 80  # fillings in a row that may be no better, of any choice and of the best
 _FINE = 1500  # ops up to which the fine program is worth its time
 
 
@@ -120,6 +121,7 @@ class _Search:
         self.key = (0, 0)
         self.least = 0  # the bound from before the proof began
         self.proof: _Proof | None = None
+        self.here: tuple[tuple[int, int], Plan] | None = None  # the best of the choice at hand
         self.smallest = NEVER
         self.tried: set[frozenset[str]] = set()  # kept storages
         self.swept: dict[float, bool] = {}  # margin -> was it better than all before?
@@ -152,6 +154,8 @@ class _Search:
         key = (simulate(self.problem, plan).step_ns, peak)
         if self.best is None or key < self.key:
             self.best, self.key = plan, key
+        if self.here is None or key < self.here[0]:
+            self.here = key, plan
         return True
 
     def run(self, known: Iterable[Plan]) -> None:
@@ -174,9 +178,11 @@ class _Search:
         try:
             search = Program(self.problem, needs)
             self.sweep(needs, search, _MARGINS)
+            self.polish(needs)
             self.vary(needs)
             self.sweep(needs, search, self.closer())
             self.vary(needs)
+            self.polish(needs)
             while self.proof.is_alive() and not self.done():
                 self.proof.join(0.2)
             self.tell("end of the proof")
@@ -204,13 +210,37 @@ class _Search:
             self.swept[margin] = self.key < before
             self.tell(f"{margin:.1%} of the budget left free")
 
+    def polish(self, needs: Needs) -> None:
+        """Fill the best plan's windows again and again, a little differently each time."""
+        if self.best is None or self.budget >= NEVER or len(self.problem.phases) == 1:
+            return
+        before = self.key
+        self.here = self.key, self.best
+        self.refill(backward_work(self.problem, needs.complete(self._kept(self.best))), _IDLE)
+        if self.key < before:
+            self.tell("windows filled anew")
+
+    def refill(self, work: Work, idle: int) -> None:
+        """Fill the windows of the best plan of the choice at hand, a little differently each time,
+        until so many times in a row were no better."""
+        seed, left = 0, idle if self.budget < NEVER else 0
+        while left and self.here is not None and not self.done():
+            seed, left, (before, plan) = seed + 1, left - 1, self.here
+            taste = Taste(seed % 3 != 0, seed % 3 != 0, seed=seed)
+            self.offer(filled(plan, work, self.budget, (taste,), self.until))
+            if self.here[0] < before:
+                left = idle
+
+    def _kept(self, plan: Plan) -> frozenset[str]:
+        return frozenset(self.problem.trace.value[name].storage for name in plan.saved)
+
     def vary(self, needs: Needs) -> None:
         """Keep one storage more of those that the best plan makes again, the dearest first."""
         trace, tried = self.problem.trace, self.tried
         better = True
         while better and self.best is not None and self.budget < NEVER:
             better = False
-            kept = frozenset(trace.value[name].storage for name in self.best.saved)
+            kept = self._kept(self.best)
             before = self.key
             for name in self._dearest(self.best):
                 more = kept | {trace.value[v].storage for v in trace.op[name].outputs}
@@ -262,6 +292,7 @@ class _Search:
     def schedule(self, choice: Choice, thorough: bool = True) -> None:
         """Offer orders of this choice."""
         problem = self.problem
+        self.here = None
         plain = Plan(problem.trace.digest, "opt", choice.saved, on_demand(problem, choice))
         fits = self.offer(plain)
         if len(problem.phases) == 1:
@@ -271,11 +302,14 @@ class _Search:
             self.fill(plain, work)
         if thorough:
             self.listed(choice, work)
-        if self.best is not None and self.best.saved == choice.saved:
-            self.fill(self.best, work)
+        if self.here is None:
+            return
+        if thorough:
+            self.fill(self.here[1], work)
+        self.refill(work, _SEEDS)
+        if self.best is self.here[1]:
             early = list_schedule(forward_work(problem), NEVER, Style(1.0, True))
-            order = early + self.best.order[len(early) :]
-            self.offer(replace(self.best, order=order))
+            self.offer(replace(self.best, order=early + self.best.order[len(early) :]))
 
     def fill(self, plan: Plan, work: Work) -> None:
         for passes in PASSES:
