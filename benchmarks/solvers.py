@@ -34,7 +34,7 @@ from overlapc.simulate import simulate
 from overlapc.solvers import FIELD, solve
 from overlapc.solvers.baselines import fits
 from overlapc.solvers.blocks import find_repetition
-from overlapc.solvers.choice import Choice, Needs, on_demand
+from overlapc.solvers.choice import Needs, choice_of, on_demand
 from overlapc.solvers.filling import PASSES, filled
 from overlapc.solvers.heu import Period, Totals, policy
 from overlapc.solvers.work import NEVER, backward_work
@@ -87,9 +87,7 @@ def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan | None:
 def moved(problem: Problem, plan: Plan, turns: Sequence[str]) -> list[Plan]:
     """The plan's choice recomputed on demand, then the windows filled: in these turns, also the
     other way round if there are two; jointly in every way there is."""
-    recomputed = set(plan.recomputed)
-    again = tuple(op.name for op in problem.trace.ops if op.name in recomputed)
-    choice = Choice(plan.saved, again)
+    choice = choice_of(problem, plan)
     base = replace(plan, order=on_demand(problem, choice))
     if not fits(problem, base):
         return []

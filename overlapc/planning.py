@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from overlapc.check import check
-from overlapc.errors import CaptureError, Infeasible, InvalidPlan, OptionError, OverlapcError
+from overlapc.errors import CaptureError, Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline
 from overlapc.simulate import saved_bytes, simulate
@@ -199,7 +199,7 @@ def _solve(problem: Problem, solver: str, choices: Sequence[tuple[str, ...]]) ->
     """A solver that crashes does not cost the user the run: the plain plan is used instead."""
     try:
         return solve(problem, solver, torch_choices=choices)
-    except OverlapcError:
+    except (Infeasible, OptionError):
         raise
     except Exception as error:
         warnings.warn(

@@ -20,6 +20,12 @@ class Choice:
     recomputed: tuple[str, ...]
 
 
+def choice_of(problem: Problem, plan: Plan) -> Choice:
+    """What a plan keeps and makes again, whatever its order."""
+    again = set(plan.recomputed)
+    return Choice(plan.saved, tuple(op.name for op in problem.trace.ops if op.name in again))
+
+
 @dataclass(frozen=True)
 class Needs:
     """What the backward reads of the forward: computed once for a trace."""

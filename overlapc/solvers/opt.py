@@ -20,7 +20,7 @@ from itertools import product
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve, simulate
-from overlapc.solvers.choice import Choice, Needs, on_demand
+from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.exact import TooLarge, exact
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
@@ -178,11 +178,11 @@ class _Search:
         try:
             search = Program(self.problem, needs)
             self.sweep(needs, search, _MARGINS)
-            self.polish(needs)
+            self.polish()
             self.vary(needs)
             self.sweep(needs, search, self.closer())
             self.vary(needs)
-            self.polish(needs)
+            self.polish()
             while self.proof.is_alive() and not self.done():
                 self.proof.join(0.2)
             self.tell("end of the proof")
@@ -210,13 +210,13 @@ class _Search:
             self.swept[margin] = self.key < before
             self.tell(f"{margin:.1%} of the budget left free")
 
-    def polish(self, needs: Needs) -> None:
+    def polish(self) -> None:
         """Fill the best plan's windows again and again, a little differently each time."""
         if self.best is None or self.budget >= NEVER or len(self.problem.phases) == 1:
             return
         before = self.key
         self.here = self.key, self.best
-        self.refill(backward_work(self.problem, needs.complete(self._kept(self.best))), _IDLE)
+        self.refill(backward_work(self.problem, choice_of(self.problem, self.best)), _IDLE)
         if self.key < before:
             self.tell("windows filled anew")
 
@@ -231,16 +231,13 @@ class _Search:
             if self.here[0] < before:
                 left = idle
 
-    def _kept(self, plan: Plan) -> frozenset[str]:
-        return frozenset(self.problem.trace.value[name].storage for name in plan.saved)
-
     def vary(self, needs: Needs) -> None:
         """Keep one storage more of those that the best plan makes again, the dearest first."""
         trace, tried = self.problem.trace, self.tried
         better = True
         while better and self.best is not None and self.budget < NEVER:
             better = False
-            kept = self._kept(self.best)
+            kept = frozenset(trace.value[name].storage for name in self.best.saved)
             before = self.key
             for name in self._dearest(self.best):
                 more = kept | {trace.value[v].storage for v in trace.op[name].outputs}

@@ -177,7 +177,17 @@ def test_a_solver_that_crashes_costs_one_warning(monkeypatch):
         planning._solve(chain(10), "overlap", ())
 
 
-@pytest.mark.parametrize("error", [Infeasible(1, 2), InvalidPlan("no"), OptionError("no")])
+def test_an_illegal_plan_of_a_solver_is_a_crash(monkeypatch):
+    def wrong(*args: object, **kwargs: object) -> None:
+        raise InvalidPlan("f0 is issued twice")
+
+    monkeypatch.setattr(planning, "solve", wrong)
+    problem = chain(None)
+    with pytest.warns(RuntimeWarning, match="its baselines are used"):
+        assert planning._solve(problem, "opt", ()) == best_baseline(problem)
+
+
+@pytest.mark.parametrize("error", [Infeasible(1, 2), OptionError("no")])
 def test_what_a_solver_says_on_purpose_is_passed_on(monkeypatch, error):
     def refuse(*args: object, **kwargs: object) -> None:
         raise error
