@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
+from typing import TextIO
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = "29511"
@@ -161,6 +162,22 @@ def require_permission() -> None:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def run_at_rates(
+    script: Sequence[str], rates: Sequence[float | None], title: str, where: TextIO = sys.stdout
+) -> None:
+    """Run a script as two ranks at each rate, or say why that is not possible here."""
+    quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    try:
+        with ShapedPair(None) as pair:
+            for rate in rates:
+                pair.set_rate(rate)
+                named = "unshaped" if rate is None else f"{rate:g} Mbit/s"
+                print(f"\n{title}link {named}", file=where, flush=True)
+                pair.run(script, quiet)
+    except NotPermitted as missing:
+        print(f"skipped: the shaped link is not possible here: {missing}", file=where)
+
+
 def parse_rates(text: str) -> list[float | None]:
     """ "400,none" is [400.0, None]."""
     return [None if word == "none" else float(word) for word in text.split(",")]
@@ -179,15 +196,7 @@ def main() -> None:
     parser.add_argument("--rate", type=parse_rates, default=[400.0], help="in Mbit/s, or none")
     parser.add_argument("script", nargs="+", help="a Python script and its arguments, after --")
     args = parser.parse_args()
-    try:
-        with ShapedPair(None) as pair:
-            for rate in args.rate:
-                pair.set_rate(rate)
-                named = "unshaped" if rate is None else f"{rate:g} Mbit/s"
-                print(f"--- link: {named}", file=sys.stderr, flush=True)
-                pair.run(args.script)
-    except NotPermitted as missing:
-        print(f"skipped: the shaped link is not possible here: {missing}", file=sys.stderr)
+    run_at_rates(args.script, args.rate, "", sys.stderr)
 
 
 if __name__ == "__main__":

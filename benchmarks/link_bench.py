@@ -39,7 +39,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import NotPermitted, ShapedPair, parse_rates
+from benchmarks.lab import parse_rates, run_at_rates
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
@@ -338,16 +338,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(args)
         return
-    quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    try:
-        with ShapedPair(None) as pair:
-            for rate in parse_rates(args.rates):
-                pair.set_rate(rate)
-                named = "unshaped" if rate is None else f"{rate:g} Mbit/s"
-                print(f"\n{args.model}, link {named}", flush=True)
-                pair.run([__file__, *sys.argv[1:]], quiet)
-    except NotPermitted as missing:
-        print(f"skipped: the shaped link is not possible here: {missing}")
+    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), f"{args.model}, ")
 
 
 if __name__ == "__main__":

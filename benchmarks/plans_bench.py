@@ -33,7 +33,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import NotPermitted, ShapedPair
+from benchmarks.lab import run_at_rates
 from benchmarks.link_bench import (
     CHECKPOINT,
     RESULTS,
@@ -232,13 +232,7 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(args)
         return
-    quiet = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    try:
-        with ShapedPair(args.rate) as pair:
-            print(f"{args.model}, link {args.rate:g} Mbit/s", flush=True)
-            pair.run([__file__, *sys.argv[1:]], quiet)
-    except NotPermitted as missing:
-        print(f"skipped: the shaped link is not possible here: {missing}")
+    run_at_rates([__file__, *sys.argv[1:]], [args.rate], f"{args.model}, ")
 
 
 if __name__ == "__main__":
