@@ -196,9 +196,13 @@ def paired(slow: Tried, fast: Tried) -> str:
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's, of values without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    """Spearman's; equal values share their mean rank."""
+
+    def ranks(values: list[float]) -> Any:
+        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(count) - (count + 1) / 2)[place]
+
+    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
 def save(tried: list[Tried], args: argparse.Namespace) -> None:
