@@ -118,7 +118,8 @@ def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
     least, most = min(peaks), max(peaks)
     rungs = max(3, min(_RUNGS, 9000 // max(1, len(problem.trace.ops))))
     for rung in range(rungs + 1):
-        yield from heu_plans(replace(problem, budget_bytes=least + (most - least) * rung // rungs))
+        budget = least + (most - least) * rung // rungs
+        yield from heu_plans(replace(problem, budget_bytes=budget), thorough=False)
 
 
 def smallest_bytes(problem: Problem) -> int:

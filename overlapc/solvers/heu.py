@@ -202,9 +202,11 @@ def _engine() -> pulp.LpSolver:
         return pulp.PULP_CBC_CMD(**options)
 
 
-def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) -> Iterator[Plan]:
-    """Schedules of the choice that just fits when recomputed on demand, and of choices that leave
-    a schedule more room. Without `defer` weight gradients keep their place."""
+def heu_plans(
+    problem: Problem, needs: Needs | None = None, defer: bool = True, thorough: bool = True
+) -> Iterator[Plan]:
+    """Schedules of the choice that just fits when recomputed on demand and, if `thorough`, of
+    choices that leave a schedule more room. Without `defer` weight gradients keep their place."""
     needs = needs or Needs(problem.trace)
     if len(problem.phases) == 1:
         return
@@ -216,18 +218,18 @@ def heu_plans(problem: Problem, needs: Needs | None = None, defer: bool = True) 
         yield from _schedules(problem, period.choice(needs, keep or {}), None, defer)
         return
     tried: list[Choice] = []
-    for again in _AGAIN:
+    for again in _AGAIN if thorough else _AGAIN[:1]:
         program = partial(policy, problem, period, totals, again=again)
         room = _least_room(problem, period, needs, program, budget)
         if room is None:
             continue
-        for more in _ROOM_PERMILLE:
+        for more in _ROOM_PERMILLE if thorough else _ROOM_PERMILLE[:1]:
             keep = program(room + budget * more // 1000)
             choice = None if keep is None else period.choice(needs, keep)
             if choice is not None and choice not in tried:
                 tried.append(choice)
                 yield from _schedules(problem, choice, budget, defer)
-    if not tried:
+    if not tried and thorough:
         for choice in _steady(problem, needs, budget):
             yield from _schedules(problem, choice, budget, defer)
 

@@ -54,7 +54,6 @@ class Moments:
         self._leaves()
         self.held = {s: self._held(s) for s in program.keep}
         self.before: dict[int, Terms] = {}  # what was done at the last moment
-        self.at: list[tuple[int, dict[int, Terms]]] = []  # moments, and what is done by then
 
     def add(self) -> None:
         for m in self._choose():
@@ -172,7 +171,6 @@ class Moments:
         program = self.program
         n = self.place[m]
         done = self._done(m)
-        self.at.append((m, done))
         self._order(m, done)
         self._windows(m, done)
         touched = self._touched(m)

@@ -321,8 +321,7 @@ class Program:
         self.anyway = sum(self.size[s] for s in lasting) + problem.resident_bytes
         saved = {c: self.size[s] / self.bytes for s, c in self.keep.items() if s not in lasting}
         self.limit_at(saved, 0)
-        self.moments = Moments(self, self.slots[1], lasting, self.during)
-        self.moments.add()
+        Moments(self, self.slots[1], lasting, self.during).add()
 
     def limit_at(self, terms: dict[int, float], there: int) -> None:
         """A row of memory: the terms, `there` bytes besides, what lasts, and what later
