@@ -14,9 +14,9 @@ opt never one predicted slower than the baselines none, full and selective.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
@@ -85,7 +85,6 @@ def solve(
         return _best(problem, [_torch(problem, names) for names in torch_choices])
     if solver in FIELD:
         return _best(problem, [FIELD[solver](problem)])
-    began = time.monotonic()
     cheap = [make(problem) for make in BASELINES.values()]
     if solver == "heu" and len(problem.trace.ops) > _SMALL:
         try:
@@ -99,12 +98,11 @@ def solve(
     try:
         if solver == "heu":
             return _best(problem, [*steady, *ladder])
-        menu = [*steady, *theirs, *overlap_plans(problem, choices), *ladder]
+        menu = chain(steady, theirs, overlap_plans(problem, choices), ladder)
         if solver == "overlap":
             return _best(problem, menu)
-        known = [*menu, *heu_plans(problem)]
-        left = time_limit_s - (time.monotonic() - began)
-        found = opt(problem, known, time_limit_s=left, gap=gap, progress=progress)
+        known = chain(menu, heu_plans(problem))
+        found = opt(problem, known, time_limit_s=time_limit_s, gap=gap, progress=progress)
     except Infeasible:
         return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)
@@ -138,7 +136,7 @@ def _best(problem: Problem, plans: Iterable[Plan]) -> Plan:
     smallest: int | None = None
     for plan in plans:
         timeline = simulate(problem, plan)
-        smallest = min(timeline.peak_bytes, smallest or timeline.peak_bytes)
+        smallest = min(timeline.peak_bytes, timeline.peak_bytes if smallest is None else smallest)
         if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:
             continue
         key = (timeline.step_ns, timeline.peak_bytes, plan)

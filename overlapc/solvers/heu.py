@@ -208,7 +208,7 @@ def heu_plans(
     """Schedules of the choice that just fits when recomputed on demand and, if `thorough`, of
     choices that leave a schedule more room. Without `defer` weight gradients keep their place."""
     needs = needs or Needs(problem.trace)
-    if len(problem.phases) == 1:
+    if len(problem.phases) != 2:
         return
     period = Period(problem, needs, repetition(problem.trace))
     totals = Totals.of(problem)

@@ -110,7 +110,7 @@ class Moments:
                 storage = trace.value[name].storage
                 if storage not in program.keep or not program.needs.forward_made(name):
                     continue
-                if not op.is_forward or storage not in made:
+                if not op.is_forward or made != {storage}:
                     self.leaves[storage].add(name)
 
     def _held(self, storage: str) -> Terms:

@@ -91,11 +91,12 @@ class _Proof(threading.Thread):
 
     def run(self) -> None:
         for make in self.programs:
+            program = make()
             left = self.until - time.monotonic()
             if self.stop.is_set() or left <= 0:
                 return
             try:
-                found = make().solve(left, self.gap, watch=self.watch)
+                found = program.solve(left, self.gap, watch=self.watch)
             except Infeasible:
                 return  # then so is every plan, and the search says so
             self.watch(found.bound_ns)
@@ -117,14 +118,22 @@ class _Search:
         self.began = time.monotonic()
         self.until = self.began + time_limit_s
         self.budget = problem.budget_bytes if problem.budget_bytes is not None else NEVER
-        self.best: Plan | None = None
-        self.key = (0, 0)
+        self.found: tuple[tuple[int, int], Plan] | None = None  # the best of all, with its key
         self.least = 0  # the bound from before the proof began
         self.proof: _Proof | None = None
         self.here: tuple[tuple[int, int], Plan] | None = None  # the best of the choice at hand
         self.smallest = NEVER
         self.tried: set[frozenset[str]] = set()  # kept storages
         self.swept: dict[float, bool] = {}  # margin -> was it better than all before?
+
+    @property
+    def best(self) -> Plan | None:
+        return self.found[1] if self.found else None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Step and peak of the best plan."""
+        return self.found[0] if self.found else (0, 0)
 
     @property
     def step(self) -> int:
@@ -152,8 +161,8 @@ class _Search:
         if peak > self.budget:
             return False
         key = (simulate(self.problem, plan).step_ns, peak)
-        if self.best is None or key < self.key:
-            self.best, self.key = plan, key
+        if self.found is None or key < self.key:
+            self.found = key, plan
         if self.here is None or key < self.here[0]:
             self.here = key, plan
         return True
@@ -161,6 +170,8 @@ class _Search:
     def run(self, known: Iterable[Plan]) -> None:
         for plan in known:
             self.offer(plan)
+            if self.left_s() <= 0:
+                break
         self.tell("known plans")
         if len(self.problem.trace.ops) <= _SMALL and self.small():
             return
@@ -174,8 +185,8 @@ class _Search:
         if len(self.problem.trace.ops) <= _FINE:
             makers.append(lambda: Program(self.problem, needs, fine=True))
         self.proof = _Proof(makers, self.gap / 2, self.until)
-        self.proof.start()
         try:
+            self.proof.start()
             search = Program(self.problem, needs)
             self.sweep(needs, search, _MARGINS)
             self.polish()
@@ -188,7 +199,8 @@ class _Search:
             self.tell("end of the proof")
         finally:
             self.proof.stop.set()
-            self.proof.join(2.0)
+            if self.proof.is_alive():
+                self.proof.join(2.0)
 
     def sweep(self, needs: Needs, program: Program, margins: Iterable[float]) -> None:
         """Schedule the program's choices with this share of the budget left free."""
@@ -212,10 +224,10 @@ class _Search:
 
     def polish(self) -> None:
         """Fill the best plan's windows again and again, a little differently each time."""
-        if self.best is None or self.budget >= NEVER or len(self.problem.phases) == 1:
+        if self.best is None or self.budget >= NEVER or len(self.problem.phases) != 2:
             return
         before = self.key
-        self.here = self.key, self.best
+        self.here = self.found
         self.refill(backward_work(self.problem, choice_of(self.problem, self.best)), _IDLE)
         if self.key < before:
             self.tell("windows filled anew")
@@ -292,7 +304,7 @@ class _Search:
         self.here = None
         plain = Plan(problem.trace.digest, "opt", choice.saved, on_demand(problem, choice))
         fits = self.offer(plain)
-        if len(problem.phases) == 1:
+        if len(problem.phases) != 2:
             return
         work = backward_work(problem, choice)
         if fits:

@@ -45,7 +45,7 @@ def overlap_plans(problem: Problem, choices: Iterable[Choice] = ()) -> Iterator[
     found: set[tuple[int, tuple[str, ...]]] = set()
     for point in points:
         yield _plan(problem, point.choice, on_demand(problem, point.choice))
-    if len(problem.phases) == 1:
+    if len(problem.phases) != 2:
         return  # merged pieces: list scheduling splits the forward from the backward
     forward = _forward_orders(problem)
     for level in levels:

@@ -116,6 +116,8 @@ def _through_time(
             action = _next(r, mine[r], stages, microbatches, done, held[r], limit, now)
             if action is not None:
                 chosen.append((r, action))
+        if not chosen and max(done.values()) <= now:
+            raise OptionError(f"{name}: {limit} microbatches are too few to be held at a time")
         for r, action in chosen:
             rows[r].append(action)
             done[action] = now + 1
