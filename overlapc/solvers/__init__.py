@@ -55,6 +55,7 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
 }
 SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
 _SMALL = 64  # ops up to which heu, too, tries the same budgets whatever it is given
+_LARGE = 1500  # ops up to which the smallest budgets of the ladder get all of HEU's effort
 _RUNGS = 12
 
 
@@ -117,7 +118,8 @@ def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
     rungs = max(3, min(_RUNGS, 9000 // max(1, len(problem.trace.ops))))
     for rung in range(rungs + 1):
         budget = least + (most - least) * rung // rungs
-        yield from heu_plans(replace(problem, budget_bytes=budget), thorough=False)
+        tight = rung <= 1 and len(problem.trace.ops) <= _LARGE
+        yield from heu_plans(replace(problem, budget_bytes=budget), thorough=tight)
 
 
 def smallest_bytes(problem: Problem) -> int:
