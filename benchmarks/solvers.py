@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,12 @@ def moved(problem: Problem, plan: Plan, turns: Sequence[str]) -> list[Plan]:
     base = replace(plan, order=on_demand(problem, choice))
     if not fits(problem, base):
         return []
-    jointly = turns == ["RW"]
-    ways = set(PASSES) if jointly else set()
-    for each in (["R", "W"], ["W", "R"]) if jointly else (turns, turns[::-1]):
-        for taste in (way[0] for way in PASSES if len(way) == 1):
-            ways.add(tuple(replace(taste, moves=letters) for letters in each))
+    tastes = [way[0] for way in PASSES if len(way) == 1]
+    orders = (["R", "W"], ["W", "R"]) if turns == ["RW"] else (turns, turns[::-1])
+    ways = set(PASSES) if turns == ["RW"] else set()
+    for order in orders:
+        for chosen in product(tastes, repeat=len(order)):
+            ways.add(tuple(replace(t, moves=m) for t, m in zip(chosen, order, strict=True)))
     work = backward_work(problem, choice)
     budget = problem.budget_bytes if problem.budget_bytes is not None else NEVER
     return [base, *(filled(base, work, budget, way) for way in sorted(ways, key=repr))]
