@@ -17,6 +17,7 @@ Only addresses inside the namespaces it made are used, and the namespaces are al
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -24,9 +25,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
+RESULTS = Path(__file__).parent / "results"
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = "29511"
 # Bursts of 96-128k are right: smaller ones split packets and cost processor time.
@@ -176,6 +179,14 @@ def run_at_rates(
                 pair.run(script, quiet)
     except NotPermitted as missing:
         print(f"skipped: the shaped link is not possible here: {missing}", file=where)
+
+
+def write_results(stem: str, document: Mapping[str, Any]) -> None:
+    """What was measured, with its conditions, under benchmarks/results/."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{stem}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"written: {path}", file=sys.stderr)
 
 
 def parse_rates(text: str) -> list[float | None]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import platform
 import statistics
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import parse_rates, run_at_rates
+from benchmarks.lab import parse_rates, run_at_rates, write_results
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
@@ -50,7 +49,6 @@ from overlapc.profiler.measure import retime
 from overlapc.profiler.memory import measure_peak
 from overlapc.simulate import simulate
 
-RESULTS = Path(__file__).parent / "results"
 EAGER, CHECKPOINT = "eager", "checkpoint_sync"
 # At 400 Mbit/s communication takes about half as long as compute on a slow core.
 GPT_SIZE = GPTConfig(layers=4, width=768, heads=12, max_seq=256)
@@ -313,10 +311,7 @@ def save(variants: list[Variant], args: argparse.Namespace) -> None:
         del row["model"], row["planned"]
         rows.append(row)
     document = conditions(args.model) | {"solver": args.solver, "variants": rows}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"link_{args.model}_{document['rate_mbit']}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"written: {path}", file=sys.stderr)
+    write_results(f"link_{args.model}_{document['rate_mbit']}", document)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ paired ratios to the best plan of the level.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -33,10 +32,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import run_at_rates
+from benchmarks.lab import run_at_rates, write_results
 from benchmarks.link_bench import (
     CHECKPOINT,
-    RESULTS,
     Bench,
     Planned,
     Variant,
@@ -218,10 +216,7 @@ def save(tried: list[Tried], args: argparse.Namespace) -> None:
         for each in tried
     ]
     document = conditions(args.model) | {"plans": rows}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"plans_{args.model}_{document['rate_mbit']}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"written: {path}", file=sys.stderr)
+    write_results(f"plans_{args.model}_{document['rate_mbit']}", document)
 
 
 def main() -> None:

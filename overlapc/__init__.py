@@ -2,7 +2,10 @@
 
     model = overlapc.optimize(model, memory_budget="8GB")
 
-See `optimize`. What needs torch is imported when first used: `import overlapc` does not.
+    step = overlapc.TrainStep(model)      # several microbatches, merged: step([batch, ...])
+
+See `optimize` and `TrainStep`. What needs torch is imported when first used: `import overlapc`
+does not.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from overlapc.simulate import simulate
 if TYPE_CHECKING:
     from overlapc.api import capture, optimize, plan, rewrite
     from overlapc.planning import Report
+    from overlapc.runtime.train_step import TrainStep
     from overlapc.solvers import solve
 
 __version__ = "0.1.0"
 
 _LATER = {
     "Report": "overlapc.planning",
+    "TrainStep": "overlapc.runtime.train_step",
     "capture": "overlapc.api",
     "optimize": "overlapc.api",
     "plan": "overlapc.api",
@@ -39,6 +44,7 @@ __all__ = [
     "Report",
     "Timeline",
     "Trace",
+    "TrainStep",
     "capture",
     "check",
     "load_plan",

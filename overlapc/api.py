@@ -16,10 +16,9 @@ from overlapc.files import load_plan
 from overlapc.ir import Plan
 from overlapc.passes.capture import Captured, capture
 from overlapc.passes.rewrite import rewrite
-from overlapc.planning import Options, Report, plan_captured
+from overlapc.planning import Options, Report, check_solver, plan_captured
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.exchange import busy
-from overlapc.solvers import SOLVERS
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
 
@@ -66,8 +65,7 @@ def optimize(
         raise OptionError(f"optimize expects an nn.Module, found {type(model).__name__}")
     if isinstance(model, Optimized):
         raise OptionError("this model is optimized already; pass the original to optimize again")
-    if solver not in SOLVERS:
-        raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
+    check_solver(solver)
     if profile not in ("measure", "estimate"):
         raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
     if plan is not None and not isinstance(plan, Plan):

@@ -9,13 +9,14 @@ results:
     recomputed   only what may run twice, after it ran, and for a value that is not saved
     phases       one after the other
     collectives  wait after start; recomputed together or not at all
-    random       random ops draw in the trace's order, so that they draw the same numbers
+    random       random ops draw in the trace's order, so that they draw the same numbers; those of
+                 a backward that lags behind, which has its turn first, before the forward's
     available    whatever an issue reads is there
 
 The forward (ops of an F piece) hands nothing to later work but saved values: backward and
 recomputed ops read a forward value if it is saved, an input, or recomputed before them. That
 holds in a problem of one phase too: what the forward made is dropped once the forward is done
-with it.
+with it. Where the backward lags behind, saved values are those of an earlier run: always there.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _check_recomputed(problem: Problem, plan: Plan) -> None:
                 f"R:{name} is issued, but all that {name} makes is saved already; expected "
                 "either to save or to recompute: drop one of the two"
             )
-        elif name not in done:
+        elif name not in done and not problem.lag:
             raise InvalidPlan(
                 f"R:{name} is issued before {name}; expected to recompute what has run: "
                 f"move it behind {name}"
@@ -180,7 +181,9 @@ def _check_random(problem: Problem, plan: Plan) -> None:
                 found.setdefault(problem.phase_of(op), []).append(name)
         return found
 
-    expected = draws(op.name for op in problem.trace.ops)
+    ops = problem.trace.ops
+    in_turn = sorted(ops, key=lambda op: op.is_forward) if problem.lag else ops
+    expected = draws(op.name for op in in_turn)
     found = draws(name for name, recomputed in issues(plan.order) if not recomputed)
     for phase, names in found.items():
         for one, other in zip(names, expected[phase], strict=True):
@@ -205,6 +208,8 @@ def _check_available(problem: Problem, plan: Plan) -> None:
                 continue
             producer = trace.op[trace.value[name].producer]
             later = producer.is_forward and (recomputed or not op.is_forward)
+            if later and name in saved and problem.lag:
+                continue
             source = issue(producer.name, later and name not in saved)
             if source not in issued:
                 if later and name not in saved and source not in plan.order:

@@ -242,8 +242,13 @@ class Problem:
 
     phases      sets of piece letters run one after the other. A lone graph under autograd has
                 ("F", "IW"): all of the forward, then all of the backward, where recomputed
-                ops belong to the backward. One phase means no such border (merged pieces).
-    in_flight   how many microbatches hold their saved values at the worst moment
+                ops belong to the backward. One phase means no such border.
+    lag         how many microbatches the backward is behind the forward. 0: it is of the same
+                one. With lag n (one phase), the pieces F(j), R(j-n), I(j-n) and W(j-n) are
+                *merged*: what is saved for the backward is there when the step begins, and what
+                the forward saves is there when it ends
+    in_flight   how many microbatches hold their saved values at the worst moment, beside what
+                lag asks for
     resident_bytes  counted into the peak on top of what the trace allocates
     """
 
@@ -253,6 +258,18 @@ class Problem:
     resident_bytes: int = 0
     in_flight: int = 1
     phases: tuple[str, ...] = ("F", "IW")
+    lag: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lag < 0 or (self.lag and len(self.phases) != 1):
+            raise InvalidProblem(
+                f"lag {self.lag} with phases {', '.join(self.phases)}: expected 0, or one phase"
+            )
+
+    @property
+    def copies(self) -> int:
+        """How often what is saved is held beside what the trace itself makes and reads."""
+        return self.in_flight - 1 + max(0, self.lag - 1)
 
     def phase_of(self, op: Op, recomputed: bool = False) -> int:
         letter = "I" if recomputed else op.piece.letter

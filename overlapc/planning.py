@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from overlapc.check import check
 from overlapc.errors import CaptureError, Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
-from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline
+from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline, Trace
+from overlapc.merge import accumulate, merge
 from overlapc.simulate import saved_bytes, simulate
-from overlapc.solvers import best_baseline, bound_ns, solve
+from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
 from overlapc.solvers.choice import Needs, plan_on_demand
+from overlapc.solvers.merging import solve_step
 from overlapc.text import format_plan, parse_plan
 
 if TYPE_CHECKING:
@@ -60,6 +62,41 @@ class Report:
         return explain(self)
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What was decided for a step of several microbatches: `lone` for the first forward and the
+    last backward, `merged` for what comes between, unless merging does not pay."""
+
+    microbatches: int
+    lone: Report
+    merged: Report | None
+
+    @property
+    def step_ns(self) -> int:
+        alone = self.lone.timeline.step_ns
+        if self.merged is None:
+            return self.microbatches * alone
+        return alone + (self.microbatches - 1) * self.merged.timeline.step_ns
+
+    @property
+    def peak_bytes(self) -> int:
+        reports = [self.lone, *([self.merged] if self.merged else [])]
+        return max(report.timeline.peak_bytes for report in reports)
+
+    def explain(self) -> str:
+        parts = [self.lone.explain()]
+        if self.merged is not None:
+            parts.append(self.merged.explain())
+        head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
+        head += "each after the other" if self.merged is None else "merged"
+        return "\n\n".join([head, *parts])
+
+
+def check_solver(name: str) -> None:
+    if name not in SOLVERS:
+        raise OptionError(f"solver={name!r}: expected one of {', '.join(SOLVERS)}")
+
+
 def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_bytes: int) -> int:
     """A budget in bytes for one step's peak.
 
@@ -98,14 +135,18 @@ def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_byt
     return parsed
 
 
-def formulate(trace: Any, profile: Profile, budget: int | float | str | None = None) -> Problem:
+def formulate(trace: Trace, profile: Profile, budget: int | float | str | None = None) -> Problem:
     """The problem of one graph under autograd: all of the forward, then all of the backward."""
-    # Incoming gradients are there, too, made by whoever calls backward.
-    tangents = [trace.value[name] for name in trace.inputs if name.startswith("tangents")]
-    problem = Problem(trace, profile, resident_bytes=sum(value.bytes for value in tangents))
+    problem = Problem(trace, profile, resident_bytes=_tangent_bytes(trace))
     eager_bytes = eager_timeline(problem).peak_bytes
     lasting_bytes = saved_bytes(problem, trace.outputs)
     return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
+
+
+def _tangent_bytes(trace: Trace) -> int:
+    """Incoming gradients are there, too, made by whoever calls backward."""
+    tangents = [trace.value[name] for name in trace.inputs if name.startswith("tangents")]
+    return sum(value.bytes for value in tangents)
 
 
 def eager_timeline(problem: Problem) -> Timeline:
@@ -127,6 +168,89 @@ def plan_captured(
     `exchange` joins the ranks that must agree; without one this rank plans alone.
     `torch_choices` gives the saved sets PyTorch's own partitioner would choose.
     """
+    captured, profiles, profile = _agreed(captured, options, primals, exchange)
+    problem = formulate(captured.trace, profile, options.memory_budget)
+    log(1, f"{name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
+
+    leads = exchange is None or exchange.rank == exchange.leader
+    wanted = leads and torch_choices is not None and options.solver in ("overlap", "opt", "torch")
+    choices = torch_choices() if wanted and options.plan is None and torch_choices else ()
+
+    plan = _decide(problem, options, choices, exchange)
+    log(2, format_plan(plan))
+    return captured, _judged(name, problem, plan, profiles, given=options.plan is not None)
+
+
+def plan_step(
+    captured: Captured,
+    options: Options,
+    microbatches: int,
+    *,
+    merging: bool = True,
+    gradients: Sequence[str],
+    add_ns_per_kib: float = 0.0,
+    primals: Sequence[Any] | None = None,
+    exchange: Exchange | None = None,
+) -> tuple[Captured, StepReport]:
+    """Plan a step that adds up the `gradients` of several microbatches of one captured graph.
+
+    `add_ns_per_kib` is what adding takes. The budget is one for the whole step.
+    """
+    captured, profiles, profile = _agreed(
+        captured, options, primals, exchange, f"{microbatches} microbatches {merging} "
+    )
+    if exchange is not None:
+        told = exchange.gather("adding", repr(add_ns_per_kib).encode())
+        add_ns_per_kib = sum(map(float, told)) / len(told)
+    plain = Problem(captured.trace, profile, resident_bytes=_tangent_bytes(captured.trace))
+    problem = accumulate(plain, gradients, add_ns_per_kib)
+    eager = eager_timeline(problem)
+    budget = parse_budget(options.memory_budget, eager.peak_bytes, problem.resident_bytes)
+    problem = replace(problem, budget_bytes=budget)
+
+    def decide() -> tuple[Plan, ...]:
+        alone = _solve(problem, options.solver, ())
+        if not merging or options.solver in FIELD:
+            return (alone,)
+        lone, merged = solve_step(problem, alone, microbatches)
+        return (lone,) if merged is None else (lone, merged)
+
+    plans = _decided(decide, exchange)
+    costs = [accumulate(replace(plain, profile=p), gradients, add_ns_per_kib) for p in profiles]
+    ranks = [found.profile for found in costs]
+    lone = _judged("one microbatch", problem, plans[0], ranks)
+    merged = None
+    if plans[1:]:
+        merged = _judged("merged", merge(problem), plans[1], ranks)
+    return captured, StepReport(microbatches, lone, merged)
+
+
+def _judged(
+    name: str, problem: Problem, plan: Plan, profiles: Sequence[Profile], given: bool = False
+) -> Report:
+    """The report on a plan, which must be legal and, unless it was `given`, keep to the budget."""
+    check(problem, plan)
+    timeline = simulate(problem, plan, profiles)
+    if not given and timeline.peak_bytes > (problem.budget_bytes or 0):
+        raise InvalidPlan(
+            f"the plan of solver {plan.solver!r} peaks at {timeline.peak_bytes} bytes, "
+            f"the budget is {problem.budget_bytes}"
+        )
+    proven = bound_ns(problem)
+    if not given:  # one that was handed in may carry a bound of other costs
+        proven = max(proven, plan.bound_ns)
+    return Report(name, problem, plan, timeline, proven, eager_timeline(problem))
+
+
+def _agreed(
+    captured: Captured,
+    options: Options,
+    primals: Sequence[Any] | None,
+    exchange: Exchange | None,
+    more: str = "",
+) -> tuple[Captured, list[Profile], Profile]:
+    """The graph with measured sizes in its trace, each rank's profile and one of all, once the
+    ranks have found that they plan the same."""
     from overlapc.passes.capture import trace_joint
 
     if exchange is not None:
@@ -137,7 +261,7 @@ def plan_captured(
         )
         exchange.agree(
             "options",
-            f"{options.memory_budget!r} {options.solver} {options.backend} {options.profile} "
+            f"{options.memory_budget!r} {options.solver} {options.backend} {options.profile} {more}"
             + (format_plan(options.plan) if options.plan else ""),
             "pass the same options to optimize on every rank",
         )
@@ -148,27 +272,7 @@ def plan_captured(
         captured = trace_joint(
             captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
         )
-    problem = formulate(captured.trace, profile, options.memory_budget)
-    log(1, f"{name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
-
-    leads = exchange is None or exchange.rank == exchange.leader
-    wanted = leads and torch_choices is not None and options.solver in ("overlap", "opt", "torch")
-    choices = torch_choices() if wanted and options.plan is None and torch_choices else ()
-
-    plan = _decide(problem, options, choices, exchange)
-    check(problem, plan)
-    timeline = simulate(problem, plan, profiles)
-    if options.plan is None and timeline.peak_bytes > (problem.budget_bytes or 0):
-        raise InvalidPlan(
-            f"the plan of solver {plan.solver!r} peaks at {timeline.peak_bytes} bytes, "
-            f"the budget is {problem.budget_bytes}"
-        )
-    log(2, format_plan(plan))
-    proven = bound_ns(problem)
-    if options.plan is None:  # one that was handed in may carry a bound of other costs
-        proven = max(proven, plan.bound_ns)
-    report = Report(name, problem, plan, timeline, proven, eager_timeline(problem))
-    return captured, report
+    return captured, profiles, profile
 
 
 _NOTHING_FITS = "infeasible "
@@ -181,18 +285,26 @@ def _decide(
     exchange: Exchange | None,
 ) -> Plan:
     """The plan, or Infeasible, the same on every rank."""
+    (plan,) = _decided(
+        lambda: (options.plan or _solve(problem, options.solver, choices),), exchange
+    )
+    return plan
 
-    def decide() -> str:
+
+def _decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
+    """What the leader decides, or Infeasible, the same on every rank."""
+
+    def tell() -> str:
         try:
-            return format_plan(options.plan or _solve(problem, options.solver, choices))
+            return json.dumps([format_plan(plan) for plan in decide()])
         except Infeasible as error:
             return f"{_NOTHING_FITS}{error.budget_bytes} {error.smallest_bytes}"
 
-    text = decide() if exchange is None else exchange.broadcast("plan", decide)
+    text = tell() if exchange is None else exchange.broadcast("plan", tell)
     if text.startswith(_NOTHING_FITS):
         budget, smallest = text.removeprefix(_NOTHING_FITS).split()
         raise Infeasible(int(budget), int(smallest))
-    return parse_plan(text)
+    return tuple(map(parse_plan, json.loads(text)))
 
 
 def _solve(problem: Problem, solver: str, choices: Sequence[tuple[str, ...]]) -> Plan:

@@ -217,8 +217,9 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
 
     A storage instance lives from the issue that allocates it to the last issue that reads a
     value on it, or to the end if the trace hands it out. A random op that runs again keeps its
-    generator's state until then. Work on later microbatches holds `in_flight - 1` more copies of
-    what is saved.
+    generator's state until then. Work on other microbatches holds `copies` more of what is saved.
+    Where the backward lags behind, what it reads of the forward is there from the start, and what
+    the forward saves stays to the end.
     """
     trace = problem.trace
     saved = frozenset(plan.saved)
@@ -230,6 +231,18 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
     born: list[int] = []
     dies: list[int] = []
     end = len(plan.order)
+    left: dict[str, int] = {}  # saved value -> its storage instance of an earlier run
+    if problem.lag:
+        storages: dict[str, int] = {}
+        for name in plan.saved:
+            value = trace.value[name]
+            if value.storage not in resident:
+                if value.storage not in storages:
+                    storages[value.storage] = len(size)
+                    size.append(value.bytes)
+                    born.append(0)
+                    dies.append(0)
+                left[name] = storages[value.storage]
 
     def read(name: str, by_backward: bool) -> int | None:
         value = trace.value[name]
@@ -242,6 +255,8 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
             and name not in saved
             and producer.name in recomputed
         )
+        if problem.lag and by_backward and producer.is_forward and not again:
+            return left.get(name)
         return instance_of.get((name, again))
 
     for i, (name, again) in enumerate(issues(plan.order)):
@@ -265,22 +280,24 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
                 dies.append(i)
                 reads[value.storage] = found
             instance_of[made, again] = found
-            if made in outputs and not again:
+            if not again and (made in outputs or (problem.lag and made in saved)):
                 dies[found] = end
     random = [name for name in plan.recomputed if trace.op[name].random]
     if random:
         at = {text: i for i, text in enumerate(plan.order)}
         for name in random:
             again_at = at[issue(name, True)]
-            size += [RNG_STATE_BYTES, RNG_STATE_BYTES]
-            born += [at[name], again_at]  # the state kept, and the one put aside meanwhile
-            dies += [again_at, again_at]
+            kept = [(0, again_at), (at[name], end)] if problem.lag else [(at[name], again_at)]
+            for first, last in (*kept, (again_at, again_at)):  # and the one put aside meanwhile
+                size.append(RNG_STATE_BYTES)
+                born.append(first)
+                dies.append(last)
     change = [0] * (end + 2)
     for bytes_, first, last in zip(size, born, dies, strict=True):
         change[first] += bytes_
         change[last + 1] -= bytes_
     copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
-    held = problem.resident_bytes + (problem.in_flight - 1) * copy
+    held = problem.resident_bytes + problem.copies * copy
     curve = []
     for i, (name, _) in enumerate(issues(plan.order)):
         held += change[i]

@@ -10,7 +10,7 @@ r"""The text of plans, profiles, traces and problems: what users read, ranks exc
     plan     = trace solver status bound_ns, saved, order
     profile  = slowdown, conditions, costs
     trace    = digest, inputs, outputs, ops, values
-    problem  = budget_bytes resident_bytes in_flight phases, trace, profile
+    problem  = budget_bytes resident_bytes in_flight phases lag?, trace, profile
 
 `parse_x(format_x(x)) == x` for whatever holds valid Unicode and numbers from 0 to 10^18 - 1.
 The parsers raise FileError and nothing else. Fields come in the order above; to change them is
@@ -123,6 +123,7 @@ def format_problem(problem: Problem) -> str:
             _field("resident_bytes", problem.resident_bytes),
             _field("in_flight", problem.in_flight),
             _field("phases", *problem.phases),
+            *([_field("lag", problem.lag)] if problem.lag else []),
             *_trace_lines(problem.trace),
             *_profile_lines(problem.profile),
         ],
@@ -137,10 +138,13 @@ def parse_problem(text: str) -> Problem:
     resident_bytes = reader.number("resident_bytes")
     in_flight = reader.number("in_flight")
     phases = tuple(map(reader.as_string, reader.field("phases")))
+    lag = reader.number("lag") if reader.next_is("lag") else 0
     trace = _read_trace(reader)
     profile = _read_profile(reader)
     reader.finish()
-    return Problem(trace, profile, budget_bytes, resident_bytes, in_flight, phases)
+    if lag and len(phases) != 1:
+        reader.fail(f"lag {lag} with {len(phases)} phases", "one phase")
+    return Problem(trace, profile, budget_bytes, resident_bytes, in_flight, phases, lag)
 
 
 def _profile_lines(profile: Profile) -> Iterator[str]:
@@ -314,6 +318,10 @@ class _Reader:
             wanted = "" if count is None else f" and {count} word(s)"
             self.fail(self.lines[self.at - 1], key + wanted)
         return words[1:]
+
+    def next_is(self, key: str) -> bool:
+        """Whether the next line is a field of that key, for fields that may be left out."""
+        return self.at < len(self.lines) and self.lines[self.at].startswith(f"{key} ")
 
     def table(self, title: str, columns: int | None = None) -> Iterator[list[str]]:
         """The rows of the table that comes next, one by one."""

@@ -352,6 +352,7 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch.fx.traceback import preserve_node_meta
 
+    model = without_ties(model)
     with contextlib.ExitStack() as stack, preserve_node_meta():
         try:
             exported = aot_export_joint_with_descriptors(stack, model, args, kwargs)
@@ -368,13 +369,38 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
         )
 
 
+def without_ties(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, or, if it has some parameter or buffer under several names, a module around it
+    that has each once: what is one for autograd must be one input of the graph."""
+    for named in (model.named_parameters, model.named_buffers):
+        if len([*named()]) != len([*named(remove_duplicate=False)]):
+            return _Untied(model)
+    return model
+
+
+class _Untied(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._model = [model]  # in a list, so that it is no submodule
+        self._names: dict[str, str] = {}
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            self._names[f"parameter{i}"] = name
+            self.register_parameter(f"parameter{i}", parameter)
+        for i, (name, buffer) in enumerate(model.named_buffers()):
+            self._names[f"buffer{i}"] = name
+            self.register_buffer(f"buffer{i}", buffer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = {name: getattr(self, mine) for mine, name in self._names.items()}
+        return torch.func.functional_call(self._model[0], given, args, kwargs)
+
+
 def _forward_outputs(joint: fx.GraphModule) -> int:
-    """How many of the joint graph's outputs are results: those before the first gradient."""
+    """How many of the joint graph's outputs are results: those before the gradients, which a
+    frozen parameter has None for."""
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
     output = joint.graph.find_nodes(op="output")[0]
     descs: Sequence[Any] = output.meta["desc"]
-    for index, desc in enumerate(descs):
-        if isinstance(desc, GradAOTOutput):
-            return index
-    return len(descs)
+    results = [i for i, d in enumerate(descs) if d is not None and not isinstance(d, GradAOTOutput)]
+    return max(results, default=-1) + 1

@@ -11,6 +11,7 @@ import difflib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -38,6 +39,23 @@ def rewrite(
 
     The plan must have passed `check`. The joint graph's tags are overwritten.
     """
+    emitted = emit(captured, plan, joint_inputs, **partition_options)
+    return emitted.forward, emitted.backward
+
+
+@dataclass
+class Emitted:
+    """Both graphs, and which op of the trace each of their nodes is."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    names: dict[fx.Node, str]
+
+
+def emit(
+    captured: Captured, plan: Plan, joint_inputs: Any = None, **partition_options: Any
+) -> Emitted:
+    """`rewrite`, and which node is what."""
     _name_outputs(captured.joint)
     _tag(captured, plan)
     options = {"num_fwd_outputs": captured.num_fwd_outputs, **partition_options}
@@ -55,16 +73,18 @@ def rewrite(
     phase_one = {op.name for op in captured.trace.ops if op.is_forward}
     first = [name for name, again in order if not again and name in phase_one]
     second = [name for name, again in order if again or name not in phase_one]
+    all_names: dict[fx.Node, str] = {}
     for module, planned in ((forward, first), (backward, second)):
         names = _origin(captured, module, plan)
         reorder(module, planned, names)
-        _verify(module, planned, names)
+        verify(module, planned, names)
+        all_names |= names
     _verify_saved(captured, plan, backward, names)
     if debug_level() >= 3:
         log(3, _changes(captured, plan))
     if debug_level() >= 4:
         log(4, f"forward:{forward.code}\nbackward:{backward.code}")
-    return forward, backward
+    return Emitted(forward, backward, all_names)
 
 
 def _fake_mode(joint: fx.GraphModule) -> AbstractContextManager[Any]:
@@ -214,7 +234,7 @@ def reorder(
         module._boxed_call = True  # type: ignore[assignment]
 
 
-def _verify(module: fx.GraphModule, planned: Sequence[str], names: Mapping[fx.Node, str]) -> None:
+def verify(module: fx.GraphModule, planned: Sequence[str], names: Mapping[fx.Node, str]) -> None:
     """The emitted graph issues exactly what the plan says, in its order, save dead code."""
     emitted = [names[n] for n in module.graph.nodes if n in names and n.op == "call_function"]
     alive = set(emitted)

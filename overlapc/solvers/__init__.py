@@ -24,8 +24,10 @@ from overlapc.ir import Plan, Problem
 from overlapc.simulate import simulate
 from overlapc.solvers import baselines
 from overlapc.solvers.bounds import bound_ns
-from overlapc.solvers.choice import Choice, plan_on_demand
+from overlapc.solvers.choice import Choice, Needs, plan_on_demand
 from overlapc.solvers.heu import heu_plans
+from overlapc.solvers.keep import keep_sets
+from overlapc.solvers.merging import merged_plans
 from overlapc.solvers.opt import Progress, opt
 from overlapc.solvers.overlap import overlap_plans, steady_plans
 
@@ -77,6 +79,8 @@ def solve(
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
+    if problem.lag:
+        return _merged(problem, solver)
     if solver == "torch":
         if not torch_choices:
             raise OptionError(
@@ -108,6 +112,23 @@ def solve(
         return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)
     return found
+
+
+def _merged(problem: Problem, solver: str) -> Plan:
+    """The best found for merged pieces, for which there is one search."""
+    if solver not in ("overlap", "heu", "opt"):
+        raise OptionError(
+            f"solver={solver!r} knows nothing of merged pieces; expected overlap, heu or opt"
+        )
+    needs = Needs(problem.trace)
+    choices = [needs.complete(kept) for kept in keep_sets(problem, needs, 24)]
+    found = merged_plans(problem, choices)
+    if found:
+        check(problem, found[0].plan)
+        return found[0].plan
+    free = merged_plans(replace(problem, budget_bytes=None), choices)
+    smallest = [simulate(problem, merged.plan).peak_bytes for merged in free]
+    raise Infeasible(problem.budget_bytes or 0, min(smallest))
 
 
 def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:

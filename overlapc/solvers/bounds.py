@@ -10,6 +10,8 @@ from overlapc.solvers.program import Program
 def bound_ns(problem: Problem) -> int:
     """The better of a simple bound and the optimum of the relaxed program, which knows of
     windows and of the recompute that memory forces: some hundredths of a second."""
+    if problem.lag:  # the program knows of windows between a forward and its own backward
+        return simple_bound_ns(problem)
     try:
         return max(simple_bound_ns(problem), Program(problem).relaxed().bound_ns)
     except Infeasible:  # no plan fits, so any bound is right
@@ -31,7 +33,8 @@ def simple_bound_ns(problem: Problem) -> int:
         begin = 0
         for name in op.inputs:
             producer = trace.value[name].producer
-            if producer and problem.phase_of(trace.op[producer]) == phase:
+            earlier = problem.lag and producer and trace.op[producer].is_forward != op.is_forward
+            if producer and not earlier and problem.phase_of(trace.op[producer]) == phase:
                 begin = max(begin, finish[producer])
         finish[op.name] = begin + cost.compute_ns
         if op.role == "start":

@@ -26,8 +26,8 @@ _TRIES = 12  # candidates tried for one place in a window
 @dataclass(frozen=True)
 class Taste:
     """Which work a window takes first: `recompute` or weight gradients; and whether it takes
-    what comes before the collective or what comes after (`pull`). Of "R" and "W" only `moves`
-    leave their places. A `seed` other than 0 follows all this only roughly."""
+    what comes before the collective or what comes after (`pull`). Of "R", "W" and, in merged
+    pieces, "F" only `moves` leave their places. A `seed` other than 0 follows this only roughly."""
 
     recompute: bool
     pull: bool
@@ -189,13 +189,13 @@ class _Filling:
             peak = max(peak, now + work.allocates(n))
             now += sum(work.size[storage] for storage, _ in work.makes[n])
             for place in work.makes[n]:
-                if not self.users.get(place) and place[0] not in work.lasting:
+                if not self.users.get(place) and not work.lasts(place):
                     now -= work.size[place[0]]
             for place in work.reads[n]:
                 if place not in readers:
                     readers[place] = sum(self.at[user] >= low for user in self.users[place])
                 readers[place] -= 1
-                if not readers[place] and place[0] not in work.lasting:
+                if not readers[place] and not work.lasts(place):
                     now -= work.size[place[0]]
             held.append(now)
         return peak

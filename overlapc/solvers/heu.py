@@ -215,7 +215,7 @@ def heu_plans(
     budget = problem.budget_bytes
     if budget is None:
         keep = policy(problem, period, totals, 0)
-        yield from _schedules(problem, period.choice(needs, keep or {}), None, defer)
+        yield from schedules(problem, period.choice(needs, keep or {}), None, defer)
         return
     tried: list[Choice] = []
     for again in _AGAIN if thorough else _AGAIN[:1]:
@@ -228,10 +228,10 @@ def heu_plans(
             choice = None if keep is None else period.choice(needs, keep)
             if choice is not None and choice not in tried:
                 tried.append(choice)
-                yield from _schedules(problem, choice, budget, defer)
+                yield from schedules(problem, choice, budget, defer)
     if not tried and thorough:
         for choice in _steady(problem, needs, budget):
-            yield from _schedules(problem, choice, budget, defer)
+            yield from schedules(problem, choice, budget, defer)
 
 
 def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:
@@ -284,7 +284,10 @@ def _least_room(
     return most
 
 
-def _schedules(problem: Problem, choice: Choice, budget: int | None, defer: bool) -> Iterable[Plan]:
+def schedules(
+    problem: Problem, choice: Choice, budget: int | None, defer: bool = True
+) -> Iterable[Plan]:
+    """Orders of one choice; some may take more than the budget."""
     digest = problem.trace.digest
     plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
     plan = Plan(digest, "heu", choice.saved, on_demand(problem, choice))

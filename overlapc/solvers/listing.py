@@ -35,13 +35,16 @@ class Style:
 def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
     """An order of all nodes of the work. It aims at `limit` bytes; only `simulate` says what it
     really takes."""
-    return work.text(_Listing(work, limit, style).run())
+    return work.text(Listing(work, limit, style).run())
 
 
-class _Listing:
-    """The state of one scheduling: time, lanes, bytes alive, and what could run now."""
+class Listing:
+    """The state of one scheduling: time, lanes, bytes alive, and what could run now.
 
-    def __init__(self, work: Work, limit: int, style: Style) -> None:
+    With `look`, what the plain order of a backward would hold is a guide for going ahead.
+    """
+
+    def __init__(self, work: Work, limit: int, style: Style, look: bool = True) -> None:
         self.work = work
         self.limit = limit
         self.style = style
@@ -64,7 +67,7 @@ class _Listing:
         self.largest = 0  # most that one of the spare allocates
         self.flying: list[tuple[int, int]] = []  # (end, node) waits
         backward = any(n >= work.count or not work.ops[n].is_forward for n in work.nodes)
-        self.ahead = _Ahead(work) if backward and limit < NEVER else None
+        self.ahead = _Ahead(work) if look and backward and limit < NEVER else None
 
     def run(self) -> list[int]:
         for n in self.work.nodes:
@@ -156,7 +159,7 @@ class _Listing:
         return change
 
     def dies(self, place: Place, readers: int) -> bool:
-        return self.readers.get(place, 0) == readers and place[0] not in self.work.lasting
+        return self.readers.get(place, 0) == readers and not self.work.lasts(place)
 
     def land(self) -> None:
         """Waits whose collective has ended cost nothing: take them at once."""

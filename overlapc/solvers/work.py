@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from overlapc.ir import Problem, issue
-from overlapc.simulate import saved_bytes
+from overlapc.ir import Op, Problem, issue
+from overlapc.simulate import RNG_STATE_BYTES, saved_bytes
 from overlapc.solvers.choice import Choice
 
 NEVER = 1 << 60
@@ -21,7 +22,8 @@ _FORWARD = -1  # the maker of what the forward left, in a Place
 
 @dataclass
 class Work:
-    """Built by `forward_work` or `backward_work`; schedulers read it and change nothing."""
+    """Built by `forward_work`, `backward_work` or `merged_work`; schedulers read it and change
+    nothing."""
 
     problem: Problem
     choice: Choice
@@ -45,10 +47,22 @@ class Work:
         self.index = {op.name: i for i, op in enumerate(trace.ops)}
         self.size = {value.storage: value.bytes for value in trace.values}
         self.lasting = {trace.value[name].storage for name in trace.outputs}
+        self.kept = {trace.value[name].storage for name in self.choice.saved}
         costs = [self.problem.cost(op.name) for op in trace.ops]
         self.compute = [cost.compute_ns for cost in costs]
         self.comm = [cost.comm_ns for cost in costs]
         self.space = [cost.workspace_bytes for cost in costs]
+
+    def lasts(self, place: Place) -> bool:
+        """Whether it stays to the end, whoever reads it."""
+        storage, maker = place
+        if maker >= self.count:
+            return False
+        if not self.problem.lag:
+            return storage in self.lasting
+        if maker == _FORWARD:
+            return False
+        return storage in self.lasting or (storage in self.kept and self.ops[maker].is_forward)
 
     def text(self, nodes: Iterable[int]) -> tuple[str, ...]:
         """Nodes as the issues of a plan."""
@@ -70,7 +84,7 @@ class Work:
 def forward_work(problem: Problem) -> Work:
     nodes = [i for i, op in enumerate(problem.trace.ops) if op.is_forward]
     work = Work(problem, Choice((), ()), nodes)
-    return _measure(work, _link(work, backward=False))
+    return _measure(work, _link(work))
 
 
 def backward_work(problem: Problem, choice: Choice, defer: bool = True) -> Work:
@@ -81,18 +95,40 @@ def backward_work(problem: Problem, choice: Choice, defer: bool = True) -> Work:
     nodes = [len(ops) + i for i, op in enumerate(ops) if op.name in again]
     nodes += [i for i, op in enumerate(ops) if not op.is_forward]
     work = Work(problem, choice, nodes)
-    before = _link(work, backward=True)
+    before = _link(work)
     trace = problem.trace
     held = {trace.value[name].storage for name in choice.saved}
     held |= {
         trace.value[name].storage for op in ops if op.is_forward for name in op.outputs
     } & work.lasting
     work.held_bytes = sum(work.size[s] for s in held - trace.resident) + problem.resident_bytes
-    work.held_bytes += (problem.in_flight - 1) * saved_bytes(problem, choice.saved)
+    work.held_bytes += problem.copies * saved_bytes(problem, choice.saved)
+    work.held_bytes += _states(problem, choice, 1 + problem.copies)
     return _measure(work, before, defer)
 
 
-def _link(work: Work, backward: bool) -> dict[int, set[int]]:
+def merged_work(problem: Problem, choice: Choice) -> Work:
+    """A forward, and the backward of an earlier one with the recompute that the choice asks for."""
+    ops = problem.trace.ops
+    again = set(choice.recomputed)
+    nodes = [len(ops) + i for i, op in enumerate(ops) if op.name in again]
+    nodes += [i for i, op in enumerate(ops) if not op.is_forward]
+    nodes += [i for i, op in enumerate(ops) if op.is_forward]
+    work = Work(problem, choice, nodes)
+    copies = problem.copies + 1
+    work.held_bytes = problem.resident_bytes + copies * saved_bytes(problem, choice.saved)
+    work.held_bytes += _states(problem, choice, 1 + copies)
+    return _measure(work, _link(work))
+
+
+def _states(problem: Problem, choice: Choice, copies: int) -> int:
+    """At most what the generator's states take that recompute of random ops needs: a copy of each
+    for every microbatch, and one put aside."""
+    count = sum(problem.trace.op[name].random for name in choice.recomputed)
+    return RNG_STATE_BYTES * (count * copies + (count > 0))
+
+
+def _link(work: Work) -> dict[int, set[int]]:
     """Fill in who comes after whom, and what is read and made; returns who comes before."""
     trace, count = work.problem.trace, work.count
     saved = set(work.choice.saved)
@@ -108,7 +144,7 @@ def _link(work: Work, backward: bool) -> dict[int, set[int]]:
             if not value.producer:
                 continue
             maker = work.index[value.producer]
-            if backward and work.ops[maker].is_forward:
+            if work.ops[maker].is_forward and (n >= count or not op.is_forward):
                 maker = _FORWARD if name in saved else maker + count
             if maker in mine and maker not in before[n]:
                 before[n].add(maker)
@@ -127,14 +163,18 @@ def _link(work: Work, backward: bool) -> dict[int, set[int]]:
         for place in work.reads[n]:
             work.readers[place] = work.readers.get(place, 0) + 1
     # Ops that draw random numbers or may run only once keep their order.
-    last = None
-    for n in work.nodes:
-        if n < count and (work.ops[n].random or not work.ops[n].recomputable):
-            if last is not None and last not in before[n]:
-                before[n].add(last)
-                work.after[last].append(n)
-            last = n
+    single = [n for n in work.nodes if n < count and _keeps_place(work.ops[n])]
+    pairs = [p for p in pairwise(single) if work.ops[p[0]].is_forward == work.ops[p[1]].is_forward]
+    pairs += pairwise([n for n in single if work.ops[n].random])
+    for first, then in pairs:
+        if first not in before[then]:
+            before[then].add(first)
+            work.after[first].append(then)
     return before
+
+
+def _keeps_place(op: Op) -> bool:
+    return op.random or not op.recomputable
 
 
 def _measure(work: Work, before: dict[int, set[int]], defer: bool = True) -> Work:

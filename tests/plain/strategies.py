@@ -193,8 +193,9 @@ def _backward(b: _Builder, stage: int, microbatch: int, params: list[str]) -> No
     b.outputs.extend(grad for name, grad in grads.items() if name in b.inputs)
 
 
-def random_problem(rng: Random, max_ops: int = 6) -> Problem:
-    """A small valid problem: one or two microbatches, at most `max_ops` forward steps each."""
+def random_problem(rng: Random, max_ops: int = 6, lags: bool = False) -> Problem:
+    """A small valid problem: one or two microbatches, at most `max_ops` forward steps each; with
+    `lags`, now and then one whose backward lags behind."""
     b = _Builder(rng, LANES[: rng.randint(1, len(LANES))])
     params = [b.value("p0")]
     for index in range(1, rng.randint(1, 3)):
@@ -233,6 +234,7 @@ def random_problem(rng: Random, max_ops: int = 6) -> Problem:
     if b.chance(50):
         slowdown = Slowdown(rng.randint(1000, 2000), rng.randint(1000, 2000))
     made_bytes = sum(value.bytes for value in trace.values)
+    lag = rng.randint(1, 2) if lags and one_phase and b.chance(40) else 0
     return Problem(
         trace,
         Profile(costs, slowdown, {"device": "none", "found by": "tests/plain"}),
@@ -240,11 +242,12 @@ def random_problem(rng: Random, max_ops: int = 6) -> Problem:
         resident_bytes=rng.randint(0, 50) if b.chance(50) else 0,
         in_flight=rng.randint(1, 3),
         phases=("FIW",) if one_phase else ("F", "IW"),
+        lag=lag,
     )
 
 
-def problems(max_ops: int = 6) -> st.SearchStrategy[Problem]:
-    return st.randoms(use_true_random=False).map(lambda rng: random_problem(rng, max_ops))
+def problems(max_ops: int = 6, lags: bool = False) -> st.SearchStrategy[Problem]:
+    return st.randoms(use_true_random=False).map(lambda rng: random_problem(rng, max_ops, lags))
 
 
 # --- legal plans --------------------------------------------------------------------------------
@@ -301,14 +304,15 @@ def _needs(problem: Problem, saved: set[str], recomputed: set[str]) -> dict[str,
     for op in trace.ops:
         for again in (False, True) if op.name in recomputed else (False,):
             before = needs.setdefault(issue(op.name, again), set())
-            if again:
+            if again and not problem.lag:
                 before.add(op.name)
             for name in op.inputs:
                 if producer := trace.value[name].producer:
                     later = trace.op[producer].is_forward and (again or not op.is_forward)
-                    before.add(issue(producer, later and name not in saved))
+                    if not (problem.lag and later and name in saved):
+                        before.add(issue(producer, later and name not in saved))
     last: dict[int, str] = {}
-    for op in trace.ops:
+    for op in sorted(trace.ops, key=lambda op: problem.lag and op.is_forward):
         if op.random:
             phase = problem.phase_of(op)
             if phase in last:
@@ -530,7 +534,7 @@ def _recompute_saved(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, s
 
 @_breaks
 def _recompute_early(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
-    name = _pick(rng, plan.recomputed)
+    name = None if problem.lag else _pick(rng, plan.recomputed)
     return (
         None
         if name is None
@@ -627,12 +631,18 @@ def _reads(problem: Problem, plan: Plan) -> list[tuple[str, str, str]]:
     return found
 
 
+def _is_late(problem: Problem, text: str) -> bool:
+    name, again = parse_issue(text)
+    return again or not problem.trace.op[name].is_forward
+
+
 @_breaks
 def _read_early(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
     pairs = [
         (reader, source)
-        for reader, _, source in _reads(problem, plan)
+        for reader, value, source in _reads(problem, plan)
         if _phase(problem, reader) == _phase(problem, source)
+        and not (problem.lag and value in plan.saved and _is_late(problem, reader))
         and problem.trace.op[parse_issue(reader)[0]].role not in ("start", "wait")
         and not problem.trace.op[parse_issue(reader)[0]].random
         and f"R:{reader}" not in plan.order

@@ -18,11 +18,10 @@ from tests.plain.brute_force import TooMany, brute_force
 from tests.plain.strategies import random_plan, random_problem
 
 OURS = ("overlap", "heu", "opt")
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(250), pytest.param(range(250, 4000), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seeds", [range(250), pytest.param(range(250, 4000), marks=SLOW)])
 def test_no_legal_plan_beats_the_bound(seeds):
     for seed in seeds:
         rng = Random(seed)
@@ -46,9 +45,7 @@ def small_problems(seeds):
             continue
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(120), pytest.param(range(10_000, 18_000), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(10_000, 18_000), marks=SLOW)])
 def test_opt_is_the_best_there_is(seeds):
     for seed, problem, best in small_problems(seeds):
         found = exact(problem)
@@ -64,9 +61,7 @@ def test_opt_is_the_best_there_is(seeds):
         assert bound_ns(problem) <= best, seed
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(25), pytest.param(range(20_000, 25_000), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(20_000, 25_000), marks=SLOW)])
 def test_every_solver_is_legal_and_ours_never_worse(seeds):
     for seed, problem, best in small_problems(seeds):
         steps = {}
@@ -127,9 +122,7 @@ def test_opt_tells_where_it_stands_and_keeps_its_best_when_stopped():
 
 
 @pytest.mark.parametrize("solver", OURS)
-@pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(30_000, 30_300), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(30_000, 30_300), marks=SLOW)])
 def test_more_memory_never_costs_time(solver, seeds):
     for seed in seeds:
         rng = Random(seed)

@@ -176,11 +176,12 @@ def test_plan_of_another_trace() -> None:
 
 @given(st.data())
 def test_legal_plans_are_accepted(data: st.DataObject) -> None:
-    problem = data.draw(problems())
+    problem = data.draw(problems(lags=True))
     problem.trace.validate()
     plan = data.draw(legal_plans(problem))
     check(problem, plan)
-    assert execute(problem, plan) == eager(problem)
+    if not problem.lag:  # merged pieces are executed in tests/torch/test_train_step.py
+        assert execute(problem, plan) == eager(problem)
 
 
 @pytest.mark.parametrize("rule", BREAKS)
@@ -203,7 +204,7 @@ def test_each_rule_is_enforced(rule: str) -> None:
 
 @given(st.data())
 def test_broken_plans_are_rejected(data: st.DataObject) -> None:
-    problem = data.draw(problems())
+    problem = data.draw(problems(lags=True))
     broken = data.draw(break_plan(problem))
     with pytest.raises(InvalidPlan):
         check(problem, broken.plan)

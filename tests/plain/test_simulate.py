@@ -403,7 +403,7 @@ def few_ns(problem: Problem, rng: Random) -> Profile:
 
 @st.composite
 def runs(draw: st.DrawFn, ranks: st.SearchStrategy[int]) -> tuple[Problem, Plan, list[Profile]]:
-    problem = draw(problems())
+    problem = draw(problems(lags=True))
     plan = draw(legal_plans(problem))
     rng = draw(st.randoms(use_true_random=False))
     profiles = [few_ns(problem, rng) for _ in range(draw(ranks))]
@@ -443,65 +443,68 @@ def test_several_ranks_take_the_time_the_ticks_take(run):
 
 
 def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
-    """For every issue, the storages that are alive while it runs, from the definition."""
+    """For every issue, the storages that are alive while it runs, from the definition: where the
+    backward lags behind, of the last of as many runs in a row as it takes to see it at work."""
     trace = problem.trace
     kept = {trace.value[name].storage for name in trace.inputs}
+    length = len(plan.order)
 
     @dataclass
     class Instance:
         bytes: int
         made_at: int
-        read_at: set[int]
-        is_output: bool = False
+        alive_at: int  # the last that reads it
 
-    of: dict[tuple[str, str], Instance] = {}  # (issue, value) -> the storage that it made it on
+    of: dict[tuple[int, str, str], Instance] = {}  # (run, issue, value) -> its storage
     instances: list[Instance] = []
-    for i, text in enumerate(plan.order):
-        name, again = parse_issue(text)
-        op = trace.op[name]
-        at_hand: dict[str, Instance] = {}  # results on the storage of an argument are views of it
-        for given_ in op.inputs:
-            value = trace.value[given_]
-            if value.storage not in kept:
-                passed = trace.op[value.producer].is_forward and (again or not op.is_forward)
-                source = issue(value.producer, passed and given_ not in plan.saved)
-                at_hand[value.storage] = of[source, given_]
-                of[source, given_].read_at.add(i)
-        for made in op.outputs:
-            value = trace.value[made]
-            if value.storage not in kept:
-                if value.storage not in at_hand:
-                    at_hand[value.storage] = Instance(value.bytes, i, set())
-                    instances.append(at_hand[value.storage])
-                of[text, made] = at_hand[value.storage]
-                if made in trace.outputs and not again:
-                    of[text, made].is_output = True
-    states = [name for name in plan.recomputed if trace.op[name].random]
-    for name in states:
-        last = plan.order.index(issue(name, True))
-        instances.append(Instance(RNG_STATE_BYTES, plan.order.index(name), {last}))
-        instances.append(Instance(RNG_STATE_BYTES, last, {last}))
+    for run in range(problem.lag + 1):
+        for i, text in enumerate(plan.order, start=run * length):
+            name, again = parse_issue(text)
+            op = trace.op[name]
+            at_hand: dict[str, Instance] = {}  # results on the storage of an argument are views
+            for given_ in op.inputs:
+                value = trace.value[given_]
+                if value.storage not in kept:
+                    passed = trace.op[value.producer].is_forward and (again or not op.is_forward)
+                    source = issue(value.producer, passed and given_ not in plan.saved)
+                    late = problem.lag if passed and given_ in plan.saved else 0
+                    if (run - late, source, given_) in of:
+                        it = at_hand[value.storage] = of[run - late, source, given_]
+                        it.alive_at = max(it.alive_at, i)
+            for made in op.outputs:
+                value = trace.value[made]
+                if value.storage not in kept:
+                    if value.storage not in at_hand:
+                        at_hand[value.storage] = Instance(value.bytes, i, i)
+                        instances.append(at_hand[value.storage])
+                    it = of[run, text, made] = at_hand[value.storage]
+                    if made in trace.outputs and not again:
+                        it.alive_at = max(it.alive_at, (run + 1) * length - 1)
+                    if made in plan.saved and not again and problem.lag:
+                        it.alive_at = max(it.alive_at, (run + problem.lag) * length)
+        for name in plan.recomputed:
+            if trace.op[name].random:
+                last = run * length + plan.order.index(issue(name, True))
+                drawn_at = run * length + plan.order.index(name)
+                until = last + length * problem.lag
+                instances.append(Instance(RNG_STATE_BYTES, drawn_at, until))
+                instances.append(Instance(RNG_STATE_BYTES, last, last))
     saved = {trace.value[name].storage: trace.value[name].bytes for name in plan.saved}
-    saved["states"] = RNG_STATE_BYTES * len(states)
+    saved["states"] = RNG_STATE_BYTES * sum(trace.op[name].random for name in plan.recomputed)
     copies = problem.in_flight - 1
     always = problem.resident_bytes + copies * sum(b for s, b in saved.items() if s not in kept)
     return [
         always
         + problem.profile.costs[parse_issue(text)[0]].workspace_bytes
-        + sum(
-            it.bytes
-            for it in instances
-            if i == it.made_at
-            or (i > it.made_at and (it.is_output or max(it.read_at, default=-1) >= i))
-        )
-        for i, text in enumerate(plan.order)
-    ]  # fmt: skip
+        + sum(it.bytes for it in instances if it.made_at <= i <= it.alive_at)
+        for i, text in enumerate(plan.order, start=problem.lag * length)
+    ]
 
 
 @settings(max_examples=250)
 @given(st.data())
 def test_memory_is_what_is_alive(data):
-    problem = data.draw(problems())
+    problem = data.draw(problems(lags=True))
     plan = data.draw(legal_plans(problem))
     curve = memory_curve(problem, plan)
     assert curve == bytes_alive(problem, plan)
@@ -516,9 +519,10 @@ def test_memory_is_what_is_alive(data):
 @settings(max_examples=150)
 @given(st.data())
 def test_step_is_at_least_the_bound_and_exposed_at_most_what_communication_takes(data):
-    problem = data.draw(problems())
+    problem = data.draw(problems(lags=True))
     timeline = simulate(problem, data.draw(legal_plans(problem)))
-    assert timeline.step_ns >= bound_ns(problem)
+    limited = replace(problem, budget_bytes=timeline.peak_bytes)
+    assert timeline.step_ns >= bound_ns(limited)
     assert 0 <= timeline.exposed_ns <= timeline.comm_ns
     assert sum(timeline.phase_ns) == timeline.step_ns
     assert min(timeline.phase_ns) >= 0
@@ -537,7 +541,7 @@ def test_no_rank_beats_its_own_bound(run):
 @given(st.data())
 def test_a_step_is_compute_and_standing_still(data):
     """On one rank, whatever the slowdown; without one, compute takes what it costs."""
-    problem = data.draw(problems())
+    problem = data.draw(problems(lags=True))
     plan = data.draw(legal_plans(problem))
     timeline = simulate(problem, plan)
     busy = sum(s.end_ns - s.start_ns for s in timeline.spans if s.lane == "compute")
@@ -555,7 +559,7 @@ def test_a_step_is_compute_and_standing_still(data):
 def test_more_slowdown_is_never_faster_on_one_rank(data, compute_more, comm_more):
     """But for rounding: time is whole nanoseconds, and each change of speed may cost one. (Of
     several ranks, one that comes late may spare another from computing beside a collective.)"""
-    problem = data.draw(problems())
+    problem = data.draw(problems(lags=True))
     plan = data.draw(legal_plans(problem))
     costs = {
         name: Cost(cost.compute_ns * 10**6, cost.comm_ns * 10**6)

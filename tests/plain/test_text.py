@@ -150,7 +150,7 @@ def test_any_profile_round_trips(profile: Profile) -> None:
 
 @given(st.data())
 def test_problems_and_their_parts_round_trip(data: st.DataObject) -> None:
-    problem = data.draw(problems())
+    problem = data.draw(problems(lags=True))
     plan = data.draw(legal_plans(problem))
     items = (
         ("plan", plan),

@@ -1,0 +1,188 @@
+"""A step of several microbatches, merged and not, on a shaped link.
+
+    python benchmarks/merged_bench.py --model gpt --rates 400,800 --microbatches 8 --reps 5
+
+Two ranks as in `link_bench.py`. `megatron` is full recompute with Megatron's own overlap, each
+weight gradient behind its layer's all-reduce, gradients added up as soon as they are there. Its
+peak is the budget of the others at level 1.0: `unmerged`, the best plan of one microbatch after
+the other, and `merged`, the forward of one with the backward of the one before. Every repetition
+runs every variant once, in turn and in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lab import parse_rates, run_at_rates, write_results
+from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench, slowest
+from examples.common import Text, leave, measure_exposed, same, say
+from overlapc.profiler.memory import measure_peak
+from overlapc.runtime.train_step import TrainStep
+
+BASE = "megatron"
+
+
+@dataclass
+class Variant:
+    """One way to run the step, and what was seen of it."""
+
+    name: str
+    step: TrainStep
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    exposed_ms: float = 0.0
+    bitwise_equal: bool | None = None
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        report = self.step.report
+        reports = [report.lone, *([report.merged] if report.merged else [])]
+        compute, comm = (least(report.lone, what) * report.microbatches for what in (0, 1))
+        return {
+            "step_ms": report.step_ns / 1e6,
+            "peak_bytes": report.peak_bytes,
+            "compute_ms": compute / 1e6,
+            "comm_ms": comm / 1e6,
+            "exposed_ms": sum(r.timeline.exposed_ns for r in reports) / 1e6,
+        }
+
+
+def least(report: Any, what: int) -> int:
+    """All compute, or all communication, of the plan's issues; in ns."""
+    costs = [report.problem.cost(text.removeprefix("R:")) for text in report.plan.order]
+    return sum(cost.comm_ns if what else cost.compute_ns for cost in costs)
+
+
+def run(bench: Bench, variant: Variant, batches: list[tuple[Tensor, Tensor]]) -> None:
+    bench.model.zero_grad()
+    torch.manual_seed(0)
+    variant.step(batches)
+
+
+def gradients(bench: Bench) -> list[Tensor]:
+    return [p.grad.clone() for p in bench.model.parameters()]
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    bench = make_bench(args.model)
+    stream = 0 if args.model == "gpt" else dist.get_rank()
+    batches = [Text().batch(i, stream, BATCH, SEQ) for i in range(args.microbatches)]
+
+    bench.model.zero_grad()
+    torch.manual_seed(0)
+    for batch in batches:
+        bench.model(*batch).backward()
+    reference = gradients(bench)
+
+    def made(name: str, **options: Any) -> Variant:
+        say(f"planning {name}")
+        variant = Variant(name, TrainStep(bench.model, **options))
+        run(bench, variant, batches)
+        variant.bitwise_equal = same(reference, gradients(bench))
+        bench.model.zero_grad()
+        peaks = []
+        for _ in range(3):  # one can be too high by a buffer, never too low
+            bench.model.zero_grad()
+            peaks.append(measure_peak(lambda: variant.step(batches)))
+        variant.peak_bytes = int(slowest(min(peaks)))
+        variant.exposed_ms = measure_exposed(lambda: run(bench, variant, batches)) * 1e3
+        return variant
+
+    full = made("full", solver="full")
+    limit = full.step.report.peak_bytes
+    variants = [full, made(BASE, solver="megatron", memory_budget=limit)]
+    for level in args.levels.split(","):
+        budget = int(limit * float(level))
+        for name, merge in (("unmerged", False), ("merged", True)):
+            variants.append(
+                made(f"{name}@{level}", memory_budget=budget, merge=merge, solver=args.solver)
+            )
+    for repetition in range(args.reps):
+        turn = repetition % len(variants)
+        for variant in variants[turn:] + variants[:turn]:
+            variant.step_ms.append(timed_ms(bench, variant, batches))
+        say(f"repetition {repetition + 1} of {args.reps}")
+    if dist.get_rank() == 0:
+        print_table(variants)
+        rows = [
+            {
+                "name": v.name,
+                "step_ms": v.step_ms,
+                "peak_bytes": v.peak_bytes,
+                "exposed_ms": v.exposed_ms,
+                "bitwise_equal": v.bitwise_equal,
+                "predicted": v.predicted,
+            }
+            for v in variants
+        ]
+        document = conditions(args.model) | {"microbatches": args.microbatches, "variants": rows}
+        write_results(f"merged_{args.model}_{document['rate_mbit']}", document)
+    leave()
+
+
+def timed_ms(bench: Bench, variant: Variant, batches: list[tuple[Tensor, Tensor]]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    run(bench, variant, batches)
+    return slowest(time.perf_counter() - start) * 1e3
+
+
+def ratio(slow: Variant, fast: Variant) -> str:
+    ratios = [a / b for a, b in zip(slow.step_ms, fast.step_ms, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
+
+
+def print_table(variants: list[Variant]) -> None:
+    base = next(v for v in variants if v.name == BASE)
+    print("                 measured                                          predicted")
+    print(
+        f"{'variant':14} {'step ms':>8} {'vs megatron':>20} {'MiB':>7} {'exposed':>8} {'grads':>6}"
+        f" {'step ms':>8} {'MiB':>7} {'compute':>8} {'comm':>7}"
+    )
+    for v in variants:
+        p = v.predicted
+        print(
+            f"{v.name:14} {statistics.median(v.step_ms):8.0f} {ratio(base, v):>20}"
+            f" {v.peak_bytes / 2**20:7.1f} {v.exposed_ms:8.0f}"
+            f" {'equal' if v.bitwise_equal else 'DIFFER':>6} {p['step_ms']:8.0f}"
+            f" {p['peak_bytes'] / 2**20:7.1f} {p['compute_ms']:8.0f} {p['comm_ms']:7.0f}"
+        )
+    for merged in (v for v in variants if v.name.startswith("merged@")):
+        rival = next(v for v in variants if v.name == "un" + merged.name)
+        print(f"{merged.name} is {ratio(rival, merged)} times as fast as {rival.name}")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=["gpt", "moe"], default="gpt")
+    add("--rates", default="400,800", help="of the link, in Mbit/s; none is unshaped")
+    add("--microbatches", type=int, default=8)
+    add("--reps", type=int, default=5)
+    add("--levels", default="1.0,1.3", help="peaks, relative to full recompute's")
+    add("--solver", default="overlap")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(args)
+        return
+    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), f"{args.model}, ")
+
+
+if __name__ == "__main__":
+    main()

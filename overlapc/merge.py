@@ -1,0 +1,47 @@
+"""From the problem of one microbatch to those of many: gradients added up, pieces merged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from overlapc.ir import COMPUTE, Cost, Op, Problem, Trace
+
+ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3_add`
+
+
+def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float = 0.0) -> Problem:
+    """The problem in which each of these gradients, once made, is added to what the microbatches
+    before left, and ends there, instead of being handed out at the end."""
+    trace = problem.trace
+    ops: list[Op] = []
+    costs = dict(problem.profile.costs)
+
+    def add(name: str, maker: Op) -> None:
+        piece = replace(maker.piece, letter="W")
+        ops.append(Op(name + ADD, "weight_grad", COMPUTE, piece, (name,), (), "add"))
+        took = int(trace.value[name].bytes / 1024 * ns_per_kib)
+        costs[name + ADD] = Cost(took, source="measured")
+
+    for op in trace.ops:
+        ops.append(op)
+        for name in op.outputs:
+            if name in gradients:
+                add(name, op)
+    for name in gradients:
+        if not trace.value[name].producer:  # an incoming gradient, as it is
+            add(name, trace.ops[-1])
+    outputs = tuple(name for name in trace.outputs if name not in set(gradients))
+    summed = Trace(tuple(ops), trace.values, trace.inputs, outputs)
+    held = {trace.value[n].storage: trace.value[n].bytes for n in gradients}
+    return replace(
+        problem,
+        trace=summed,
+        profile=replace(problem.profile, costs=costs),
+        resident_bytes=problem.resident_bytes + sum(held.values()),
+    )
+
+
+def merge(problem: Problem, lag: int = 1) -> Problem:
+    """F of one microbatch with R, I and W of the one `lag` before it."""
+    return replace(problem, phases=("FIW",), lag=lag)

@@ -1,0 +1,224 @@
+"""A training step cut into parts that hand state on explicitly: `cut(captured, plan)`.
+
+    forward    inputs -> results, saved values            F
+    backward   saved values, tangents -> gradients        R, I and W
+    merged     both, of two microbatches, in one order
+
+A part takes and gives values by name: an input of the joint graph by its node's name, a result
+as `result0`, a gradient as `gradient3` (of the input at that place), a saved value by its node's
+name. What a parameter's gradient adds up to is the parameter's own `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+
+from overlapc.errors import CaptureError
+from overlapc.ir import Plan, issue
+from overlapc.merge import ADD
+from overlapc.passes.capture import Captured, changed_inputs
+from overlapc.passes.rewrite import Emitted, emit, reorder, verify
+
+
+@dataclass
+class Part:
+    """A graph with the names of what goes in and comes out, in order. `names` says what op of
+    the trace a node is, as a plan writes it: `R:` where the op runs again."""
+
+    module: fx.GraphModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    names: dict[fx.Node, str]
+
+    def run(self, shared: Mapping[str, Any], *states: MutableMapping[str, Any]) -> None:
+        """Run on what all microbatches share and on the state of each microbatch, which changes:
+        what is taken goes, what is given comes. Of two states the first is the forward's."""
+        given = []
+        for name in self.takes:
+            which, _, key = name.rpartition(":")
+            given.append(shared[key] if key in shared else states[int(which or 0)].pop(key))
+        results = self.module(given)
+        for name, value in zip(self.gives, results, strict=True):
+            which, _, key = name.rpartition(":")
+            if key not in shared:
+                states[int(which or 0)][key] = value
+
+
+@dataclass
+class Parts:
+    """All parts of one microbatch, and how to merge those of two."""
+
+    forward: Part
+    backward: Part
+
+    def merged(self, plan: Plan) -> Part:
+        """The forward of one microbatch and the backward of another as one graph in the order of
+        `plan`; the first state is the forward's, the second the backward's."""
+        graph = fx.Graph()
+        names: dict[fx.Node, str] = {}
+        takes: list[str] = []
+        gives: list[str] = []
+        results: list[Any] = []
+        both = (self.forward, self.backward)
+        copies: list[dict[fx.Node, fx.Node]] = [{}, {}]
+        for which, (part, copy) in enumerate(zip(both, copies, strict=True)):
+            for node in part.module.graph.find_nodes(op="placeholder"):
+                copy[node] = graph.node_copy(node)
+                # Both have the parameters; under two names nothing is freed before the end.
+                copy[node].target = copy[node].name
+            takes += [f"{which}:{name}" for name in part.takes]
+            gives += [f"{which}:{name}" for name in part.gives]
+        for part, copy in zip(both, copies, strict=True):
+            for node in part.module.graph.nodes:
+                if node.op == "output":
+                    results += fx.node.map_arg(node.args[0], copy.__getitem__)
+                elif node.op != "placeholder":
+                    copy[node] = graph.node_copy(node, copy.__getitem__)
+                if node in part.names:
+                    names[copy[node]] = part.names[node]
+        graph.output(tuple(results))
+        root = torch.nn.Module()
+        for part in both:
+            for node in part.module.graph.find_nodes(op="get_attr"):
+                setattr(root, node.target, getattr(part.module, node.target))
+        module = fx.GraphModule(root, graph)
+        _ordered(module, plan.order, names)
+        return Part(module, tuple(takes), tuple(gives), names)
+
+
+def cut(captured: Captured, plan: Plan) -> Parts:
+    """The parts of a captured graph under a plan that passed `check`. Gradients of parameters
+    are added to `.grad` as soon as they are there; others are given."""
+    # One generator state a draw, as a tensor, wherever the generator lives.
+    with functorch_config.patch(graphsafe_rng_functionalization=False):
+        emitted = emit(captured, plan)
+    forward = _forward(captured, emitted)
+    saved = forward.gives[captured.num_fwd_outputs :]
+    backward = _backward(captured, emitted, saved)
+    _ordered(backward.module, plan.order, backward.names)
+    return Parts(forward, backward)
+
+
+def accumulate(parameters: Sequence[Tensor], gradient: Tensor) -> None:
+    """Add a gradient to those of the parameters, as autograd does: the first becomes `.grad`."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad += gradient
+                continue
+            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+            mine = len(parameters) == 1 and whole and gradient.stride() == parameter.stride()
+            if mine:
+                parameter.grad = gradient.detach()
+            else:
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def parameter_gradients(captured: Captured) -> dict[str, list[str]]:
+    """Gradient -> the inputs, parameters all, whose gradient it is; by the names of nodes."""
+    static = set(captured.static_inputs)
+    primals = _primals(captured.joint)
+    found: dict[str, list[str]] = {}
+    results = captured.joint.graph.find_nodes(op="output")[0].args[0]
+    for i, grad in enumerate(results[captured.num_fwd_outputs :]):
+        if i in static and isinstance(grad, fx.Node):
+            found.setdefault(grad.name, []).append(primals[i].name)
+    return found
+
+
+def _primals(joint: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
+
+
+def _forward(captured: Captured, emitted: Emitted) -> Part:
+    nodes = list(emitted.forward.graph.find_nodes(op="output")[0].args[0])
+    count = captured.num_fwd_outputs
+    for node in nodes:
+        if node is not None and not isinstance(node, (fx.Node, int, float)):
+            raise CaptureError(f"the forward hands out {node!r}, which is no tensor or number")
+    gives = [f"result{i}" for i in range(count)]
+    gives += [str(getattr(node, "name", node)) for node in nodes[count:]]
+    takes = [node.name for node in emitted.forward.graph.find_nodes(op="placeholder")]
+    return Part(emitted.forward, tuple(takes), tuple(gives), _of(emitted, emitted.forward))
+
+
+def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str]) -> Part:
+    module = emitted.backward
+    graph = module.graph
+    names = _of(emitted, module)
+    trace = captured.trace
+    names = {
+        node: issue(name, name in trace.op and trace.op[name].is_forward)
+        for node, name in names.items()
+    }
+    placeholders = graph.find_nodes(op="placeholder")
+    _check_unchanged(captured, [node.name for node in placeholders])
+    # Generator states have a name of their own in each graph, but the same order.
+    here = {node.name for node in placeholders}
+    states = iter([name for name in saved if name not in here])
+    takes = []
+    for node in placeholders:
+        known = node.name in saved or "tangents" in str(node.target)
+        takes.append(node.name if known else next(states))
+
+    output = graph.find_nodes(op="output")[0]
+    gradients = list(output.args[0])
+    joint_results = captured.joint.graph.find_nodes(op="output")[0].args[0]
+    origin = joint_results[captured.num_fwd_outputs :]
+    by_name = {node.name: node for node in placeholders}
+    wanted = parameter_gradients(captured)
+    added: set[str] = set()
+    given: list[Any] = []
+    gives: list[str] = []
+    static = set(captured.static_inputs)
+    for i, (grad, source) in enumerate(zip(gradients, origin, strict=True)):
+        if not isinstance(grad, fx.Node):
+            continue
+        if i not in static:
+            given.append(grad)
+            gives.append(f"gradient{i}")
+            continue
+        if source.name in added:
+            continue
+        added.add(source.name)
+        owners = []
+        for name in wanted[source.name]:
+            if name not in by_name:
+                with graph.inserting_before(placeholders[0]):
+                    by_name[name] = graph.placeholder(name)
+                    by_name[name].target = by_name[name].name
+                takes.insert(0, name)
+                placeholders.insert(0, by_name[name])
+            owners.append(by_name[name])
+        with graph.inserting_before(output):
+            add = graph.call_function(accumulate, (tuple(owners), grad))
+        names[add] = source.name + ADD
+    output.args = (tuple(given),)
+    return Part(module, tuple(takes), tuple(gives), names)
+
+
+def _check_unchanged(captured: Captured, saved: Sequence[str]) -> None:
+    """What the backward reads must not be changed by the forward of a later microbatch."""
+    wrong = sorted(set(saved) & changed_inputs(captured.joint))
+    if wrong:
+        raise CaptureError(
+            f"the backward reads {wrong[0]}, an input that the forward changes in place; expected "
+            "buffers that are only changed, or only read: clone it before it is used"
+        )
+
+
+def _of(emitted: Emitted, module: fx.GraphModule) -> dict[fx.Node, str]:
+    return {node: emitted.names[node] for node in module.graph.nodes if node in emitted.names}
+
+
+def _ordered(module: fx.GraphModule, order: Sequence[str], names: Mapping[fx.Node, str]) -> None:
+    """Put the graph into the order; what is not an op of the trace gets a name nobody plans."""
+    all_names = {node: names.get(node, f"#{i}") for i, node in enumerate(module.graph.nodes)}
+    reorder(module, order, all_names)
+    verify(module, order, names)

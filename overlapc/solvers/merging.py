@@ -1,0 +1,413 @@
+"""Merged pieces: the forward of one microbatch in one order with the backward of an earlier one.
+
+    merged_order   an issue order of both for one choice and one memory limit
+    merged_plans   the best plans for many choices: orders, then their windows filled
+    solve_step     plans for a step of several microbatches
+
+Two chains, the forward and the way to the input gradients, take turns on the compute lane: what
+one waits for runs under the other. They keep pace, for as the forward fills memory with what it
+saves, the backward empties it. Weight gradients run when both chains wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import Any
+
+from overlapc.ir import Plan, Problem
+from overlapc.merge import merge
+from overlapc.simulate import simulate
+from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
+from overlapc.solvers.filling import Taste, filled
+from overlapc.solvers.heu import schedules
+from overlapc.solvers.keep import keep_sets
+from overlapc.solvers.listing import Listing, Style
+from overlapc.solvers.work import NEVER, Place, Work, merged_work
+
+
+@dataclass(frozen=True)
+class Pace:
+    """`lead`: how far the forward runs ahead of the backward, as a share of its work. `hurry`:
+    when a lane is about to fall idle, the chain that comes to a collective first goes on.
+    `ahead`: up to which share of the limit recompute may run before its turn. `overshoot`: a
+    weight gradient may be this many times longer than what is left to wait."""
+
+    lead: float = 0.0
+    hurry: bool = True
+    ahead: float = 0.9
+    overshoot: float = 2.0
+
+
+PACES = tuple(
+    Pace(lead, hurry, ahead, overshoot)
+    for lead, hurry, ahead, overshoot in product(
+        (0.0, 0.06, -0.06, 0.15, -0.15, 0.3), (True, False), (0.9, 0.5), (2.0, 0.7)
+    )
+)
+
+
+_FEW = (PACES[0], PACES[2], PACES[4], PACES[8])
+_SHARES = (1.0, 0.97, 0.93)  # of the budget, which an order sometimes exceeds
+_TASTES = tuple(Taste(r, pull, "FRW") for r, pull in product((False, True), repeat=2))
+_EVALUATIONS = 1_500_000  # about how many ops are scheduled in all for one problem
+_FILLED, _POLISHED = 6, 3  # how many choices get more and more effort
+_CHOICES = 24
+_IDLE = 24  # seeded fillings in a row that are no better, before it ends
+
+
+def merged_order(work: Work, limit: int, pace: Pace) -> tuple[str, ...]:
+    """An order of all nodes of a merged work. It aims at `limit` bytes; only `simulate` says what
+    it really takes."""
+    return work.text(_Merging(work, limit, pace).run())
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A choice and its best plan, of which `step_ns` is simulated."""
+
+    step_ns: int
+    choice: Choice
+    plan: Plan
+
+
+def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
+    """The best plans that fit of a problem whose backward lags behind, each of another choice,
+    the fastest first."""
+    search = _Search(problem)
+    found = [merged for c in dict.fromkeys(choices) if (merged := search.listed(c)) is not None]
+    found.sort(key=_step)
+    if search.budget == NEVER:
+        return found
+    found = [search.filled(merged) for merged in found[:_FILLED]] + found[_FILLED:]
+    found.sort(key=_step)
+    found = [search.polished(merged) for merged in found[:_POLISHED]] + found[_POLISHED:]
+    return sorted(found, key=_step)
+
+
+def _step(merged: Merged) -> int:
+    return merged.step_ns
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
+        self.effort = _EVALUATIONS // max(1, len(problem.trace.ops))
+        self.orders: dict[Choice, list[Merged]] = {}  # that fit
+
+    def offer(self, choice: Choice, order: tuple[str, ...]) -> Merged | None:
+        plan = Plan(self.problem.trace.digest, "merged", choice.saved, order)
+        timeline = simulate(self.problem, plan)
+        self.effort -= 1
+        if timeline.peak_bytes > self.budget:
+            return None
+        merged = Merged(timeline.step_ns, choice, plan)
+        self.orders.setdefault(choice, []).append(merged)
+        return merged
+
+    def listed(self, choice: Choice, paces: Sequence[Pace] = _FEW) -> Merged | None:
+        """The best of a few schedules of the choice."""
+        if self.effort <= 0:
+            return None
+        work = merged_work(self.problem, choice)
+        limits = [NEVER] if self.budget == NEVER else [int(self.budget * s) for s in _SHARES]
+        orders = dict.fromkeys(merged_order(work, at, pace) for at in limits for pace in paces)
+        found = [merged for order in orders if (merged := self.offer(choice, order)) is not None]
+        return min(found, key=_step, default=None)
+
+    def filled(self, merged: Merged) -> Merged:
+        """More schedules of the choice, and the windows of the best of them filled."""
+        self.listed(merged.choice, PACES)
+        work = merged_work(self.problem, merged.choice)
+        orders = sorted(self.orders[merged.choice], key=_step)
+        for start in orders[:4]:
+            for taste in _TASTES:
+                if self.effort > 0:
+                    plan = filled(start.plan, work, self.budget, (taste,))
+                    self.offer(merged.choice, plan.order)
+        return min(self.orders[merged.choice], key=_step)
+
+    def polished(self, merged: Merged) -> Merged:
+        """Windows filled again and again, a little differently each time."""
+        work = merged_work(self.problem, merged.choice)
+        seed = left = _IDLE
+        while left and self.effort > 0:
+            seed, left = seed + 1, left - 1
+            taste = Taste(seed % 3 != 0, seed % 2 != 0, "FRW", seed)
+            plan = filled(merged.plan, work, self.budget, (taste,))
+            other = self.offer(merged.choice, plan.order)
+            if other is not None and other.step_ns < merged.step_ns:
+                merged, left = other, _IDLE
+        return merged
+
+
+class _Merging(Listing):
+    """Listing with two chains: `ready` and `refill` have the backward's nodes, `front` the
+    forward's."""
+
+    def __init__(self, work: Work, limit: int, pace: Pace) -> None:
+        super().__init__(work, limit, Style(pace.overshoot, by_path=False), look=False)
+        self.pace = pace
+        self.front: list[int] = []
+        forward = [n for n in work.nodes if n < work.count and work.ops[n].is_forward]
+        self.forward = set(forward)
+        number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
+        plain = [number[text] for text in on_demand(work.problem, work.choice)]
+        self.plain = backward = [n for n in plain if n not in self.forward]
+        self.share: dict[int, float] = {}  # how much of its chain's work comes before a node
+        self.distance: dict[int, int] = {}  # compute until the chain's next collective, ns
+        for chain in (forward, backward):
+            self.measure(chain)
+        self.room = _Room(work, forward, backward) if limit < NEVER else None
+
+    def measure(self, chain: Sequence[int]) -> None:
+        total = sum(map(self.compute, chain)) or 1
+        before = 0
+        for n in chain:
+            self.share[n] = before / total
+            before += self.compute(n)
+        left = NEVER
+        for n in reversed(chain):
+            if self.work.ops[n % self.work.count].role == "start":
+                left = 0
+            left = min(NEVER, left + (0 if self.is_spare(n) else self.compute(n)))
+            self.distance[n] = left
+
+    def is_spare(self, n: int) -> bool:
+        return self.work.deadline[n] == NEVER
+
+    def arrive(self, n: int) -> None:
+        if n in self.forward and self.work.ops[n].role != "wait":
+            heapq.heappush(self.front, n)
+        else:
+            super().arrive(n)
+
+    def issue(self, n: int) -> None:
+        growth = self.growth(n)
+        super().issue(n)
+        if self.room is not None:
+            self.room.passed(n, growth)
+
+    def run(self) -> list[int]:
+        for n in self.work.nodes:
+            self.consider(n)
+        while len(self.order) < len(self.work.nodes):
+            self.land()
+            if self.views:
+                self.issue(self.views.pop())
+                continue
+            found = self.choose()
+            if found is not None:
+                self.go(found)
+            else:
+                self.fill_or_wait()
+        return self.order
+
+    def go(self, n: int) -> None:
+        """Take the node from where it stands ready, and issue it."""
+        if n in self.front:
+            self.front.remove(n)
+            heapq.heapify(self.front)
+        heaps: tuple[list[Any], ...] = (self.ready, self.refill, self.spare)
+        for heap in heaps:
+            found = next((item for item in heap if item[1] == n), None)
+            if found is not None:
+                heap.remove(found)
+                heapq.heapify(heap)
+        self.issue(n)
+
+    def choose(self) -> int | None:
+        """Which chain goes on; None where neither can, or memory forbids it."""
+        back = self.next_of_backward()
+        front = self.front[0] if self.front else None
+        found = [*([] if front is None else [front]), *back]
+        if back and front is not None and not self.is_fronts_turn(front, back[0]):
+            found = [*back, front]
+        return next((n for n in found if self.is_safe(n)), None)
+
+    def next_of_backward(self) -> list[int]:
+        """What could go on: of input gradients and recompute, what is due first, then the other."""
+        ready = self.ready[0][1] if self.ready else None
+        found = [] if ready is None else [ready]
+        if self.refill:
+            due, n = self.refill[0]
+            waiting = any(w not in self.forward and not self.is_spare(w) for _, w in self.flying)
+            early = ready is None and waiting
+            if not early or self.memory + self.work.allocates(n) <= self.limit * self.pace.ahead:
+                found.insert(0 if ready is None or due < ready else 1, n)
+        return found
+
+    def in_plain_order(self) -> int | None:
+        """What the backward's plain order, which fits if anything does, has next; None if that
+        waits for a collective."""
+        n = next((n for n in self.plain if n not in self.done), None)
+        if n is None or self.missing[n] or self.work.ops[n % self.work.count].role == "wait":
+            return None
+        return n
+
+    def is_fronts_turn(self, front: int, back: int) -> bool:
+        lane_ends = min(self.lane_free.values(), default=0)
+        near, other = self.distance[front], self.distance[back]
+        if self.pace.hurry and near != other and lane_ends <= self.now + min(near, other):
+            return near < other
+        return self.share[front] - self.pace.lead <= self.share[back]
+
+    def is_safe(self, n: int) -> bool:
+        """Does the node fit, and may both chains go on to their ends after it?"""
+        if self.memory + self.work.allocates(n) > self.limit:
+            return False
+        if self.room is None:
+            return True
+        return self.room.suffices(n, self.growth(n), self.limit - self.memory)
+
+    def fill_or_wait(self) -> None:
+        """No chain can go on: a weight gradient, else time goes on; else what memory forbids."""
+        window = [end for end, n in self.flying if not self.is_spare(n)]
+        filler = self.filler(min(window) - self.now) if window else None
+        if filler is None and not window:
+            filler = self.in_plain_order()
+        if filler is not None:
+            self.go(filler)
+        elif self.flying:
+            self.now = max(self.now, self.flying[0][0])
+        else:
+            heaps: tuple[list[Any], ...] = (self.spare, self.ready, self.refill)
+            left = [heap[0][1] for heap in heaps if heap] + self.front[:1]
+            if left:
+                self.go(left[0])
+
+    def take_refill(self, longest_ns: float) -> int | None:
+        return None  # recompute has its turn among the chains
+
+
+class _Room:
+    """How much memory the chains still need, as a guide: each in its plain order.
+
+    Things are safe while the forward can go on to some place of its own, and the backward then
+    to its end. (What the forward needs after that is the less for what the backward has freed.)
+    """
+
+    def __init__(self, work: Work, forward: Sequence[int], backward: Sequence[int]) -> None:
+        self.chains = forward, backward
+        self.is_forward = set(forward)
+        self.done: set[int] = set()
+        self.late: list[int] = []  # passed over
+        self.work = work
+        self.spare = {n for n in backward if work.deadline[n] == NEVER}
+        self.at, self.back_at = 0, 0  # the first of each chain that is still to come
+        self.held, self.during = chain_memory(work, forward)
+        self.back_now = 0  # what the backward really holds, more or less than at the start
+        back_held, during = chain_memory(work, backward)
+        self.back_held = [0, *back_held]
+        self.back_most = [*[*accumulate(reversed(during), max)][::-1], -NEVER]
+        last = len(forward) - 1
+        self.lows = [
+            i
+            for i in range(len(forward))
+            if i == last or (self.held[i] < self.held[i + 1] and self.held[i] <= self.held[i - 1])
+        ]
+
+    def passed(self, n: int, growth: int) -> None:
+        self.done.add(n)
+        if n not in self.is_forward:
+            self.back_now += growth
+        self.late = [other for other in self.late if other != n]
+        self.at, back_at = self.first(self.at), self.first_back(self.back_at)
+        skipped = self.chains[1][self.back_at : back_at]
+        self.late += [other for other in skipped if other not in self.done]
+        self.back_at = back_at
+
+    def first(self, at: int) -> int:
+        forward = self.chains[0]
+        while at < len(forward) and forward[at] in self.done:
+            at += 1
+        return at
+
+    def first_back(self, at: int) -> int:
+        """Weight gradients may be late: what they hold is in what memory is taken."""
+        backward = self.chains[1]
+        while at < len(backward) and (backward[at] in self.done or backward[at] in self.spare):
+            at += 1
+        return at
+
+    def held_late(self, back_at: int, n: int) -> int:
+        """What weight gradients that have been passed over hold until they run."""
+        places: set[Place] = set()
+        for other in (*self.late, *self.chains[1][self.back_at : back_at]):
+            if other not in self.done and other != n:
+                places |= self.work.reads[other]
+        return sum(self.work.size[storage] for storage, _ in places)
+
+    def suffices(self, n: int, growth: int, left: int) -> bool:
+        """With `left` bytes free before the node runs, is all safe after it?"""
+        self.done.add(n)
+        at, back_at = self.first(self.at), self.first_back(self.back_at)
+        self.done.discard(n)
+        left -= growth
+        back_now = self.back_now + (0 if n in self.is_forward else growth)
+        more = max(self.held_late(back_at, n), back_now - self.back_held[back_at])
+        need = self.back_most[back_at] + more - back_now
+        here = self.held[at - 1] if at else 0
+        if need <= left:
+            return True
+        most = 0
+        begin = at
+        first = bisect_left(self.lows, at)
+        for low in self.lows[first : first + 2]:
+            most = max([most, *self.during[begin : low + 1]])
+            begin = low + 1
+            if most - here > left:
+                return False
+            if self.held[low] - here + need <= left:
+                return True
+        return False
+
+
+def chain_memory(work: Work, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """What a chain holds after each of its nodes and while it runs, beside what was there."""
+    readers = dict(work.readers)
+    now = 0
+    held, during = [], []
+    for n in nodes:
+        during.append(now + work.allocates(n))
+        now += sum(work.size[storage] for storage, _ in work.makes[n])
+        for place in work.makes[n]:
+            if not readers.get(place) and not work.lasts(place):
+                now -= work.size[place[0]]
+        for place in work.reads[n]:
+            readers[place] -= 1
+            if not readers[place] and not work.lasts(place):
+                now -= work.size[place[0]]
+        held.append(now)
+    return held, during
+
+
+def solve_step(
+    problem: Problem, lone: Plan, microbatches: int, choices: Iterable[Choice] = ()
+) -> tuple[Plan, Plan | None]:
+    """Plans for a step of several microbatches: one of `problem`, a microbatch on its own, and one
+    of its merged pieces with the same values saved; or none of these if `lone` alone is as fast.
+
+    The first forward and the last backward have nothing to be merged with: they are the lone
+    plan's.
+    """
+    if microbatches < 2:
+        return lone, None
+    needs = Needs(problem.trace)
+    kept = keep_sets(problem, needs, _CHOICES)
+    known = [choice_of(problem, lone), *choices, *map(needs.complete, kept)]
+    best: tuple[int, Plan, Plan | None]
+    best = simulate(problem, lone).step_ns * microbatches, lone, None
+    for merged in merged_plans(merge(problem), known)[:_POLISHED]:
+        for own in schedules(problem, merged.choice, problem.budget_bytes):
+            timeline = simulate(problem, own)
+            if timeline.peak_bytes > (problem.budget_bytes or NEVER):
+                continue
+            step_ns = timeline.step_ns + (microbatches - 1) * merged.step_ns
+            if step_ns < best[0]:
+                best = step_ns, own, merged.plan
+    return best[1], best[2]

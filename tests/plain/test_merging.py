@@ -1,0 +1,155 @@
+"""Merged pieces: orders are legal and keep to memory, and small ones are near the best there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlapc.check import check
+from overlapc.errors import Infeasible, InvalidProblem, OptionError
+from overlapc.ir import Problem
+from overlapc.merge import ADD, accumulate, merge
+from overlapc.simulate import RNG_STATE_BYTES, memory_curve, simulate
+from overlapc.solvers import bound_ns, solve
+from overlapc.solvers.choice import Needs
+from overlapc.solvers.keep import keep_sets
+from overlapc.solvers.merging import PACES, chain_memory, merged_order, solve_step
+from overlapc.solvers.work import NEVER, merged_work
+from tests.plain.brute_force import TooMany, brute_force
+from tests.plain.strategies import random_problem
+from tests.plain.tiny import plan_of, tiny
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def lagging(rng: Random, max_ops: int, lag: int = 1) -> Problem:
+    problem = random_problem(rng, max_ops)
+    return replace(problem, phases=("FIW",), lag=lag)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(1, 2), st.sampled_from(PACES))
+def test_orders_are_legal_and_known_in_memory(rng, lag, pace):
+    problem = lagging(rng, 4, lag)
+    needs = Needs(problem.trace)
+    for kept in keep_sets(problem, needs, 4):
+        choice = needs.complete(kept)
+        work = merged_work(problem, choice)
+        number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
+        for limit in (NEVER, problem.budget_bytes or 100):
+            order = merged_order(work, limit, pace)
+            plan = plan_of(problem, " ".join(order), " ".join(choice.saved))
+            curve = memory_curve(problem, plan)
+            _, during = chain_memory(work, [number[text] for text in order])
+            states = sum(problem.trace.op[name].random for name in choice.recomputed)
+            room = RNG_STATE_BYTES * ((problem.copies + 2) * states + 1)
+            for text, known, true in zip(order, during, curve, strict=True):
+                assert 0 <= work.held_bytes + known - true <= room, text
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=SLOW)])
+def test_small_ones_are_near_the_best_there_is(seeds):
+    """Never better than brute force, most often as good."""
+    as_good = seen = 0
+    for seed in seeds:
+        rng = Random(seed)
+        problem = lagging(rng, 2)
+        try:
+            best = brute_force(problem, 4000)
+        except TooMany:
+            continue
+        try:
+            plan = solve(problem)
+        except Infeasible:
+            continue
+        check(problem, plan)
+        timeline = simulate(problem, plan)
+        assert best is not None, seed
+        assert timeline.step_ns >= best, seed
+        assert bound_ns(problem) <= best, seed
+        assert problem.budget_bytes is None or timeline.peak_bytes <= problem.budget_bytes
+        seen += 1
+        as_good += timeline.step_ns == best
+    assert seen >= len(seeds) // 5
+    assert as_good >= 0.8 * seen, (as_good, seen)
+
+
+def test_what_one_waits_for_runs_under_the_other():
+    """Alone the microbatch takes 60; here each collective has the other chain's compute."""
+    problem = tiny(
+        """
+        first   F    | x     > a     | 10
+        gather  F tp | a     > raw   | 0 + 10
+        wait    F    | raw   > whole
+        last    F    | whole > z     | 10
+        back    I    | g z   > d     | 10
+        push    I tp | d     > sent  | 0 + 10
+        wait2   I    | sent  > e
+        end     I    | e     > dx    | 10
+        """,
+        outputs="dx",
+    )
+    assert simulate(problem, solve(problem)).step_ns == 60
+    merged = merge(problem)
+    plan = solve(merged)
+    assert simulate(merged, plan).step_ns == 40
+    assert bound_ns(merged) == 40
+    assert simulate(merged, plan).exposed_ns == 0
+
+
+def test_a_lagging_problem_has_one_phase():
+    with pytest.raises(InvalidProblem, match="one phase"):
+        replace(random_problem(Random(0), 2), phases=("F", "IW"), lag=1)
+
+
+def test_baselines_know_nothing_of_merged_pieces():
+    with pytest.raises(OptionError, match="expected overlap, heu or opt"):
+        solve(lagging(Random(0), 2), "megatron")
+
+
+def test_gradients_added_up_end_where_they_are_made():
+    problem = next(
+        p
+        for seed in range(100)
+        if len((p := random_problem(Random(seed), 3)).phases) == 2 and p.in_flight == 1
+    )
+    trace = problem.trace
+    grads = [
+        n
+        for n in trace.outputs
+        if trace.value[n].producer and not trace.op[trace.value[n].producer].is_forward
+    ]
+    summed = accumulate(problem, grads, 1024.0)
+    summed.trace.validate()
+    assert not set(grads) & set(summed.trace.outputs)
+    for name in grads:
+        assert summed.cost(name + ADD).compute_ns == trace.value[name].bytes
+    lone = solve(replace(summed, budget_bytes=None), "none")
+    check(summed, lone)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10_000), st.integers(1, 5))
+def test_a_step_is_never_slower_than_its_microbatches_one_by_one(seed, microbatches):
+    problem = replace(random_problem(Random(seed), 3), phases=("F", "IW"))
+    try:
+        alone = solve(problem, "heu")
+    except Infeasible:
+        return
+    lone, merged = solve_step(problem, alone, microbatches)
+    check(problem, lone)
+    took = simulate(problem, lone).step_ns
+    if merged is None:
+        total = took * microbatches
+    else:
+        check(merge(problem), merged)
+        timeline = simulate(merge(problem), merged)
+        assert problem.budget_bytes is None or timeline.peak_bytes <= problem.budget_bytes
+        assert merged.saved == lone.saved
+        assert set(merged.recomputed) == set(lone.recomputed)
+        total = took + (microbatches - 1) * timeline.step_ns
+    assert total <= simulate(problem, alone).step_ns * microbatches
