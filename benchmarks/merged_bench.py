@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab import parse_rates, run_at_rates, write_results
 from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench, slowest
-from examples.common import Text, leave, measure_exposed, same, say
+from examples.common import Text, leave, same, say
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 
@@ -43,7 +44,6 @@ class Variant:
     step: TrainStep
     step_ms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
-    exposed_ms: float = 0.0
     bitwise_equal: bool | None = None
 
     @property
@@ -91,21 +91,19 @@ def rank_main(args: argparse.Namespace) -> None:
 
     def made(name: str, **options: Any) -> Variant:
         say(f"planning {name}")
-        variant = Variant(name, TrainStep(bench.model, **options))
+        variant = Variant(name, TrainStep(bench.model, cache=cache, **options))
         run(bench, variant, batches)
         variant.bitwise_equal = same(reference, gradients(bench))
-        bench.model.zero_grad()
         peaks = []
-        for _ in range(3):  # one can be too high by a buffer, never too low
+        for _ in range(2):  # one can be too high by a buffer, never too low
             bench.model.zero_grad()
             peaks.append(measure_peak(lambda: variant.step(batches)))
         variant.peak_bytes = int(slowest(min(peaks)))
-        variant.exposed_ms = measure_exposed(lambda: run(bench, variant, batches)) * 1e3
         return variant
 
-    full = made("full", solver="full")
-    limit = full.step.report.peak_bytes
-    variants = [full, made(BASE, solver="megatron", memory_budget=limit)]
+    cache = str(Path(tempfile.mkdtemp()) / "costs")  # measured once
+    limit = TrainStep(bench.model, solver="full", cache=cache).plan(batches).peak_bytes
+    variants = [made(BASE, solver="megatron", memory_budget=limit)]
     for level in args.levels.split(","):
         budget = int(limit * float(level))
         for name, merge in (("unmerged", False), ("merged", True)):
@@ -124,7 +122,6 @@ def rank_main(args: argparse.Namespace) -> None:
                 "name": v.name,
                 "step_ms": v.step_ms,
                 "peak_bytes": v.peak_bytes,
-                "exposed_ms": v.exposed_ms,
                 "bitwise_equal": v.bitwise_equal,
                 "predicted": v.predicted,
             }
@@ -149,16 +146,16 @@ def ratio(slow: Variant, fast: Variant) -> str:
 
 def print_table(variants: list[Variant]) -> None:
     base = next(v for v in variants if v.name == BASE)
-    print("                 measured                                          predicted")
+    print("                 measured                                 predicted")
     print(
-        f"{'variant':14} {'step ms':>8} {'vs megatron':>20} {'MiB':>7} {'exposed':>8} {'grads':>6}"
+        f"{'variant':14} {'step ms':>8} {'vs megatron':>20} {'MiB':>7} {'grads':>6}"
         f" {'step ms':>8} {'MiB':>7} {'compute':>8} {'comm':>7}"
     )
     for v in variants:
         p = v.predicted
         print(
             f"{v.name:14} {statistics.median(v.step_ms):8.0f} {ratio(base, v):>20}"
-            f" {v.peak_bytes / 2**20:7.1f} {v.exposed_ms:8.0f}"
+            f" {v.peak_bytes / 2**20:7.1f}"
             f" {'equal' if v.bitwise_equal else 'DIFFER':>6} {p['step_ms']:8.0f}"
             f" {p['peak_bytes'] / 2**20:7.1f} {p['compute_ms']:8.0f} {p['comm_ms']:7.0f}"
         )

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import overlapc
 from overlapc.emulate import Link, init_link
 from overlapc.profiler.memory import measure_peak
 
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes to start, where torchrun did not")
     add("--steps", type=int, default=20)
-    add("--batch", type=int, default=2)
+    add("--batch", type=int, default=2, help="of one microbatch")
+    add("--microbatches", type=int, default=1, help="whose gradients are added up in a step")
     add("--seq", type=int, default=256)
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)
@@ -135,6 +137,30 @@ def checkpoint_blocks(model: nn.Module) -> nn.Module:
     return model
 
 
+Batch = tuple[Tensor, Tensor]
+
+
+def accumulate(model: nn.Module, microbatches: list[Batch]) -> list[Tensor]:
+    """Gradients of all microbatches, one after the other; returns the losses."""
+    losses = []
+    for microbatch in microbatches:
+        loss = model(*microbatch)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def optimized(
+    model: nn.Module, args: argparse.Namespace
+) -> tuple[nn.Module, Callable[[nn.Module, list[Batch]], list[Tensor]]]:
+    """The model as overlapc trains it, and how it adds up gradients: microbatches are merged."""
+    options = {"memory_budget": args.memory_budget, "solver": args.solver}
+    if args.microbatches > 1:
+        step = overlapc.TrainStep(model, **options)
+        return model, lambda model, microbatches: step(microbatches)
+    return overlapc.optimize(model, backend=args.backend, **options), accumulate
+
+
 @dataclass
 class Variant:
     """One way to run the training step, and what was seen of it."""
@@ -143,28 +169,28 @@ class Variant:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     after_backward: Callable[[nn.Module], None] = lambda model: None
+    add_up: Callable[[nn.Module, list[Batch]], list[Tensor]] = accumulate
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     exposed_seconds: float = 0.0
 
-    def forward_backward(self, batch: tuple[Tensor, Tensor], seed: int) -> Tensor:
-        """Gradients of one batch, from cleared gradients and a fixed random state."""
+    def forward_backward(self, batch: list[Batch], seed: int) -> Tensor:
+        """Gradients of one batch, from cleared gradients and a fixed random state; the loss is
+        the mean of its microbatches'."""
         self.optimizer.zero_grad()
         torch.manual_seed(seed)
-        loss = self.model(*batch)
-        loss.backward()
-        return loss.detach()
+        return torch.stack(self.add_up(self.model, batch)).mean()
 
-    def step(self, batch: tuple[Tensor, Tensor], seed: int) -> None:
-        _synchronize(batch[0].device)
+    def step(self, batch: list[Batch], seed: int) -> None:
+        _synchronize(batch[0][0].device)
         dist.barrier()
         start = time.perf_counter()
         loss = self.forward_backward(batch, seed)
         self.after_backward(self.model)
         self.optimizer.step()
         self.losses.append(loss.item())
-        _synchronize(batch[0].device)
+        _synchronize(batch[0][0].device)
         self.seconds.append(time.perf_counter() - start)
 
     def gradients(self) -> list[Tensor]:
@@ -180,9 +206,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def inspect(variant: Variant, batch: tuple[Tensor, Tensor], seed: int) -> None:
+def inspect(variant: Variant, batch: list[Batch], seed: int) -> None:
     """Peak memory and time spent waiting for communication, in untimed steps of their own."""
-    device = batch[0].device
+    device = batch[0][0].device
     run = lambda: variant.forward_backward(batch, seed)  # noqa: E731
     peaks = []
     for _ in range(3):  # one measurement can be too high by a buffer, never too low
@@ -203,9 +229,7 @@ def measure_exposed(fn: Callable[[], object]) -> float:
     return sum(event.self_cpu_time_total for event in waits) / 1e6
 
 
-def train(
-    variants: list[Variant], batches: Callable[[int], tuple[Tensor, Tensor]], steps: int
-) -> None:
+def train(variants: list[Variant], batches: Callable[[int], list[Batch]], steps: int) -> None:
     """Train all variants side by side; the first untimed step compiles and is not counted."""
     every = max(1, steps // 10)
     for step in range(-1, steps):
@@ -231,7 +255,7 @@ def same(reference: list[Tensor], other: list[Tensor]) -> bool:
     return bool(verdict)
 
 
-def report(variants: list[Variant], batch: tuple[Tensor, Tensor]) -> None:
+def report(variants: list[Variant], batch: list[Batch]) -> None:
     """Print the comparison; the first variant is what the others must equal."""
     for variant in variants:
         inspect(variant, batch, seed=0)

@@ -1,6 +1,7 @@
 """Train a small GPT, tensor parallel, with and without overlapc.
 
 python examples/gpt/train.py --ranks 2 --compare
+python examples/gpt/train.py --ranks 2 --compare --microbatches 8
 torchrun --nproc-per-node 2 examples/gpt/train.py --dtensor --steps 50
 """
 
@@ -11,12 +12,11 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import overlapc
 from examples import common
 from examples.gpt.model import GPT, GPTConfig, parallelize_dtensor
 
@@ -45,21 +45,23 @@ def main() -> None:
         return GPT(config, group).to(args.device)
 
     def build_variant(name: str) -> common.Variant:
-        model = build()
+        model, add_up = build(), common.accumulate
         if name == "checkpoint":
             model = common.checkpoint_blocks(model)
         if name == "overlapc":
-            model = overlapc.optimize(
-                model, memory_budget=args.memory_budget, solver=args.solver, backend=args.backend
-            )
-        return common.Variant(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+            model, add_up = common.optimized(model, args)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return common.Variant(name, model, optimizer, add_up=add_up)
 
     text = common.Text()
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
+    def batch(step: int) -> list[common.Batch]:
         """Tensor-parallel ranks all read the same batch."""
-        tokens, targets = text.batch(step, stream=0, batch=args.batch, seq=args.seq)
-        return tokens.to(args.device), targets.to(args.device)
+        found = []
+        for i in range(step * args.microbatches, (step + 1) * args.microbatches):
+            tokens, targets = text.batch(i, stream=0, batch=args.batch, seq=args.seq)
+            found.append((tokens.to(args.device), targets.to(args.device)))
+        return found
 
     variants = [build_variant(name) for name in args.variants.split(",")]
     common.train(variants, batch, args.steps)

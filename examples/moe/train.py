@@ -1,6 +1,7 @@
 """Train a small mixture-of-experts GPT, expert parallel, with and without overlapc.
 
 python examples/moe/train.py --ranks 2 --compare
+python examples/moe/train.py --ranks 2 --compare --microbatches 4
 torchrun --nproc-per-node 2 examples/moe/train.py --top-k 1 --steps 50
 """
 
@@ -11,11 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import overlapc
 from examples import common
 from examples.moe.model import MoEConfig, MoEGPT, average_gradients
 
@@ -40,21 +40,23 @@ def main() -> None:
 
     def build_variant(name: str) -> common.Variant:
         model: nn.Module = MoEGPT(config, group).to(args.device)
+        add_up = common.accumulate
         if name == "checkpoint":
             model = common.checkpoint_blocks(model)
         if name == "overlapc":
-            model = overlapc.optimize(
-                model, memory_budget=args.memory_budget, solver=args.solver, backend=args.backend
-            )
+            model, add_up = common.optimized(model, args)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return common.Variant(name, model, optimizer, lambda m: average_gradients(m, group))
+        return common.Variant(name, model, optimizer, lambda m: average_gradients(m, group), add_up)
 
     text = common.Text()
 
-    def batch(step: int) -> tuple[Tensor, Tensor]:
+    def batch(step: int) -> list[common.Batch]:
         """Every rank reads a batch of its own."""
-        tokens, targets = text.batch(step, stream=group.rank(), batch=args.batch, seq=args.seq)
-        return tokens.to(args.device), targets.to(args.device)
+        found = []
+        for i in range(step * args.microbatches, (step + 1) * args.microbatches):
+            tokens, targets = text.batch(i, stream=group.rank(), batch=args.batch, seq=args.seq)
+            found.append((tokens.to(args.device), targets.to(args.device)))
+        return found
 
     variants = [build_variant(name) for name in args.variants.split(",")]
     common.train(variants, batch, args.steps)

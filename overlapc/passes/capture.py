@@ -350,12 +350,19 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     tensors, at least one of which requires a gradient.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.traceback import preserve_node_meta
 
     model = without_ties(model)
     with contextlib.ExitStack() as stack, preserve_node_meta():
         try:
-            exported = aot_export_joint_with_descriptors(stack, model, args, kwargs)
+            try:
+                with contextlib.ExitStack() as first:
+                    exported = aot_export_joint_with_descriptors(first, model, args, kwargs)
+                    stack.push(first.pop_all())
+            except DataDependentOutputException:
+                args, kwargs = _with_unknown_sizes((args, kwargs))
+                exported = aot_export_joint_with_descriptors(stack, model, args, kwargs)
         except Exception as error:
             raise CaptureError(
                 f"{type(model).__name__} could not be traced as one graph: {error}"
@@ -367,6 +374,16 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
         return trace_joint(
             joint, num_fwd_outputs=_forward_outputs(joint), static_inputs=static or range(count)
         )
+
+
+def _with_unknown_sizes(inputs: Any) -> Any:
+    """The inputs as fake tensors of a mode that has symbols for sizes that are data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._pytree import tree_map_only
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    return tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), inputs)
 
 
 def without_ties(model: torch.nn.Module) -> torch.nn.Module:

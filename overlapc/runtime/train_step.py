@@ -79,22 +79,29 @@ class TrainStep:
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; returns what the model returned for
         each, detached."""
-        each = [mb if isinstance(mb, tuple) else (mb,) for mb in microbatches]
-        if not each:
-            raise OptionError("TrainStep was given no microbatches; expected at least one")
-        key = (len(each), _mode(self.model), _alike(each))
-        if key not in self._known:
-            self._known[key] = self._prepare(each)
-        program = self._known[key]
-        if program is None:
-            return [_plain(self._whole, mb) for mb in each]
-        self.report = program.report
-        return program.run(each)
+        each = _tuples(microbatches)
+        program = self._program(each)
+        return [_plain(self._whole, mb) for mb in each] if program is None else program.run(each)
+
+    def plan(self, microbatches: Sequence[Any]) -> StepReport | None:
+        """What a call with these microbatches would do; None if it would run as plain PyTorch.
+        All ranks call this together."""
+        program = self._program(_tuples(microbatches))
+        return None if program is None else program.report
 
     def explain(self) -> str:
         if self.report is None:
             return "nothing planned yet: run a step first"
         return self.report.explain()
+
+    def _program(self, each: Sequence[_Args]) -> _Program | None:
+        key = (len(each), _mode(self.model), _alike(each))
+        if key not in self._known:
+            self._known[key] = self._prepare(each)
+        program = self._known[key]
+        if program is not None:
+            self.report = program.report
+        return program
 
     def _prepare(self, each: Sequence[_Args]) -> _Program | None:
         _refuse_hooks(self.model)
@@ -117,7 +124,7 @@ class TrainStep:
                 return _Program.of(captured, report, inputs)
         except CaptureError as error:
             warnings.warn(
-                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=3
+                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=4
             )
             return None
 
@@ -241,6 +248,13 @@ class _Inputs:
             buffer.copy_(state.pop(name))
         returned = [state.pop(name) for name in self.returned]
         return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _tuples(microbatches: Sequence[Any]) -> list[_Args]:
+    each = [mb if isinstance(mb, tuple) else (mb,) for mb in microbatches]
+    if not each:
+        raise OptionError("TrainStep was given no microbatches; expected at least one")
+    return each
 
 
 def _plain(module: nn.Module, args: _Args) -> Any:

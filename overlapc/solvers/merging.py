@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice, product
 from typing import Any
 
 from overlapc.ir import Plan, Problem
@@ -23,7 +23,7 @@ from overlapc.merge import merge
 from overlapc.simulate import simulate
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.filling import Taste, filled
-from overlapc.solvers.heu import schedules
+from overlapc.solvers.heu import heu_plans, schedules
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Listing, Style
 from overlapc.solvers.work import NEVER, Place, Work, merged_work
@@ -43,19 +43,16 @@ class Pace:
 
 
 PACES = tuple(
-    Pace(lead, hurry, ahead, overshoot)
-    for lead, hurry, ahead, overshoot in product(
-        (0.0, 0.06, -0.06, 0.15, -0.15, 0.3), (True, False), (0.9, 0.5), (2.0, 0.7)
-    )
+    Pace(lead, hurry)
+    for lead, hurry in product((0.0, 0.06, -0.06, 0.15, -0.15, 0.3), (True, False))
 )
-
-
-_FEW = (PACES[0], PACES[2], PACES[4], PACES[8])
+_FEW = (Pace(), Pace(hurry=False), Pace(hurry=False, ahead=0.5), Pace(lead=-0.06))
 _SHARES = (1.0, 0.97, 0.93)  # of the budget, which an order sometimes exceeds
 _TASTES = tuple(Taste(r, pull, "FRW") for r, pull in product((False, True), repeat=2))
 _EVALUATIONS = 1_500_000  # about how many ops are scheduled in all for one problem
 _FILLED, _POLISHED = 6, 3  # how many choices get more and more effort
 _CHOICES = 24
+_BUDGETS = (1000, 970, 940, 900, 860, 820, 770, 720, 660, 600, 520)
 _IDLE = 24  # seeded fillings in a row that are no better, before it ends
 
 
@@ -386,9 +383,17 @@ def chain_memory(work: Work, nodes: Sequence[int]) -> tuple[list[int], list[int]
     return held, during
 
 
-def solve_step(
-    problem: Problem, lone: Plan, microbatches: int, choices: Iterable[Choice] = ()
-) -> tuple[Plan, Plan | None]:
+def _thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:
+    """HEU's choices for budgets from this one down: merged pieces hold two microbatches."""
+    if problem.budget_bytes is None:
+        return
+    for permille in _BUDGETS:
+        less = replace(problem, budget_bytes=problem.budget_bytes * permille // 1000)
+        for plan in islice(heu_plans(less, needs, thorough=False), 1):
+            yield choice_of(problem, plan)
+
+
+def solve_step(problem: Problem, lone: Plan, microbatches: int) -> tuple[Plan, Plan | None]:
     """Plans for a step of several microbatches: one of `problem`, a microbatch on its own, and one
     of its merged pieces with the same values saved; or none of these if `lone` alone is as fast.
 
@@ -399,7 +404,7 @@ def solve_step(
         return lone, None
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, _CHOICES)
-    known = [choice_of(problem, lone), *choices, *map(needs.complete, kept)]
+    known = [choice_of(problem, lone), *_thrifty(problem, needs), *map(needs.complete, kept)]
     best: tuple[int, Plan, Plan | None]
     best = simulate(problem, lone).step_ns * microbatches, lone, None
     for merged in merged_plans(merge(problem), known)[:_POLISHED]:

@@ -13,6 +13,7 @@ from overlapc.emulate import Link, init_link
 from overlapc.errors import RankError
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt, moe, tokens
+from tests.torch.exact import Batch
 from tests.torch.test_train_step import differences, eagerly, left_behind
 
 pytestmark = pytest.mark.multiprocess
@@ -31,12 +32,10 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
 
     batches = [(tokens(10 * i + own), tokens(i + 100 * own)) for i in range(4)]
     whole = lambda model, *args: model(*args)  # noqa: E731
-    from tests.torch.exact import Batch
-
     expected = eagerly(model(), [Batch(batch) for batch in batches], whole)
     found = []
     for budget in budgets:
-        step = TrainStep(model(), memory_budget=budget, timeout_s=30)
+        step = TrainStep(model(), memory_budget=budget, solver="heu", timeout_s=30)
         torch.manual_seed(7)
         results = step(batches)
         after = left_behind(step.model, [Batch(batch) for batch in batches], results)

@@ -16,7 +16,7 @@ from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
-from overlapc.solvers.choice import Choice, Needs
+from overlapc.solvers.choice import Needs
 from overlapc.solvers.heu import schedules
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import PACES, merged_order
@@ -94,9 +94,7 @@ def alike(name: str, count: int) -> list[Batch]:
 def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """Merge, whether it pays or not, with another choice and pace for each number."""
 
-    def solved(
-        problem: Problem, lone: Plan, microbatches: int, choices: Sequence[Choice] = ()
-    ) -> tuple[Plan, Plan | None]:
+    def solved(problem: Problem, lone: Plan, microbatches: int) -> tuple[Plan, Plan | None]:
         if microbatches < 2:
             return lone, None
         needs = Needs(problem.trace)
