@@ -187,6 +187,7 @@ def plan_step(
     microbatches: int,
     *,
     merging: bool = True,
+    in_flight: int = 1,
     gradients: Sequence[str],
     add_ns_per_kib: float = 0.0,
     primals: Sequence[Any] | None = None,
@@ -194,16 +195,17 @@ def plan_step(
 ) -> tuple[Captured, StepReport]:
     """Plan a step that adds up the `gradients` of several microbatches of one captured graph.
 
-    `add_ns_per_kib` is what adding takes. The budget is one for the whole step.
+    `add_ns_per_kib` is what adding takes. The budget is one for the whole step, in which
+    `in_flight` microbatches are held at a time.
     """
     captured, profiles, profile = _agreed(
-        captured, options, primals, exchange, f"{microbatches} microbatches {merging} "
+        captured, options, primals, exchange, f"{microbatches} microbatches {merging} {in_flight} "
     )
     if exchange is not None:
         told = exchange.gather("adding", repr(add_ns_per_kib).encode())
         add_ns_per_kib = sum(map(float, told)) / len(told)
     plain = Problem(captured.trace, profile, resident_bytes=_tangent_bytes(captured.trace))
-    problem = accumulate(plain, gradients, add_ns_per_kib)
+    problem = replace(accumulate(plain, gradients, add_ns_per_kib), in_flight=in_flight)
     eager = eager_timeline(problem)
     budget = parse_budget(options.memory_budget, eager.peak_bytes, problem.resident_bytes)
     problem = replace(problem, budget_bytes=budget)

@@ -3,6 +3,8 @@
     forward    inputs -> results, saved values            F
     backward   saved values, tangents -> gradients        R, I and W
     merged     both, of two microbatches, in one order
+    pieces     the backward in three: what it makes again needs no tangents, and what only
+               weight gradients need can wait
 
 A part takes and gives values by name: an input of the joint graph by its node's name, a result
 as `result0`, a gradient as `gradient3` (of the input at that place), a saved value by its node's
@@ -11,7 +13,8 @@ name. What a parameter's gradient adds up to is the parameter's own `.grad`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +59,7 @@ class Parts:
 
     forward: Part
     backward: Part
+    letters: dict[str, str]  # op -> the piece it is of
 
     def merged(self, plan: Plan) -> Part:
         """The forward of one microbatch and the backward of another as one graph in the order of
@@ -83,13 +87,83 @@ class Parts:
                 if node in part.names:
                     names[copy[node]] = part.names[node]
         graph.output(tuple(results))
-        root = torch.nn.Module()
-        for part in both:
-            for node in part.module.graph.find_nodes(op="get_attr"):
-                setattr(root, node.target, getattr(part.module, node.target))
-        module = fx.GraphModule(root, graph)
+        module = fx.GraphModule(_attributes(both), graph)
         _ordered(module, plan.order, names)
         return Part(module, tuple(takes), tuple(gives), names)
+
+    def pieces(self) -> dict[str, Part]:
+        """The backward as R, I and W: three parts that run in this order, at any time. (What the
+        last recompute and the first input gradient both read, R gives back.)"""
+        turns = self._turns()
+        return {letter: _piece(self.backward, turns, letter) for letter in _TURNS}
+
+    def _turns(self) -> dict[fx.Node, int]:
+        """Node of the backward -> whose turn it is in. Recompute that only weight gradients need
+        is W, and so is what only they read."""
+        found: dict[fx.Node, int] = {}
+        for node in reversed(self.backward.module.graph.nodes):
+            if node.op in ("placeholder", "output"):
+                continue
+            first = min((found[user] for user in node.users if user in found), default=None)
+            letter = self.letters.get(self.backward.names.get(node, ""), "R")
+            if letter == "R" and first is not None:
+                found[node] = _TURNS["W"] if first == _TURNS["W"] else _TURNS["R"]
+                if not self.backward.names.get(node):
+                    found[node] = first
+            else:
+                found[node] = _TURNS[letter]
+        for node in self.backward.module.graph.nodes:
+            if node.target is operator.getitem and node.args[0] in found:
+                found[node] = found[node.args[0]]
+        return found
+
+
+_TURNS = {"R": 0, "I": 1, "W": 2}
+
+
+def _piece(backward: Part, turns: Mapping[fx.Node, int], letter: str) -> Part:
+    nodes = backward.module.graph.nodes
+    outside = dict(
+        zip(backward.module.graph.find_nodes(op="placeholder"), backward.takes, strict=True)
+    )
+    results = backward.module.graph.find_nodes(op="output")[0].args[0]
+    turn = _TURNS[letter]
+    mine = [node for node in nodes if turns.get(node) == turn]
+    graph = fx.Graph()
+    copy: dict[fx.Node, fx.Node] = {}
+    for node in mine:
+        for other in node.all_input_nodes:
+            if other not in copy and turns.get(other) != turn:
+                copy[other] = graph.placeholder(other.name)
+                copy[other].target = copy[other].name
+    handed_on = [n for n in results if n.op == "placeholder" and letter == "I" and n not in copy]
+    for node in dict.fromkeys(handed_on):  # an incoming gradient that is a result as it is
+        copy[node] = graph.placeholder(node.name)
+    takes = [outside.get(node, node.name) for node in copy]
+    for node in mine:
+        copy[node] = graph.node_copy(node, copy.__getitem__)
+    gives = {}
+    for node, new in copy.items():
+        if any(turns.get(user, turn) > turn for user in node.users):
+            gives[outside.get(node, node.name)] = new
+    for node, name in zip(results, backward.gives, strict=True):
+        if turns.get(node, _TURNS["I"]) == turn:
+            gives[name] = copy[node]
+    graph.output(tuple(gives.values()))
+    module = fx.GraphModule(_attributes([backward]), graph)
+    names = {copy[node]: backward.names[node] for node in mine if node in backward.names}
+    order = [names.get(copy[node], "") for node in mine]
+    _ordered(module, [name for name in order if name], names)
+    return Part(module, tuple(takes), tuple(gives), names)
+
+
+def _attributes(parts: Iterable[Part]) -> torch.nn.Module:
+    """A module that has the constants of the parts' graphs."""
+    root = torch.nn.Module()
+    for part in parts:
+        for node in part.module.graph.find_nodes(op="get_attr"):
+            setattr(root, str(node.target), getattr(part.module, str(node.target)))
+    return root
 
 
 def cut(captured: Captured, plan: Plan) -> Parts:
@@ -102,7 +176,9 @@ def cut(captured: Captured, plan: Plan) -> Parts:
     saved = forward.gives[captured.num_fwd_outputs :]
     backward = _backward(captured, emitted, saved)
     _ordered(backward.module, plan.order, backward.names)
-    return Parts(forward, backward)
+    letters = {op.name: op.piece.letter for op in captured.trace.ops if not op.is_forward}
+    letters |= {gradient + ADD: "W" for gradient in parameter_gradients(captured)}
+    return Parts(forward, backward, letters)
 
 
 def accumulate(parameters: Sequence[Tensor], gradient: Tensor) -> None:

@@ -108,7 +108,7 @@ class TrainStep:
         try:
             with busy("tracing"):
                 captured = capture(self._whole, *each[0])
-                inputs = _Inputs.of(captured, self._whole)
+                inputs = Inputs.of(captured, self._whole)
             with exchange_for(captured.trace.lanes, self._options.timeout_s) as exchange:
                 primals = inputs.primals(each[0])
                 captured, report = plan_step(
@@ -117,7 +117,7 @@ class TrainStep:
                     len(each),
                     merging=self._merge,
                     gradients=list(parameter_gradients(captured)),
-                    add_ns_per_kib=_adding(self._whole),
+                    add_ns_per_kib=adding(self._whole),
                     primals=primals,
                     exchange=exchange,
                 )
@@ -144,13 +144,13 @@ class _Program:
     """The parts of a planned step, and what they run on."""
 
     report: StepReport
-    inputs: _Inputs
+    inputs: Inputs
     forward: Part
     backward: Part
     merged: Part | None
 
     @staticmethod
-    def of(captured: Captured, report: StepReport, inputs: _Inputs) -> _Program:
+    def of(captured: Captured, report: StepReport, inputs: Inputs) -> _Program:
         parts = cut(captured, report.lone.plan)
         merged = None if report.merged is None else parts.merged(report.merged.plan)
         return _Program(report, inputs, parts.forward, parts.backward, merged)
@@ -175,7 +175,7 @@ class _Program:
 
 
 @dataclass
-class _Inputs:
+class Inputs:
     """Where the inputs of the graph come from, and where its results go; by names of nodes."""
 
     module: nn.Module
@@ -187,10 +187,12 @@ class _Inputs:
     returned: list[str]
 
     @staticmethod
-    def of(captured: Captured, module: nn.Module) -> _Inputs:
+    def of(captured: Captured, module: nn.Module, ends: bool = True) -> Inputs:
+        """`ends`: the module gives the loss, and its gradient is one; else both are the next
+        stage's business."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors |= dict(module.named_buffers(remove_duplicate=False))
-        found = _Inputs(module, [], {}, {}, {}, {}, [])
+        found = Inputs(module, [], {}, {}, {}, {}, [])
         for node in captured.joint.graph.find_nodes(op="placeholder"):
             desc = node.meta.get("desc")
             if isinstance(desc, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)):
@@ -206,11 +208,12 @@ class _Inputs:
                 raise CaptureError(f"the model takes {desc}, expected plain tensors and numbers")
             if not isinstance(desc, descriptors.TangentAOTInput):
                 found.order.append(node.name)
-        if len(found.tangents) != 1 or next(iter(found.tangents.values())).numel() != 1:
-            shapes = [tuple(tangent.shape) for tangent in found.tangents.values()]
+        shapes = [tuple(tangent.shape) for tangent in found.tangents.values()]
+        if len(shapes) != 1 or (ends and shapes[0] not in ((), (1,))):
+            what = "number, the loss" if ends else "tensor"
             raise CaptureError(
                 f"the model returns {len(shapes)} results that require a gradient, of shapes "
-                f"{shapes}; expected one number, the loss: detach the others"
+                f"{shapes}; expected one {what}: detach the others"
             )
         output = captured.joint.graph.find_nodes(op="output")[0]
         for i, desc in enumerate(output.meta["desc"][: captured.num_fwd_outputs]):
@@ -223,6 +226,17 @@ class _Inputs:
             else:
                 raise CaptureError(f"the model gives {desc}, expected plain tensors")
         return found
+
+    @property
+    def first(self) -> str:
+        """The input that is the first argument."""
+        return next(name for name, place in self.arguments.items() if place == 0)
+
+    def result_shape(self) -> str:
+        """Of what the module gives: its sizes and dtype, as text."""
+        (tangent,) = self.tangents.values()
+        sizes = "".join(f"{size} " for size in tangent.shape)
+        return sizes + str(tangent.dtype).removeprefix("torch.")
 
     def primals(self, args: _Args) -> list[Any]:
         known = {**self.parameters, **self.state(args)}
@@ -319,9 +333,11 @@ def _hooks(part: nn.Module) -> Iterator[Any]:
         yield getattr(part, kind, None)
 
 
-def _adding(module: nn.Module) -> float:
+def adding(module: nn.Module) -> float:
     """Nanoseconds that adding a KiB of gradients takes, measured on the largest parameter."""
-    largest = max(module.parameters(), key=Tensor.numel)
+    largest = max(module.parameters(), key=Tensor.numel, default=None)
+    if largest is None:
+        return 0.0
     one, other = (torch.zeros_like(largest, requires_grad=False) for _ in range(2))
     times = []
     for _ in range(5):

@@ -397,7 +397,7 @@ def _again_on_the_same_port(init: str, rank: int) -> Any:
         # Nobody may still be talking to the store, and nobody may keep it.
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(0.5)
+        time.sleep(2.0)  # the other may be slow to let go, and would be met again
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
     return threading.active_count()
 

@@ -1,0 +1,248 @@
+"""Pipelines of real processes: gradients are those of one process that accumulates, bit by bit."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.gpt.model import Block as ParallelBlock
+from examples.gpt.model import GPTConfig, Shard
+from overlapc.errors import OptionError, RankError
+from overlapc.runtime.pipeline import Pipeline
+from overlapc.solvers.schedules import make_schedule
+from tests.multiprocess.spawn import run_ranks
+from tests.torch.exact import bits
+
+pytestmark = pytest.mark.multiprocess
+
+WIDTH, ROWS = 16, 6
+
+
+class Stage(nn.Module):
+    """Stages differ in depth; the first embeds, the last has a head."""
+
+    def __init__(self, number: int, last: int, dropout: float, group: Any = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, WIDTH) if number == 0 else None
+        config = GPTConfig(width=WIDTH, heads=2, max_seq=ROWS, dropout=dropout)
+        self.blocks = nn.ModuleList(
+            ParallelBlock(config, Shard(group)) for _ in range(1 + number % 2)
+        )
+        self.head = nn.Linear(WIDTH, 12) if number == last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make(number: int, last: int, dropout: float, group: Any = None) -> Stage:
+    torch.manual_seed(50 + number)
+    return Stage(number, last, dropout, group)
+
+
+def batches(count: int) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randint(0, 12, (2, count, 2, ROWS), generator=generator)
+    return list(drawn[0]), list(drawn[1])
+
+
+def accumulated(stages: list[Stage], microbatches: int, rounds: int) -> list[Tensor]:
+    """Plain accumulation in one process, each stage drawing from random numbers of its own."""
+    losses = []
+    for _ in range(rounds):
+        states = []
+        for number in range(len(stages)):
+            torch.manual_seed(100 + number)
+            states.append(torch.get_rng_state())
+        for x, target in zip(*batches(microbatches), strict=True):
+            for number, stage in enumerate(stages):
+                torch.set_rng_state(states[number])
+                x = stage(x)
+                states[number] = torch.get_rng_state()
+            found = loss(x, target)
+            found.backward()
+            losses.append(found.detach())
+    return losses
+
+
+def on_rank(rank: int, ranks: int, cases: list[tuple[str, int, float, str, Any]]) -> list[Any]:
+    dist.init_process_group("gloo")
+    found = []
+    for name, microbatches, dropout, solver, early in cases:
+        schedule = make_schedule(name, ranks, microbatches)
+        last = schedule.stages - 1
+        mine = {s: make(s, last, dropout) for s, r in schedule.rank_of.items() if r == rank}
+        pipeline = Pipeline(
+            mine,
+            schedule,
+            microbatches,
+            loss if last in mine else None,
+            solver=solver,
+            recompute_early=early,
+            profile="estimate",
+        )
+        losses = []
+        for _ in range(2):
+            torch.manual_seed(100 + rank)
+            losses += pipeline(*batches(microbatches))
+        every = [make(s, last, dropout) for s in range(last + 1)]
+        expected = accumulated(every, microbatches, 2)
+        wrong = []
+        for stage, module in mine.items():
+            for (parameter, a), b in zip(
+                module.named_parameters(), every[stage].parameters(), strict=True
+            ):
+                if not torch.equal(bits(a.grad)[2], bits(b.grad)[2]):
+                    wrong.append(f"stage {stage} {parameter}")
+        if last in mine and not all(map(torch.equal, losses, expected)):
+            wrong.append("losses")
+        recomputed = sum(len(r.lone.plan.recomputed) for r in pipeline.reports.values())
+        held = [len(stage.states) for stage in pipeline._stages.values()]
+        found.append((wrong, recomputed, held))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+CASES: dict[int, list[tuple[str, int, float, str, Any]]] = {
+    2: [
+        ("1f1b", 1, 0.0, "none", None),
+        ("1f1b", 5, 0.2, "full", None),
+        ("1f1b", 4, 0.2, "full", False),
+        ("gpipe", 3, 0.2, "full", True),
+        ("zero-bubble", 6, 0.2, "full", None),
+        ("interleaved", 4, 0.0, "full", None),
+        ("zero-bubble-v", 4, 0.0, "full", None),
+    ],
+    4: [("1f1b", 12, 0.2, "full", None), ("zero-bubble", 5, 0.2, "none", None)],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_gradients_are_those_of_plain_accumulation(ranks: int) -> None:
+    everyone = run_ranks(on_rank, ranks, CASES[ranks], timeout_s=280)
+    for rank, cases in enumerate(everyone):
+        for case, (wrong, recomputed, held) in zip(CASES[ranks], cases, strict=True):
+            assert wrong == [], (rank, case)
+            assert (recomputed > 0) == (case[3] == "full"), (rank, case)
+            assert not any(held), (rank, case)
+
+
+def in_two_dimensions(rank: int, ranks: int) -> list[str]:
+    """Two stages, each tensor parallel over two ranks."""
+    dist.init_process_group("gloo")
+    across = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    along = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    stage = rank // 2
+    module = make(stage, 1, 0.0, across[stage])
+    twin = make(stage, 1, 0.0, across[stage])
+    pipeline = Pipeline(
+        {stage: module},
+        "1f1b",
+        3,
+        loss if stage == 1 else None,
+        group=along[rank % 2],
+        solver="full",
+        profile="estimate",
+    )
+    pipeline(*batches(3))
+    # The same by hand: the activation and its gradient through the pipeline's group.
+    for x, target in zip(*batches(3), strict=True):
+        if stage == 0:
+            out = twin(x)
+            dist.send(out.detach(), group=along[rank % 2], group_dst=1)
+            grad = torch.empty_like(out)
+            dist.recv(grad, group=along[rank % 2], group_src=0 if stage else 1)
+            out.backward(grad)
+        else:
+            given = torch.empty(2, ROWS, WIDTH)
+            dist.recv(given, group=along[rank % 2], group_src=0)
+            given.requires_grad_()
+            loss(twin(given), target).backward()
+            dist.send(given.grad, group=along[rank % 2], group_dst=0)
+    pairs = zip(module.named_parameters(), twin.parameters(), strict=True)
+    wrong = [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_tensor_parallel_stages() -> None:
+    assert run_ranks(in_two_dimensions, 4, timeout_s=200) == [[]] * 4
+
+
+def one_stays_away(rank: int, ranks: int) -> tuple[str, float]:
+    dist.init_process_group("gloo")
+    pipeline = Pipeline(
+        {rank: make(rank, 1, 0.0)}, "1f1b", 2, loss if rank else None,
+        profile="estimate", timeout_s=3,
+    )  # fmt: skip
+    pipeline(*batches(2))
+    if rank == 1:
+        time.sleep(8)
+        return "", 0.0
+    start = time.monotonic()
+    try:
+        pipeline(*batches(2))
+    except RankError as error:
+        return str(error), time.monotonic() - start
+    return "nothing was said", 0.0
+
+
+def test_a_rank_that_does_not_come_is_an_error_that_names_the_action() -> None:
+    said, seconds = run_ranks(one_stays_away, 2, timeout_s=120)[0]
+    assert "rank 0 at action 0" in said
+    assert "stage" in said
+    assert "within 3 s" in said
+    assert seconds < 10
+
+
+def other_schedules(rank: int, ranks: int) -> str:
+    dist.init_process_group("gloo")
+    pipeline = Pipeline(
+        {rank: make(rank, 1, 0.0)}, "gpipe" if rank else "1f1b", 2, loss if rank else None,
+        profile="estimate",
+    )  # fmt: skip
+    try:
+        pipeline(*batches(2))
+    except RankError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_ranks_must_have_one_schedule() -> None:
+    for said in run_ranks(other_schedules, 2, timeout_s=120):
+        assert "disagree on the schedule" in said
+
+
+def wrong_use(rank: int, ranks: int) -> list[str]:
+    dist.init_process_group("gloo")
+    said = []
+    for stages, how in (({5: make(0, 1, 0.0)}, None), ({rank: make(rank, 1, 0.0)}, "other")):
+        try:
+            given = None if (how and rank) or not rank else loss
+            Pipeline(stages, "1f1b", 2, given)
+        except OptionError as error:
+            said.append(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def test_wrong_stages_and_a_missing_loss_are_refused() -> None:
+    first, last = run_ranks(wrong_use, 2, timeout_s=60)
+    assert "expects stages [0] here" in first[0]
+    assert "expected one on the rank of the last stage" in last[1]
