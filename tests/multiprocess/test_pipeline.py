@@ -91,6 +91,7 @@ def on_rank(rank: int, ranks: int, cases: list[tuple[str, int, float, str, Any]]
             microbatches,
             loss if last in mine else None,
             solver=solver,
+            memory_budget="1GB",
             recompute_early=early,
             profile="estimate",
         )
@@ -156,6 +157,7 @@ def in_two_dimensions(rank: int, ranks: int) -> list[str]:
         loss if stage == 1 else None,
         group=along[rank % 2],
         solver="full",
+        memory_budget="1GB",
         profile="estimate",
     )
     pipeline(*batches(3))
