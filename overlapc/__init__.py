@@ -23,12 +23,14 @@ from overlapc.simulate import simulate
 if TYPE_CHECKING:
     from overlapc.api import capture, optimize, plan, rewrite
     from overlapc.planning import Report
+    from overlapc.runtime.pipeline import Pipeline
     from overlapc.runtime.train_step import TrainStep
     from overlapc.solvers import solve
 
 __version__ = "0.1.0"
 
 _LATER = {
+    "Pipeline": "overlapc.runtime.pipeline",
     "Report": "overlapc.planning",
     "TrainStep": "overlapc.runtime.train_step",
     "capture": "overlapc.api",
@@ -39,6 +41,7 @@ _LATER = {
 }
 __all__ = [
     "OverlapcError",
+    "Pipeline",
     "Plan",
     "Problem",
     "Report",

@@ -17,10 +17,12 @@ from overlapc.errors import CaptureError, Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline, Trace
 from overlapc.merge import accumulate, merge
+from overlapc.schedule import Schedule, check_schedule
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
 from overlapc.solvers.choice import Needs, plan_on_demand
 from overlapc.solvers.merging import solve_step
+from overlapc.solvers.schedules import make_schedule
 from overlapc.text import format_plan, parse_plan
 
 if TYPE_CHECKING:
@@ -90,6 +92,14 @@ class StepReport:
         head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
         head += "each after the other" if self.merged is None else "merged"
         return "\n\n".join([head, *parts])
+
+
+def schedule_of(schedule: Schedule | str, ranks: int, microbatches: int) -> Schedule:
+    """A schedule, or the one of that name."""
+    if isinstance(schedule, str):
+        schedule = make_schedule(schedule, ranks, microbatches)
+    check_schedule(schedule)
+    return schedule
 
 
 def check_solver(name: str) -> None:

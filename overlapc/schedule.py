@@ -247,3 +247,18 @@ def table(schedule: Schedule, marked: Collection[tuple[int, int]] = ()) -> str:
 def steps_of(actions: Sequence[Action]) -> tuple[Step, ...]:
     """Each action a step of its own."""
     return tuple((action,) for action in actions)
+
+
+def with_recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """Recompute as an action of its own on these stages, right before the backward that needs it:
+    a rank that waits for a gradient recomputes meanwhile."""
+    rows = []
+    for row in schedule.rows:
+        steps: list[Step] = []
+        for step in row:
+            for action in step:
+                if action.kind in "BI" and action.stage in stages:
+                    steps.append((Action(action.stage, "R", action.microbatch),))
+            steps.append(step)
+        rows.append(tuple(steps))
+    return Schedule(schedule.name, tuple(rows))

@@ -23,12 +23,18 @@ from torch import Tensor, nn
 from overlapc.errors import InvalidSchedule, OptionError, RankError
 from overlapc.passes.capture import capture, without_ties
 from overlapc.passes.parts import Part, cut, parameter_gradients
-from overlapc.planning import Options, StepReport, check_solver, plan_step
+from overlapc.planning import Options, StepReport, check_solver, plan_step, schedule_of
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.train_step import Inputs, adding
-from overlapc.schedule import Action, Schedule, Step, check_schedule, format_schedule, format_step
-from overlapc.solvers.schedules import make_schedule, with_recompute
+from overlapc.schedule import (
+    Action,
+    Schedule,
+    Step,
+    format_schedule,
+    format_step,
+    with_recompute,
+)
 
 _AHEAD = 4  # steps for which a rank asks in advance what it will need
 
@@ -70,9 +76,7 @@ class Pipeline:
         check_solver(solver)
         self.group = dist.group.WORLD if group is None else group
         self.rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if isinstance(schedule, str):
-            schedule = make_schedule(schedule, ranks, microbatches)
-        check_schedule(schedule)
+        schedule = schedule_of(schedule, ranks, microbatches)
         mine = {stage for stage, rank in schedule.rank_of.items() if rank == self.rank}
         if len(schedule.rows) != ranks or set(stages) != mine:
             raise OptionError(

@@ -14,10 +14,10 @@ else a forward if memory allows, else a weight gradient that waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from overlapc.errors import OptionError
-from overlapc.schedule import Action, Schedule, Step, steps_of
+from overlapc.schedule import Action, Schedule, steps_of
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -172,21 +172,6 @@ def _next(
 def _positive(*numbers: int) -> None:
     if min(numbers) < 1:
         raise OptionError(f"a pipeline of {numbers}: expected numbers of at least 1")
-
-
-def with_recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Recompute as an action of its own on these stages, right before the backward that needs it:
-    a rank that waits for a gradient recomputes meanwhile."""
-    rows = []
-    for row in schedule.rows:
-        steps: list[Step] = []
-        for step in row:
-            for action in step:
-                if action.kind in "BI" and action.stage in stages:
-                    steps.append((Action(action.stage, "R", action.microbatch),))
-            steps.append(step)
-        rows.append(tuple(steps))
-    return Schedule(schedule.name, tuple(rows))
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")

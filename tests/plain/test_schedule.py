@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from overlapc.schedule import (
     parse_schedule,
     steps_of,
     to_csv,
+    with_recompute,
 )
 from overlapc.solvers.schedules import (
     SCHEDULES,
@@ -225,3 +227,15 @@ def test_bad_sizes_are_refused():
 def test_the_picture_has_all_ranks():
     timeline = simulate_pipeline(one_f_one_b(8, 64), [StageCost(1, 1, 1, sent_ns=1)] * 8)
     assert "rank 7" in describe(timeline)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_recompute_comes_right_before_the_backward_that_needs_it(name):
+    schedule = with_recompute(make_schedule(name, 4, 8), {0, 2})
+    check_schedule(schedule)
+    for row in schedule.rows:
+        for before, step in pairwise(row):
+            (action,) = step
+            again = (Action(action.stage, "R", action.microbatch),)
+            expected = action.kind in "BI" and action.stage in (0, 2)
+            assert (before == again) == expected
