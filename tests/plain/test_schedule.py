@@ -51,7 +51,7 @@ def test_schedules_are_legal_and_their_texts_round_trip(schedule):
     assert from_csv(to_csv(schedule), schedule.name) == schedule
 
 
-def with_recompute(schedule: Schedule) -> Schedule:
+def with_merged_recompute(schedule: Schedule) -> Schedule:
     """R right before the backward, merged with the forward before it where there is one."""
     rows = []
     for row in schedule.rows:
@@ -75,7 +75,7 @@ def with_recompute(schedule: Schedule) -> Schedule:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_recompute_and_merged_steps(name):
     plain = make_schedule(name, 4, 8)
-    schedule = with_recompute(plain)
+    schedule = with_merged_recompute(plain)
     check_schedule(schedule)
     assert "(" in format_schedule(schedule)
     assert parse_schedule(format_schedule(schedule)) == schedule
