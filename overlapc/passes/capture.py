@@ -259,6 +259,11 @@ def _aliases(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes]
 
 
+def may_alias(node: fx.Node) -> bool:
+    """Whether a value may share its storage with what it was made from."""
+    return is_wait(node) or _is_view(node) or bool(_aliases(node))
+
+
 def _same_storage(a: fx.Node, b: fx.Node) -> bool:
     """Two values that an aliasing op joins: fake tensors of one graph share storages as real."""
     mine, theirs = _tensors(a.meta.get("val")), _tensors(b.meta.get("val"))

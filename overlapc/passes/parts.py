@@ -25,7 +25,7 @@ from torch._functorch import config as functorch_config
 from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.merge import ADD
-from overlapc.passes.capture import Captured, changed_inputs
+from overlapc.passes.capture import Captured, changed_inputs, is_folded_getitem, may_alias
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
 
 
@@ -181,16 +181,16 @@ def cut(captured: Captured, plan: Plan) -> Parts:
     return Parts(forward, backward, letters)
 
 
-def accumulate(parameters: Sequence[Tensor], gradient: Tensor) -> None:
-    """Add a gradient to those of the parameters, as autograd does: the first becomes `.grad`."""
+def accumulate(parameters: Sequence[Tensor], gradient: Tensor, owned: bool = False) -> None:
+    """Add a gradient to those of the parameters, as autograd does: the first becomes `.grad`,
+    itself if nobody else has it (`owned`) and it is laid out alike, else a copy."""
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad += gradient
                 continue
             whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-            mine = len(parameters) == 1 and whole and gradient.stride() == parameter.stride()
-            if mine:
+            if owned and whole and gradient.stride() == parameter.stride():
                 parameter.grad = gradient.detach()
             else:
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
@@ -273,10 +273,22 @@ def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str]) -> Par
                 placeholders.insert(0, by_name[name])
             owners.append(by_name[name])
         with graph.inserting_before(output):
-            add = graph.call_function(accumulate, (tuple(owners), grad))
+            owned = len(owners) == 1 and _has_one_reader(grad)
+            add = graph.call_function(accumulate, (tuple(owners), grad, owned))
         names[add] = source.name + ADD
     output.args = (tuple(given),)
     return Part(module, tuple(takes), tuple(gives), names)
+
+
+def _has_one_reader(node: fx.Node) -> bool:
+    """Does nothing but the output read the value, or what it may be a view of?"""
+    while len(node.users) == 1 and node.op == "call_function":
+        if is_folded_getitem(node):
+            return not may_alias(node.all_input_nodes[0])
+        if not may_alias(node):
+            return True
+        node = node.all_input_nodes[0]
+    return False
 
 
 def _check_unchanged(captured: Captured, saved: Sequence[str]) -> None:
