@@ -54,9 +54,17 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks(name: str) -> None:
-    everyone = run_ranks(on_rank, 2, name, [None, 0.6], timeout_s=280)
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("gpt", 0.6),
+        ("moe", None),
+        pytest.param("gpt", None, marks=pytest.mark.slow),
+        pytest.param("moe", 0.6, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks(name: str, budget: float | None) -> None:
+    everyone = run_ranks(on_rank, 2, name, [budget], timeout_s=280)
     for found in everyone:
         for case, first in zip(found, everyone[0], strict=True):
             assert case["differences"] == [], case
