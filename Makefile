@@ -16,8 +16,13 @@ INSTALLED := .venv/.overlapc-installed
 demo: $(INSTALLED)
 	$(PY) examples/gpt/train.py --ranks 2 --link emulated --compare
 
+# What needs one core runs beside what needs another; what starts processes has both to itself.
 test: lint
-	$(PY) -m pytest -m "not slow"
+	@log=$$(mktemp); \
+	$(PY) -m pytest -m "not slow" tests/plain >$$log 2>&1 & plain=$$!; \
+	$(PY) -m pytest -m "not slow" tests/torch; torch=$$?; \
+	wait $$plain; plain=$$?; cat $$log; rm -f $$log; exit $$((torch + plain))
+	$(PY) -m pytest -m "not slow" tests/multiprocess
 
 test-all: lint
 	$(PY) -m pytest --hypothesis-profile=thorough

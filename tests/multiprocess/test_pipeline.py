@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -16,6 +18,7 @@ from examples.gpt.model import GPTConfig, Shard
 from overlapc.errors import OptionError, RankError
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.solvers.schedules import make_schedule
+from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import bits
 
@@ -132,7 +135,7 @@ CASES: dict[int, list[tuple[str, int, float, str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_plain_accumulation(ranks: int) -> None:
     everyone = run_ranks(on_rank, ranks, CASES[ranks], timeout_s=280)
     for rank, cases in enumerate(everyone):
@@ -204,11 +207,40 @@ def one_stays_away(rank: int, ranks: int) -> tuple[str, float]:
     return "nothing was said", 0.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_an_error_that_names_the_action() -> None:
     said, seconds = run_ranks(one_stays_away, 2, timeout_s=120)[0]
     assert "rank 0 at action 0" in said
     assert "stage" in said
     assert "within 3 s" in said
+    assert seconds < 10
+
+
+def _killed(rank: int) -> Any:
+    pipeline = Pipeline(
+        {rank: make(rank, 1, 0.0)}, "1f1b", 4, loss if rank else None, profile="estimate"
+    )
+    pipeline(*batches(4))
+    if rank == 1:
+        stage = pipeline._stages[1]
+        do, calls = stage.do, []
+
+        def die(kind: str, microbatch: int, given: Any) -> Any:
+            calls.append(kind)
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return do(kind, microbatch, given)
+
+        stage.do = die  # type: ignore[method-assign]
+    return caught(lambda: pipeline(*batches(4)))
+
+
+def test_a_killed_rank_is_an_error_on_the_others_within_ten_seconds() -> None:
+    (kind, said, seconds, _), dead = launch(_killed, 2, timeout_s=100)
+    assert dead == DEAD
+    assert kind == "RankError"
+    assert "rank 0 at action 0" in said
+    assert "rank 1" in said
     assert seconds < 10
 
 

@@ -58,7 +58,7 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
     ("name", "budget"),
     [
         ("gpt", 0.6),
-        ("moe", None),
+        pytest.param("moe", None, marks=pytest.mark.slow),
         pytest.param("gpt", None, marks=pytest.mark.slow),
         pytest.param("moe", 0.6, marks=pytest.mark.slow),
     ],

@@ -154,10 +154,8 @@ def test_gradients_are_those_of_plain_accumulation(name, monkeypatch):
                 assert (step.report.merged is not None) == (count > 1)
 
 
-@pytest.mark.parametrize(
-    "budget",
-    [0.7, pytest.param(None, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.7, None, 1])
 def test_what_is_planned_for_a_slow_link_is_merged_and_keeps_to_its_budget(budget):
     name = "gpt on a fabric"
     with KINDS[name].world():
