@@ -10,6 +10,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALLED := .venv/.overlapc-installed
+BESIDE := tests/torch/test_exactness.py tests/torch/test_random_graphs.py
 
 .PHONY: demo test test-all bench lint clean
 
@@ -19,8 +20,8 @@ demo: $(INSTALLED)
 # What needs one core runs beside what needs another; what starts processes has both to itself.
 test: lint
 	@log=$$(mktemp); \
-	$(PY) -m pytest -m "not slow" tests/plain >$$log 2>&1 & plain=$$!; \
-	$(PY) -m pytest -m "not slow" tests/torch; torch=$$?; \
+	$(PY) -m pytest -m "not slow" tests/plain $(BESIDE) >$$log 2>&1 & plain=$$!; \
+	$(PY) -m pytest -m "not slow" tests/torch $(BESIDE:%=--ignore=%); torch=$$?; \
 	wait $$plain; plain=$$?; cat $$log; rm -f $$log; exit $$((torch + plain))
 	$(PY) -m pytest -m "not slow" tests/multiprocess
 
