@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -187,6 +188,12 @@ def write_results(stem: str, document: Mapping[str, Any]) -> None:
     path = RESULTS / f"{stem}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)
+
+
+def ratio(slow: Sequence[float], fast: Sequence[float]) -> str:
+    """How many times faster, of times taken in turn: median of the paired ratios, and range."""
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
 
 
 def parse_rates(text: str) -> list[float | None]:

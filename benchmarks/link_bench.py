@@ -38,7 +38,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import parse_rates, run_at_rates, write_results
+from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
@@ -245,12 +245,6 @@ def rank_main(args: argparse.Namespace) -> None:
     leave()
 
 
-def ratio(slow: Variant, fast: Variant) -> str:
-    """How many times faster: the median of paired ratios and their range."""
-    ratios = [a / b for a, b in zip(slow.step_ms, fast.step_ms, strict=True)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
-
-
 def error(variant: Variant) -> str:
     """How far the prediction made in the same repetition is off: the median and the range."""
     errors = [p / m - 1 for p, m in zip(variant.predicted_now_ms, variant.step_ms, strict=True)]
@@ -274,7 +268,7 @@ def print_table(variants: list[Variant]) -> None:
             else f"{'-':>9} {'-':>20} {'-':>7} {'-':>8} {'-':>7}"
         )
         print(
-            f"{v.name:20} {statistics.median(v.step_ms):8.0f} {ratio(sync, v):>20}"
+            f"{v.name:20} {statistics.median(v.step_ms):8.0f} {ratio(sync.step_ms, v.step_ms):>20}"
             f" {v.peak_bytes / 2**20:7.1f} {v.exposed_ms:8.0f}"
             f" {'equal' if v.bitwise_equal else 'DIFFER':>6} {foreseen}  {v.setting}"
             f"{'' if v.fits else ' (over the level: nothing fits)'}"
@@ -282,7 +276,9 @@ def print_table(variants: list[Variant]) -> None:
     for ours in (v for v in variants if v.name.startswith("overlapc@")):
         rivals = [v for v in variants if v.level == ours.level and v.name.startswith("torch")]
         for rival in rivals:
-            print(f"{ours.name} is {ratio(rival, ours)} times as fast as {rival.name}")
+            print(
+                f"{ours.name} is {ratio(rival.step_ms, ours.step_ms)} times as fast as {rival.name}"
+            )
     sys.stdout.flush()
 
 

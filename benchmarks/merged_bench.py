@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lab import parse_rates, run_at_rates, write_results
+from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench, slowest
 from examples.common import Text, leave, same, say
 from overlapc.profiler.memory import measure_peak
@@ -139,11 +139,6 @@ def timed_ms(bench: Bench, variant: Variant, batches: list[tuple[Tensor, Tensor]
     return slowest(time.perf_counter() - start) * 1e3
 
 
-def ratio(slow: Variant, fast: Variant) -> str:
-    ratios = [a / b for a, b in zip(slow.step_ms, fast.step_ms, strict=True)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
-
-
 def print_table(variants: list[Variant]) -> None:
     base = next(v for v in variants if v.name == BASE)
     print("                 measured                                 predicted")
@@ -154,14 +149,16 @@ def print_table(variants: list[Variant]) -> None:
     for v in variants:
         p = v.predicted
         print(
-            f"{v.name:14} {statistics.median(v.step_ms):8.0f} {ratio(base, v):>20}"
+            f"{v.name:14} {statistics.median(v.step_ms):8.0f} {ratio(base.step_ms, v.step_ms):>20}"
             f" {v.peak_bytes / 2**20:7.1f}"
             f" {'equal' if v.bitwise_equal else 'DIFFER':>6} {p['step_ms']:8.0f}"
             f" {p['peak_bytes'] / 2**20:7.1f} {p['compute_ms']:8.0f} {p['comm_ms']:7.0f}"
         )
     for merged in (v for v in variants if v.name.startswith("merged@")):
         rival = next(v for v in variants if v.name == "un" + merged.name)
-        print(f"{merged.name} is {ratio(rival, merged)} times as fast as {rival.name}")
+        print(
+            f"{merged.name} is {ratio(rival.step_ms, merged.step_ms)} times as fast as {rival.name}"
+        )
     sys.stdout.flush()
 
 

@@ -76,27 +76,32 @@ class Listing:
             self.land()
             if self.views:
                 self.issue(self.views.pop())
-            elif self.ready:
-                _, n = heapq.heappop(self.ready)
-                self.relieve(self.work.allocates(n))
-                if self.ahead is not None:
-                    self.ahead.passed = n
-                self.issue(n)
-            elif window := [end for end, n in self.flying if self.work.deadline[n] < NEVER]:
-                filler = self.filler(min(window) - self.now)
-                if filler is None:
-                    self.now = min(window)
-                else:
-                    self.issue(filler)
-            elif self.refill:
-                _, n = heapq.heappop(self.refill)
-                self.relieve(self.work.allocates(n))
-                self.issue(n)
-            elif self.spare:
-                self.issue(heapq.heappop(self.spare)[1])
-            elif self.flying:
-                self.now = max(self.now, self.flying[0][0])
+            else:
+                self.advance()
         return self.order
+
+    def advance(self) -> None:
+        """Issue the next op, or let time go on."""
+        if self.ready:
+            _, n = heapq.heappop(self.ready)
+            self.relieve(self.work.allocates(n))
+            if self.ahead is not None:
+                self.ahead.passed = n
+            self.issue(n)
+        elif window := [end for end, n in self.flying if self.work.deadline[n] < NEVER]:
+            filler = self.filler(min(window) - self.now)
+            if filler is None:
+                self.now = min(window)
+            else:
+                self.issue(filler)
+        elif self.refill:
+            _, n = heapq.heappop(self.refill)
+            self.relieve(self.work.allocates(n))
+            self.issue(n)
+        elif self.spare:
+            self.issue(heapq.heappop(self.spare)[1])
+        elif self.flying:
+            self.now = max(self.now, self.flying[0][0])
 
     def consider(self, n: int) -> None:
         """Take note that the node lacks less than before."""

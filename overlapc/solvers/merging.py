@@ -189,20 +189,12 @@ class _Merging(Listing):
         if self.room is not None:
             self.room.passed(n, growth)
 
-    def run(self) -> list[int]:
-        for n in self.work.nodes:
-            self.consider(n)
-        while len(self.order) < len(self.work.nodes):
-            self.land()
-            if self.views:
-                self.issue(self.views.pop())
-                continue
-            found = self.choose()
-            if found is not None:
-                self.go(found)
-            else:
-                self.fill_or_wait()
-        return self.order
+    def advance(self) -> None:
+        found = self.choose()
+        if found is not None:
+            self.go(found)
+        else:
+            self.fill_or_wait()
 
     def go(self, n: int) -> None:
         """Take the node from where it stands ready, and issue it."""

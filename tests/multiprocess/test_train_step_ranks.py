@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from overlapc import TrainStep
 from overlapc.emulate import Link, init_link
-from overlapc.errors import RankError
+from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt, moe, tokens
 from tests.torch.exact import Batch
@@ -72,16 +72,13 @@ def test_two_ranks(name: str, budget: float | None) -> None:
     assert all(case["merged"] for case in everyone[0]), everyone[0]
 
 
-def other_counts(rank: int, ranks: int) -> str:
+def other_counts(rank: int, ranks: int) -> Any:
     dist.init_process_group("gloo")
     step = TrainStep(gpt(), timeout_s=5)
-    try:
-        step([(tokens(0), tokens(1))] * (2 + rank))
-    except RankError as error:
-        return str(error)
-    return "nothing was said"
+    return caught(lambda: step([(tokens(0), tokens(1))] * (2 + rank)))
 
 
 def test_ranks_must_have_as_many_microbatches() -> None:
-    for said in run_ranks(other_counts, 2, timeout_s=120):
+    for kind, said, _, _ in run_ranks(other_counts, 2, timeout_s=120):
+        assert kind == "RankError"
         assert "disagree on options" in said
