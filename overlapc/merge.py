@@ -43,5 +43,6 @@ def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float =
 
 
 def merge(problem: Problem, lag: int = 1) -> Problem:
-    """F of one microbatch with R, I and W of the one `lag` before it."""
-    return replace(problem, phases=("FIW",), lag=lag)
+    """F of one microbatch with R, I and W of the one `lag` before it. Those between them are among
+    the problem's microbatches in flight."""
+    return replace(problem, phases=("FIW",), lag=lag, in_flight=max(1, problem.in_flight - lag + 1))

@@ -17,11 +17,13 @@ from overlapc.errors import CaptureError, Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline, Trace
 from overlapc.merge import accumulate, merge
-from overlapc.schedule import Schedule, check_schedule
+from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.schedule import Schedule, Step, check_schedule
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
 from overlapc.solvers.choice import Needs, plan_on_demand
 from overlapc.solvers.merging import solve_step
+from overlapc.solvers.rows import placed
 from overlapc.solvers.schedules import make_schedule
 from overlapc.text import format_plan, parse_plan
 
@@ -72,13 +74,15 @@ class StepReport:
     microbatches: int
     lone: Report
     merged: Report | None
+    lag: int = 1
 
     @property
     def step_ns(self) -> int:
         alone = self.lone.timeline.step_ns
         if self.merged is None:
             return self.microbatches * alone
-        return alone + (self.microbatches - 1) * self.merged.timeline.step_ns
+        steady = self.microbatches - self.lag
+        return self.lag * alone + steady * self.merged.timeline.step_ns
 
     @property
     def peak_bytes(self) -> int:
@@ -92,6 +96,52 @@ class StepReport:
         head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
         head += "each after the other" if self.merged is None else "merged"
         return "\n\n".join([head, *parts])
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What ranks tell each other of a planned stage: what a microbatch takes, what a merged step
+    does (0: nothing is merged), and how much memory all microbatches may hold."""
+
+    cost: StageCost
+    merged_ns: int
+    limit: int
+
+    @staticmethod
+    def of(cost: StageCost, report: StepReport) -> StageFigures:
+        problem = report.lone.problem
+        return StageFigures(
+            cost,
+            0 if report.merged is None else report.merged.timeline.step_ns,
+            (problem.budget_bytes or 0) - problem.resident_bytes,
+        )
+
+    @staticmethod
+    def parse(found: Mapping[str, Any]) -> StageFigures:
+        working = tuple((kind, size) for kind, size in found["cost"]["working"])
+        cost = StageCost(**{**found["cost"], "working": working})
+        return StageFigures(cost, found["merged_ns"], found["limit"])
+
+
+def plan_rows(
+    schedule: Schedule, figures: Sequence[StageFigures], place: bool = True
+) -> tuple[Schedule, PipelineTimeline]:
+    """The rows with recompute and weight gradients in their places, and what all ranks are
+    predicted to do. A rank may hold what its stages' budgets allow, or what it holds anyway."""
+    costs = [stage.cost for stage in figures]
+
+    def merged_ns(step: Step) -> int:
+        figure = figures[step[0].stage]
+        alone = sum(figure.cost.takes(action.kind) for action in step)
+        return figure.merged_ns or alone
+
+    if place:
+        limits = list(simulate_pipeline(schedule, costs).peak_bytes)
+        for rank in range(len(limits)):
+            mine = [f.limit for s, f in enumerate(figures) if schedule.rank_of[s] == rank]
+            limits[rank] = max(limits[rank], sum(mine))
+        schedule = placed(schedule, costs, limits)
+    return schedule, simulate_pipeline(schedule, costs, merged_ns)
 
 
 def schedule_of(schedule: Schedule | str, ranks: int, microbatches: int) -> Schedule:
@@ -196,7 +246,7 @@ def plan_step(
     options: Options,
     microbatches: int,
     *,
-    merging: bool = True,
+    lag: int = 1,
     in_flight: int = 1,
     gradients: Sequence[str],
     add_ns_per_kib: float = 0.0,
@@ -206,10 +256,11 @@ def plan_step(
     """Plan a step that adds up the `gradients` of several microbatches of one captured graph.
 
     `add_ns_per_kib` is what adding takes. The budget is one for the whole step, in which
-    `in_flight` microbatches are held at a time.
+    `in_flight` microbatches are held at a time. A forward is merged with the backward `lag`
+    microbatches before it; 0: with none.
     """
     captured, profiles, profile = _agreed(
-        captured, options, primals, exchange, f"{microbatches} microbatches {merging} {in_flight} "
+        captured, options, primals, exchange, f"{microbatches} microbatches {lag} {in_flight} "
     )
     if exchange is not None:
         told = exchange.gather("adding", repr(add_ns_per_kib).encode())
@@ -222,9 +273,9 @@ def plan_step(
 
     def decide() -> tuple[Plan, ...]:
         alone = _solve(problem, options.solver, ())
-        if not merging or options.solver in FIELD:
+        if not lag or options.solver in FIELD:
             return (alone,)
-        lone, merged = solve_step(problem, alone, microbatches)
+        lone, merged = solve_step(problem, alone, microbatches, lag)
         return (lone,) if merged is None else (lone, merged)
 
     plans = _decided(decide, exchange)
@@ -233,8 +284,8 @@ def plan_step(
     lone = _judged("one microbatch", problem, plans[0], ranks)
     merged = None
     if plans[1:]:
-        merged = _judged("merged", merge(problem), plans[1], ranks)
-    return captured, StepReport(microbatches, lone, merged)
+        merged = _judged("merged", merge(problem, lag), plans[1], ranks)
+    return captured, StepReport(microbatches, lone, merged, lag)
 
 
 def _judged(

@@ -19,6 +19,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from overlapc.errors import FileError, InvalidSchedule
 
@@ -70,6 +71,28 @@ class Schedule:
     @cached_property
     def microbatches(self) -> int:
         return len({action.microbatch for action in self.actions})
+
+    def lag(self, stage: int) -> int:
+        """How many microbatches the backwards that are merged with a forward are behind it; 0 if
+        none are, or not all as many."""
+        found = {
+            forward.microbatch - backward.microbatch
+            for step in self.rows[self.rank_of[stage]]
+            for forward, backward in pairwise(step)
+            if forward.stage == backward.stage == stage
+            and (forward.kind, backward.kind) == ("F", "B")
+        }
+        return found.pop() if len(found) == 1 else 0
+
+    def in_flight(self, stage: int) -> int:
+        """How many microbatches a stage holds at its worst moment."""
+        held = most = 0
+        for step in self.rows[self.rank_of[stage]]:
+            for action in step:
+                if action.stage == stage:
+                    held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+                    most = max(most, held)
+        return most
 
     def needs(self, action: Action) -> Iterator[Action]:
         """What has to be done before an action, on whatever rank."""
@@ -247,18 +270,3 @@ def table(schedule: Schedule, marked: Collection[tuple[int, int]] = ()) -> str:
 def steps_of(actions: Sequence[Action]) -> tuple[Step, ...]:
     """Each action a step of its own."""
     return tuple((action,) for action in actions)
-
-
-def with_recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Recompute as an action of its own on these stages, right before the backward that needs it:
-    a rank that waits for a gradient recomputes meanwhile."""
-    rows = []
-    for row in schedule.rows:
-        steps: list[Step] = []
-        for step in row:
-            for action in step:
-                if action.kind in "BI" and action.stage in stages:
-                    steps.append((Action(action.stage, "R", action.microbatch),))
-            steps.append(step)
-        rows.append(tuple(steps))
-    return Schedule(schedule.name, tuple(rows))

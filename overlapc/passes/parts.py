@@ -27,6 +27,7 @@ from overlapc.ir import Plan, issue
 from overlapc.merge import ADD
 from overlapc.passes.capture import Captured, changed_inputs, is_folded_getitem, may_alias
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
+from overlapc.stages import TURNS, turns
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Parts:
 
     forward: Part
     backward: Part
-    letters: dict[str, str]  # op -> the piece it is of
+    actions: Mapping[str, str]  # issue of the backward -> the action it is part of
 
     def merged(self, plan: Plan) -> Part:
         """The forward of one microbatch and the backward of another as one graph in the order of
@@ -98,27 +99,22 @@ class Parts:
         return {letter: _piece(self.backward, turns, letter) for letter in _TURNS}
 
     def _turns(self) -> dict[fx.Node, int]:
-        """Node of the backward -> whose turn it is in. Recompute that only weight gradients need
-        is W, and so is what only they read."""
+        """Node of the backward -> whose turn it is in. What is no op of its own goes with the
+        first that reads it."""
         found: dict[fx.Node, int] = {}
         for node in reversed(self.backward.module.graph.nodes):
             if node.op in ("placeholder", "output"):
                 continue
-            first = min((found[user] for user in node.users if user in found), default=None)
-            letter = self.letters.get(self.backward.names.get(node, ""), "R")
-            if letter == "R" and first is not None:
-                found[node] = _TURNS["W"] if first == _TURNS["W"] else _TURNS["R"]
-                if not self.backward.names.get(node):
-                    found[node] = first
-            else:
-                found[node] = _TURNS[letter]
+            name = self.backward.names.get(node)
+            first = min((found[user] for user in node.users if user in found), default=0)
+            found[node] = _TURNS[self.actions[name]] if name else first
         for node in self.backward.module.graph.nodes:
             if node.target is operator.getitem and node.args[0] in found:
                 found[node] = found[node.args[0]]
         return found
 
 
-_TURNS = {"R": 0, "I": 1, "W": 2}
+_TURNS = {letter: turn for turn, letter in enumerate(TURNS)}
 
 
 def _piece(backward: Part, turns: Mapping[fx.Node, int], letter: str) -> Part:
@@ -176,9 +172,7 @@ def cut(captured: Captured, plan: Plan) -> Parts:
     saved = forward.gives[captured.num_fwd_outputs :]
     backward = _backward(captured, emitted, saved)
     _ordered(backward.module, plan.order, backward.names)
-    letters = {op.name: op.piece.letter for op in captured.trace.ops if not op.is_forward}
-    letters |= {gradient + ADD: "W" for gradient in parameter_gradients(captured)}
-    return Parts(forward, backward, letters)
+    return Parts(forward, backward, turns(captured.trace, plan.order))
 
 
 def accumulate(parameters: Sequence[Tensor], gradient: Tensor, owned: bool = False) -> None:

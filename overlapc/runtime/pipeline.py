@@ -4,41 +4,44 @@
     pipeline = Pipeline({1: blocks_and_head}, "1f1b", 8, loss=cross_entropy) # on rank 1
     losses = pipeline(inputs, targets)                                       # on both
 
-What one stage makes for another rank is sent when it is there, while the rank goes on; what a
-rank needs is asked for a few steps ahead. Whoever waits longer than `timeout_s`, or whose peer is
-gone, raises a RankError that names the action.
+This file plans: it captures the stages, gives each its plan, and places recompute and weight
+gradients in the rows. `row.py` runs them.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.errors import InvalidSchedule, OptionError, RankError
-from overlapc.passes.capture import capture, without_ties
-from overlapc.passes.parts import Part, cut, parameter_gradients
-from overlapc.planning import Options, StepReport, check_solver, plan_step, schedule_of
+from overlapc.errors import OptionError
+from overlapc.passes.capture import Captured, capture, without_ties
+from overlapc.passes.parts import cut, parameter_gradients
+from overlapc.pipeline import PipelineTimeline, describe
+from overlapc.planning import (
+    Options,
+    StageFigures,
+    StepReport,
+    check_solver,
+    plan_rows,
+    plan_step,
+    schedule_of,
+)
+from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.ranks import exchange_for
-from overlapc.runtime.train_step import Inputs, adding
-from overlapc.schedule import (
-    Action,
-    Schedule,
-    Step,
-    format_schedule,
-    format_step,
-    with_recompute,
-)
+from overlapc.runtime.row import Links, Run, Shape, Stage, blank
+from overlapc.runtime.train_step import Inputs, adding, alike, mode, refuse_hooks
+from overlapc.schedule import Schedule, format_schedule
+from overlapc.stages import stage_cost
 
-_AHEAD = 4  # steps for which a rank asks in advance what it will need
-
-Shape = tuple[tuple[int, ...], torch.dtype]
+_PINGS = 5
 
 
 class Pipeline:
@@ -46,16 +49,22 @@ class Pipeline:
     one tensor and gives one, the first takes a microbatch's inputs.
 
     schedule        a Schedule, or the name of one: "gpipe", "1f1b", "interleaved", "zero-bubble",
-                    "zero-bubble-v"; row n is what rank n of `group` does
+                    "zero-bubble-v", "merged"; row n is what rank n of `group` does
     loss            loss(output, *targets), on the rank of the last stage; a number
     memory_budget   of each stage, for what it holds of all microbatches in flight
-    recompute_early recompute is an action of its own, done while the gradient is on its way;
-                    by default on stages that have no collectives of their own to hide it under
+    place           move recompute and weight gradients into stalls, as far as that is predicted to
+                    help; otherwise the rows stay as they are
+    data_parallel   a group of ranks that run the same stages on other data: gradients are averaged
+                    over it, on their way as soon as a stage's last are there. (What is in `.grad`
+                    then is all of it: clear it between calls.)
+    tied            weights that several stages have, as {stage: parameter's name}: each gets the
+                    sum of their gradients
     timeout_s       how long to wait for another rank
 
     Calling it with the inputs and targets of all microbatches (each a tuple or a tensor; needed
     on the first and the last stage's rank) adds up gradients in `.grad`, in the order of
-    microbatches, and returns the losses, on the last stage's rank.
+    microbatches, and returns the losses, on the last stage's rank. The first call plans; later
+    ones must bring microbatches of the same shapes.
     """
 
     def __init__(
@@ -66,9 +75,11 @@ class Pipeline:
         loss: Callable[..., Tensor] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        data_parallel: dist.ProcessGroup | None = None,
+        tied: Sequence[Mapping[int, str]] = (),
         memory_budget: int | float | str | None = None,
         solver: str = "overlap",
-        recompute_early: bool | None = None,
+        place: bool = True,
         profile: str = "measure",
         hardware: str = "cpu-gloo",
         timeout_s: float = 7.0,
@@ -89,17 +100,21 @@ class Pipeline:
             raise OptionError(
                 f"loss={loss}: expected one on the rank of the last stage, {last}, and only there"
             )
+        _check_tied(tied, stages, schedule.stages)
+        for module in stages.values():
+            refuse_hooks(module, "Pipeline")
         self.schedule = schedule
         self.modules = dict(stages)
         self.reports: dict[int, StepReport] = {}
+        self.timeline: PipelineTimeline | None = None  # as predicted, of all ranks
         self._loss = loss
-        self._early = recompute_early
-        self._timeout_s = timeout_s
+        self._place = place
+        self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
         self._options = Options(
             memory_budget, solver, "eager", profile, hardware, None, timeout_s, None
         )
-        self._stages: dict[int, _Stage] = {}
-        self._row: tuple[Step, ...] = ()
+        self._stages: dict[int, Stage] = {}
+        self._planned_for: Any = None
 
     def __call__(self, inputs: Sequence[Any] = (), targets: Sequence[Any] = ()) -> list[Tensor]:
         count, last = self.schedule.microbatches, self.schedule.stages - 1
@@ -111,30 +126,48 @@ class Pipeline:
                 )
         first = [_tuple(each) for each in inputs] if 0 in self.modules else []
         behind = [_tuple(each) for each in targets] if last in self.modules else []
+        like = [alike(given) if given else None for given in (first, behind)]
+        planned_for = like, [mode(module) for module in self.modules.values()]
         if not self._stages:
             self._prepare(first, behind)
-        return _Run(self, first, behind).run()
+            self._planned_for = planned_for
+        elif planned_for != self._planned_for:
+            raise OptionError(
+                f"this pipeline was planned for microbatches and modes {self._planned_for}, found "
+                f"{planned_for}: make another Pipeline for these"
+            )
+        row = self.schedule.rows[self.rank]
+        return Run(self.schedule, row, self._stages, self.modules, self._links).run(first, behind)
+
+    def explain(self) -> str:
+        """What all ranks are predicted to do, and the plans of this rank's stages."""
+        if self.timeline is None:
+            return "nothing planned yet: run a step first"
+        parts = [describe(self.timeline)]
+        for stage, report in self.reports.items():
+            parts += [f"stage {stage}", report.explain()]
+        return "\n\n".join(parts)
 
     def _prepare(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
     ) -> None:
-        """Trace and plan this rank's stages; every rank learns what tensors travel."""
+        """Trace and plan this rank's stages; every rank learns what tensors travel, and what all
+        stages take."""
         schedule, last = self.schedule, self.schedule.stages - 1
         ranks = dist.get_process_group_ranks(self.group)
+        timeout_s = self._links.timeout_s
         shapes: dict[int, Shape] = {}
-        found = {}
-        with Exchange(ranks, self._timeout_s) as exchange:
+        found: dict[int, tuple[Captured, Inputs, tuple[Any, ...]]] = {}
+        with Exchange(ranks, timeout_s) as exchange:
             exchange.agree(
                 "the schedule",
-                format_schedule(schedule),
-                "pass the same schedule and number of microbatches on every rank",
+                format_schedule(schedule) + json.dumps([self._place, *self._links.tied]),
+                "pass the same schedule, number of microbatches and options on every rank",
             )
             for stage in range(schedule.stages):
                 told = b""
                 if stage in self.modules:
-                    given: tuple[Any, ...] = (
-                        inputs[0] if stage == 0 else (_blank(shapes[stage - 1]),)
-                    )
+                    given = inputs[0] if stage == 0 else (blank(shapes[stage - 1]),)
                     module = self.modules[stage]
                     if stage == last:
                         assert self._loss is not None
@@ -147,202 +180,85 @@ class Pipeline:
                     told = found[stage][1].result_shape().encode()
                 answers = exchange.gather(f"the output of stage {stage}", told)
                 shapes[stage] = _parse_shape(answers[schedule.rank_of[stage]].decode())
+        sent_ns = {stage: self._sent_ns(stage, shapes[stage]) for stage in range(last)}
+        figures = {}
         for stage, (captured, places, given) in found.items():
-            with exchange_for(captured.trace.lanes, self._timeout_s) as joined:
-                captured, report = plan_step(
-                    captured,
-                    self._options,
-                    schedule.microbatches,
-                    merging=False,
-                    gradients=list(parameter_gradients(captured)),
-                    add_ns_per_kib=adding(self.modules[stage]),
-                    primals=places.primals(given),
-                    in_flight=_in_flight(schedule, stage),
-                    exchange=joined,
-                )
-            self.reports[stage] = report
+            captured, report = self._planned(stage, captured, places, given)
             parts = cut(captured, report.lone.plan)
+            merged = parts.merged(report.merged.plan) if report.merged is not None else None
+            self.reports[stage] = report
             incoming = None if stage == 0 else shapes[stage - 1]
             outgoing = None if stage == last else shapes[stage]
-            self._stages[stage] = _Stage(
-                places, parts.forward, parts.backward, parts.pieces(), incoming, outgoing
+            self._stages[stage] = Stage(
+                places, parts.forward, parts.backward, parts.pieces(), merged, incoming, outgoing
             )
-        early = {
-            stage
-            for stage, report in self.reports.items()
-            if report.lone.plan.recomputed
-            and (not report.lone.problem.trace.lanes if self._early is None else self._early)
-        }
-        self._row = with_recompute(schedule, early).rows[self.rank]
+            received = [places.first] if incoming else []
+            received += places.tangents if outgoing else []
+            sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
+            cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
+            figures[stage] = StageFigures.of(cost, report)
+        with Exchange(ranks, timeout_s) as exchange:
+            told = json.dumps({s: asdict(f) for s, f in figures.items()}).encode()
+            every: dict[int, StageFigures] = {}
+            for answer in exchange.gather("what stages take", told):
+                every |= {int(s): StageFigures.parse(f) for s, f in json.loads(answer).items()}
+            self.schedule, self.timeline = plan_rows(
+                schedule, [every[stage] for stage in range(last + 1)], self._place
+            )
+            exchange.agree("the rows", format_schedule(self.schedule), "report this as a bug")
+
+    def _planned(
+        self, stage: int, captured: Captured, places: Inputs, given: tuple[Any, ...]
+    ) -> tuple[Captured, StepReport]:
+        lag = self.schedule.lag(stage)
+        with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
+            return plan_step(
+                captured,
+                self._options,
+                self.schedule.microbatches,
+                lag=lag,
+                gradients=list(parameter_gradients(captured)),
+                add_ns_per_kib=adding(self.modules[stage]),
+                primals=places.primals(given),
+                in_flight=lag or self.schedule.in_flight(stage),
+                exchange=joined,
+            )
+
+    def _sent_ns(self, stage: int, shape: Shape) -> int:
+        """How long what a stage makes is on its way to the next; measured by the two of them."""
+        here, there = (self.schedule.rank_of[s] for s in (stage, stage + 1))
+        if here == there:
+            return 0
+        tensor = blank(shape).detach()
+        if self._options.profile == "estimate":
+            machine = load_hardware(self._options.hardware)
+            return machine.collective_ns("p2p", tensor.nbytes, 2, machine.gpus_per_node)
+        if self.rank not in (here, there):
+            return 0
+        peer = there if self.rank == here else here
+        run = Run(self.schedule, (), {}, {}, self._links)
+        run.at = f"measuring the link to rank {peer}"
+        times = []
+        for i in range(_PINGS):
+            start = time.perf_counter_ns()
+            for how in (dist.isend, dist.irecv) if self.rank == here else (dist.irecv, dist.isend):
+                run.wait(run.post(how, tensor, i, peer, "a ping"), "a ping")
+            times.append((time.perf_counter_ns() - start) // 2)
+        return min(times[1:])
 
 
-@dataclass
-class _Stage:
-    """A planned stage, and what it keeps of the microbatches in flight."""
-
-    inputs: Inputs
-    forward: Part
-    backward: Part
-    pieces: Mapping[str, Part]
-    incoming: Shape | None
-    outgoing: Shape | None
-    states: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def do(self, kind: str, microbatch: int, given: tuple[Any, ...]) -> Tensor | None:
-        """Run one action. What it takes is the arguments of F or the gradient of I and B; what it
-        gives is what F or I and B send on."""
-        ends = self.outgoing is None
-        shared = self.inputs.shared() if ends else self.inputs.parameters
-        if kind == "F":
-            state = self.states[microbatch] = self.inputs.state(given)
-            self.forward.run(shared, state)
-            result: Tensor = self.inputs.results(state)
-            return result
-        state = self.states[microbatch]
-        if given:
-            (name,) = self.inputs.tangents
-            state[name] = given[0]
-        if kind == "B":
-            # Where recompute has run already, what is left are the other two pieces.
-            parts = [self.pieces["I"], self.pieces["W"]] if "again" in state else [self.backward]
-        else:
-            parts = [self.pieces[kind]]
-            if kind == "I" and "again" not in state:
-                parts.insert(0, self.pieces["R"])
-        for part in parts:
-            part.run(shared, state)
-        if kind == "R":
-            state["again"] = True
-        gradient: Tensor | None = None
-        if kind in "BI" and self.incoming is not None:
-            gradient = state.pop("gradient" + str(self.inputs.order.index(self.inputs.first)))
-        if kind in "BW":
-            del self.states[microbatch]
-        return gradient
-
-
-class _Run:
-    """One call of a pipeline."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        inputs: Sequence[tuple[Any, ...]],
-        targets: Sequence[tuple[Any, ...]],
-    ) -> None:
-        self.pipeline = pipeline
-        self.schedule = pipeline.schedule
-        self.inputs, self.targets = inputs, targets
-        self.here: dict[tuple[int, bool, int], Tensor] = {}  # made on this rank for this rank
-        self.asked: dict[tuple[int, bool, int], tuple[Any, Tensor]] = {}
-        self.sent: list[tuple[Any, Tensor, str]] = []
-        self.at = ""
-
-    def run(self) -> list[Tensor]:
-        losses = []
-        row = self.pipeline._row
-        for stage in self.pipeline._stages.values():
-            stage.states.clear()
-        with torch.no_grad(), torch._C._DisableAutocast():
-            for i, step in enumerate(row):
-                self.at = format_step(step)
-                for later in row[i : i + _AHEAD]:
-                    for action in later:
-                        self.ask(action)
-                for action in step:
-                    result = self.act(action)
-                    if action.kind == "F" and action.stage == self.schedule.stages - 1:
-                        losses.append(result)
-        for work, _, what in self.sent:
-            self.wait(work, what)
-        return losses  # type: ignore[return-value]
-
-    def act(self, action: Action) -> Tensor | None:
-        stage = self.pipeline._stages[action.stage]
-        m = action.microbatch
-        given: tuple[Any, ...] = ()
-        if action.kind == "F":
-            given = self.inputs[m] if action.stage == 0 else (self.receive(action),)
-            if stage.outgoing is None:
-                given = (*given, *self.targets[m])
-        elif action.kind in "BI" and stage.outgoing is not None:
-            given = (self.receive(action),)
-        result = stage.do(action.kind, m, given)
-        if action.kind == "F" and stage.outgoing is not None:
-            self.send(result, (action.stage + 1, True, m))
-        elif action.kind in "BI" and action.stage > 0:
-            self.send(result, (action.stage - 1, False, m))
-        return result
-
-    # What travels: (the stage that gets it, is it an activation, microbatch)
-
-    def needed(self, action: Action) -> tuple[int, bool, int] | None:
-        if action.kind == "F" and action.stage > 0:
-            return action.stage, True, action.microbatch
-        if action.kind in "BI" and action.stage + 1 < self.schedule.stages:
-            return action.stage, False, action.microbatch
-        return None
-
-    def ask(self, action: Action) -> None:
-        key = self.needed(action)
-        if key is None or key in self.asked:
-            return
-        source = self.schedule.rank_of[action.stage + (-1 if key[1] else 1)]
-        if source == self.pipeline.rank:
-            return
-        stage = self.pipeline._stages[action.stage]
-        buffer = _blank(stage.incoming if key[1] else stage.outgoing).detach()
-        work = self.guarded(
-            lambda: dist.irecv(
-                buffer, group=self.pipeline.group, tag=self.tag(key), group_src=source
-            ),
-            f"asking rank {source} for {_named(key)}",
-        )
-        self.asked[key] = work, buffer
-
-    def receive(self, action: Action) -> Tensor:
-        key = self.needed(action)
-        assert key is not None
-        if key in self.here:
-            return self.here.pop(key)
-        work, buffer = self.asked.pop(key)
-        source = self.schedule.rank_of[action.stage + (-1 if key[1] else 1)]
-        self.wait(work, f"{_named(key)} from rank {source}")
-        return buffer
-
-    def send(self, result: Tensor | None, key: tuple[int, bool, int]) -> None:
-        assert result is not None
-        target = self.schedule.rank_of[key[0]]
-        if target == self.pipeline.rank:
-            self.here[key] = result
-            return
-        result = result.contiguous()
-        work = self.guarded(
-            lambda: dist.isend(
-                result, group=self.pipeline.group, tag=self.tag(key), group_dst=target
-            ),
-            f"sending {_named(key)} to rank {target}",
-        )
-        self.sent = [entry for entry in self.sent if not entry[0].is_completed()]
-        self.sent.append((work, result, f"rank {target} to take {_named(key)}"))
-
-    def tag(self, key: tuple[int, bool, int]) -> int:
-        return (key[0] * self.schedule.microbatches + key[2]) * 2 + key[1]
-
-    def wait(self, work: Any, what: str) -> None:
-        seconds = self.pipeline._timeout_s
-        self.guarded(lambda: work.wait(timedelta(seconds=seconds)), f"waiting for {what}")
-
-    def guarded(self, do: Callable[[], Any], what: str) -> Any:
-        try:
-            return do()
-        except Exception as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RankError(
-                f"rank {self.pipeline.rank} at action {self.at}, {what}: {first_line}; expected "
-                f"it within {self.pipeline._timeout_s:g} s: see the output of that rank for why it "
-                "ended or is late"
-            ) from error
+def _check_tied(
+    tied: Sequence[Mapping[int, str]], stages: Mapping[int, nn.Module], count: int
+) -> None:
+    for names in tied:
+        for stage, name in names.items():
+            if not 0 <= stage < count or len(names) < 2:
+                raise OptionError(
+                    f"tied={dict(names)}: expected two or more of stages 0 to {count - 1}, each "
+                    "with the name of a parameter"
+                )
+            if stage in stages and name not in dict(stages[stage].named_parameters()):
+                raise OptionError(f"tied: stage {stage} has no parameter {name!r}")
 
 
 class _WithLoss(nn.Module):
@@ -362,30 +278,6 @@ def _tuple(given: Any) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
 
 
-def _named(key: tuple[int, bool, int]) -> str:
-    stage, activation, microbatch = key
-    what = "the input" if activation else "the gradient"
-    return f"{what} of stage {stage}, microbatch {microbatch}"
-
-
-def _blank(shape: Shape | None) -> Tensor:
-    """A tensor of that shape, which gets a gradient."""
-    if shape is None:
-        raise InvalidSchedule("a stage at the end of the pipeline has nothing to receive")
-    return torch.zeros(shape[0], dtype=shape[1]).requires_grad_()
-
-
 def _parse_shape(text: str) -> Shape:
     sizes, _, dtype = text.rpartition(" ")
     return tuple(int(size) for size in sizes.split()), getattr(torch, dtype)
-
-
-def _in_flight(schedule: Schedule, stage: int) -> int:
-    """How many microbatches a stage holds at its worst moment."""
-    held = most = 0
-    for step in schedule.rows[schedule.rank_of[stage]]:
-        for action in step:
-            if action.stage == stage:
-                held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-                most = max(most, held)
-    return most

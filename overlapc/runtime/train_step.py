@@ -95,7 +95,7 @@ class TrainStep:
         return self.report.explain()
 
     def _program(self, each: Sequence[_Args]) -> _Program | None:
-        key = (len(each), _mode(self.model), _alike(each))
+        key = (len(each), mode(self.model), alike(each))
         if key not in self._known:
             self._known[key] = self._prepare(each)
         program = self._known[key]
@@ -104,7 +104,7 @@ class TrainStep:
         return program
 
     def _prepare(self, each: Sequence[_Args]) -> _Program | None:
-        _refuse_hooks(self.model)
+        refuse_hooks(self.model, "TrainStep")
         try:
             with busy("tracing"):
                 captured = capture(self._whole, *each[0])
@@ -115,7 +115,7 @@ class TrainStep:
                     captured,
                     self._options,
                     len(each),
-                    merging=self._merge,
+                    lag=int(self._merge),
                     gradients=list(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self._whole),
                     primals=primals,
@@ -178,7 +178,6 @@ class _Program:
 class Inputs:
     """Where the inputs of the graph come from, and where its results go; by names of nodes."""
 
-    module: nn.Module
     order: list[str]
     parameters: dict[str, Tensor]  # and buffers
     arguments: dict[str, int]  # place in the flat arguments
@@ -192,7 +191,7 @@ class Inputs:
         stage's business."""
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors |= dict(module.named_buffers(remove_duplicate=False))
-        found = Inputs(module, [], {}, {}, {}, {}, [])
+        found = Inputs([], {}, {}, {}, {}, [])
         for node in captured.joint.graph.find_nodes(op="placeholder"):
             desc = node.meta.get("desc")
             if isinstance(desc, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)):
@@ -279,13 +278,13 @@ def _plain(module: nn.Module, args: _Args) -> Any:
     return detached if isinstance(result, (tuple, list)) else detached[0]
 
 
-def _mode(module: nn.Module) -> tuple[Any, ...]:
+def mode(module: nn.Module) -> tuple[Any, ...]:
     """What of the model's state a captured graph depends on."""
     training = tuple(part.training for part in module.modules())
     return training, tuple(p.requires_grad for p in module.parameters())
 
 
-def _alike(each: Sequence[_Args]) -> Any:
+def alike(each: Sequence[_Args]) -> Any:
     """What all microbatches must have in common, and have."""
 
     def describe(args: _Args) -> tuple[Any, ...]:
@@ -312,18 +311,18 @@ def _alike(each: Sequence[_Args]) -> Any:
     return first
 
 
-def _refuse_hooks(module: nn.Module) -> None:
+def refuse_hooks(module: nn.Module, who: str) -> None:
     """A captured graph would not run them."""
     for name, part in module.named_modules():
         if any(_hooks(part)):
             raise OptionError(
-                f"{name or type(part).__name__} has hooks, which TrainStep would not run; expected "
+                f"{name or type(part).__name__} has hooks, which {who} would not run; expected "
                 "none: remove them, or use overlapc.optimize"
             )
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise OptionError(
-                f"parameter {name} has hooks, which TrainStep would not run; expected none: "
+                f"parameter {name} has hooks, which {who} would not run; expected none: "
                 "reduce gradients after the step"
             )
 

@@ -385,26 +385,28 @@ def _thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:
             yield choice_of(problem, plan)
 
 
-def solve_step(problem: Problem, lone: Plan, microbatches: int) -> tuple[Plan, Plan | None]:
+def solve_step(
+    problem: Problem, lone: Plan, microbatches: int, lag: int = 1
+) -> tuple[Plan, Plan | None]:
     """Plans for a step of several microbatches: one of `problem`, a microbatch on its own, and one
     of its merged pieces with the same values saved; or none of these if `lone` alone is as fast.
 
-    The first forward and the last backward have nothing to be merged with: they are the lone
-    plan's.
+    The first `lag` forwards and the last backwards have nothing to be merged with: they are the
+    lone plan's.
     """
-    if microbatches < 2:
+    if microbatches <= lag:
         return lone, None
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, _CHOICES)
     known = [choice_of(problem, lone), *_thrifty(problem, needs), *map(needs.complete, kept)]
     best: tuple[int, Plan, Plan | None]
     best = simulate(problem, lone).step_ns * microbatches, lone, None
-    for merged in merged_plans(merge(problem), known)[:_POLISHED]:
+    for merged in merged_plans(merge(problem, lag), known)[:_POLISHED]:
         for own in schedules(problem, merged.choice, problem.budget_bytes):
             timeline = simulate(problem, own)
             if timeline.peak_bytes > (problem.budget_bytes or NEVER):
                 continue
-            step_ns = timeline.step_ns + (microbatches - 1) * merged.step_ns
+            step_ns = lag * timeline.step_ns + (microbatches - lag) * merged.step_ns
             if step_ns < best[0]:
                 best = step_ns, own, merged.plan
     return best[1], best[2]

@@ -5,7 +5,9 @@ one_f_one_b       as many forwards as ranks follow, then forward and backward in
 interleaved       the same with several stages on every rank, dealt round (Megatron's)
 zero_bubble       backward in two: weight gradients fill what would be bubbles, in no more memory
                   than 1F1B's first rank has (ZB-H1)
-zero_bubble_v     the same with two stages on a rank, placed as a V, so that the last stage is on
+merged            1F1B with more microbatches under way, so that each forward can be merged with a
+                  backward: neither waits for the other on any rank
+zero_bubble_v     zero_bubble with two stages on a rank, placed as a V, so that the last stage is on
                   the first rank
 
 The last is found by going through time with unit costs: a rank takes input gradients if it can,
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from overlapc.errors import OptionError
-from overlapc.schedule import Action, Schedule, steps_of
+from overlapc.schedule import Action, Schedule, Step, steps_of
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -87,6 +89,19 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     _positive(ranks, microbatches)
     placement = {stage: min(stage, 2 * ranks - 1 - stage) for stage in range(2 * ranks)}
     return _through_time("zero-bubble-v", placement, microbatches, limit=2 * ranks)
+
+
+def merged(ranks: int, microbatches: int) -> Schedule:
+    """A microbatch is a step on every rank on its way there, and a step on its way back."""
+    _positive(ranks, microbatches)
+    rows = []
+    for r in range(ranks):
+        lag = min(microbatches, 2 * (ranks - 1 - r) + 1)
+        row: list[Step] = [(Action(r, "F", m),) for m in range(lag)]
+        row += [(Action(r, "F", m), Action(r, "B", m - lag)) for m in range(lag, microbatches)]
+        row += [(Action(r, "B", m),) for m in range(microbatches - lag, microbatches)]
+        rows.append(tuple(row))
+    return Schedule("merged", tuple(rows))
 
 
 def _in_turn(order: Sequence[Action], back: Sequence[Action], warmup: int) -> list[Action]:
@@ -174,7 +189,7 @@ def _positive(*numbers: int) -> None:
         raise OptionError(f"a pipeline of {numbers}: expected numbers of at least 1")
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "merged")
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -189,4 +204,6 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 2) -> 
         return zero_bubble(ranks, microbatches)
     if name == "zero-bubble-v":
         return zero_bubble_v(ranks, microbatches)
+    if name == "merged":
+        return merged(ranks, microbatches)
     raise OptionError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")

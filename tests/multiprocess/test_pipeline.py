@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from examples.gpt.model import Block as ParallelBlock
 from examples.gpt.model import GPTConfig, Shard
+from examples.moe.model import Block as ExpertBlock
+from examples.moe.model import MoEConfig
 from overlapc.errors import OptionError
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.solvers.schedules import make_schedule
@@ -84,7 +86,7 @@ def accumulated(stages: list[Stage], microbatches: int, rounds: int) -> list[Ten
 def on_rank(rank: int, ranks: int, cases: list[tuple[str, int, float, str, Any]]) -> list[Any]:
     dist.init_process_group("gloo")
     found = []
-    for name, microbatches, dropout, solver, early in cases:
+    for name, microbatches, dropout, solver, place in cases:
         schedule = make_schedule(name, ranks, microbatches)
         last = schedule.stages - 1
         mine = {s: make(s, last, dropout) for s, r in schedule.rank_of.items() if r == rank}
@@ -95,7 +97,7 @@ def on_rank(rank: int, ranks: int, cases: list[tuple[str, int, float, str, Any]]
             loss if last in mine else None,
             solver=solver,
             memory_budget="1GB",
-            recompute_early=early,
+            place=place,
             profile="estimate",
         )
         losses = []
@@ -123,15 +125,16 @@ def on_rank(rank: int, ranks: int, cases: list[tuple[str, int, float, str, Any]]
 
 CASES: dict[int, list[tuple[str, int, float, str, Any]]] = {
     2: [
-        ("1f1b", 1, 0.0, "none", None),
-        ("1f1b", 5, 0.2, "full", None),
+        ("1f1b", 1, 0.0, "none", True),
+        ("1f1b", 5, 0.2, "full", True),
         ("1f1b", 4, 0.2, "full", False),
-        ("gpipe", 3, 0.2, "full", True),
-        ("zero-bubble", 6, 0.2, "full", None),
-        ("interleaved", 4, 0.0, "full", None),
-        ("zero-bubble-v", 4, 0.0, "full", None),
+        ("gpipe", 3, 0.2, "full", False),
+        ("zero-bubble", 6, 0.2, "full", True),
+        ("interleaved", 4, 0.0, "full", True),
+        ("zero-bubble-v", 4, 0.0, "full", True),
+        ("merged", 5, 0.2, "full", True),
     ],
-    4: [("1f1b", 12, 0.2, "full", None), ("zero-bubble", 5, 0.2, "none", None)],
+    4: [("1f1b", 12, 0.2, "full", True), ("zero-bubble", 5, 0.2, "none", True)],
 }
 
 
@@ -145,48 +148,141 @@ def test_gradients_are_those_of_plain_accumulation(ranks: int) -> None:
             assert not any(held), (rank, case)
 
 
-def in_two_dimensions(rank: int, ranks: int) -> list[str]:
-    """Two stages, each tensor parallel over two ranks."""
+class ExpertStage(nn.Module):
+    """A block of experts, which are divided over the ranks of the stage."""
+
+    def __init__(self, number: int, group: Any) -> None:
+        super().__init__()
+        config = MoEConfig(width=WIDTH, heads=2, experts=4, expert_width=16)
+        self.embed = nn.Embedding(12, WIDTH) if number == 0 else None
+        self.block = ExpertBlock(config, group)
+        self.head = nn.Linear(WIDTH, 12) if number else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x if self.embed is None else self.embed(x))
+        return x if self.head is None else self.head(x)
+
+
+def in_two_dimensions(rank: int, ranks: int, kind: str, name: str) -> Any:
+    """Two stages, each over two ranks: tensor parallel, or experts and other data on each."""
     dist.init_process_group("gloo")
     across = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     along = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     stage = rank // 2
-    module = make(stage, 1, 0.0, across[stage])
-    twin = make(stage, 1, 0.0, across[stage])
+
+    def made() -> nn.Module:
+        torch.manual_seed(70 + stage)
+        return (
+            ExpertStage(stage, across[stage])
+            if kind == "ep"
+            else Stage(stage, 1, 0.0, across[stage])
+        )
+
+    module, twin = made(), made()
+    given, targets = batches(6)
+    if kind == "ep" and rank % 2:
+        given, targets = given[::-1], targets[::-1]
     pipeline = Pipeline(
         {stage: module},
-        "1f1b",
-        3,
+        name,
+        6,
         loss if stage == 1 else None,
         group=along[rank % 2],
-        solver="full",
+        solver="overlap" if name == "merged" else "full",
         memory_budget="1GB",
-        profile="estimate",
+        profile="measure" if name == "merged" else "estimate",
     )
-    pipeline(*batches(3))
+    pipeline(given, targets)
     # The same by hand: the activation and its gradient through the pipeline's group.
-    for x, target in zip(*batches(3), strict=True):
+    for x, target in zip(given, targets, strict=True):
         if stage == 0:
             out = twin(x)
             dist.send(out.detach(), group=along[rank % 2], group_dst=1)
             grad = torch.empty_like(out)
-            dist.recv(grad, group=along[rank % 2], group_src=0 if stage else 1)
+            dist.recv(grad, group=along[rank % 2], group_src=1)
             out.backward(grad)
         else:
-            given = torch.empty(2, ROWS, WIDTH)
-            dist.recv(given, group=along[rank % 2], group_src=0)
-            given.requires_grad_()
-            loss(twin(given), target).backward()
-            dist.send(given.grad, group=along[rank % 2], group_dst=0)
+            came = torch.empty(2, ROWS, WIDTH)
+            dist.recv(came, group=along[rank % 2], group_src=0)
+            came.requires_grad_()
+            loss(twin(came), target).backward()
+            dist.send(came.grad, group=along[rank % 2], group_dst=0)
     pairs = zip(module.named_parameters(), twin.parameters(), strict=True)
     wrong = [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong, pipeline.reports[stage].merged is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("tp", "1f1b"),
+        ("tp", "merged"),
+        pytest.param("ep", "1f1b", marks=pytest.mark.slow),
+        pytest.param("ep", "merged", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_and_expert_parallel_stages(kind: str, name: str) -> None:
+    everyone = run_ranks(in_two_dimensions, 4, kind, name, timeout_s=250)
+    assert [wrong for wrong, _ in everyone] == [[]] * 4
+    # With a link this quick, merging may not pay everywhere.
+    assert name == "merged" or not any(merged for _, merged in everyone)
+
+
+class Tied(nn.Module):
+    """The first stage embeds, the last scores with the same weight."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        torch.manual_seed(9)
+        self.table = nn.Parameter(torch.randn(12, WIDTH))
+        torch.manual_seed(number)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.number == 0:
+            return torch.tanh(self.inner(F.embedding(x, self.table)))
+        return torch.tanh(self.inner(x)) @ self.table.t()
+
+
+def tied_and_replicated(rank: int, ranks: int) -> list[str]:
+    """Two pipelines of two stages, on data of their own; average gradients."""
+    dist.init_process_group("gloo")
+    along = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage, replica = rank // 2, rank % 2
+    given, targets = batches(6)
+    data = [(given[:3], targets[:3]), (given[3:], targets[3:])]
+    module = Tied(stage)
+    tied = [{0: "table", 1: "table"}]
+    pipeline = Pipeline(
+        {stage: module}, "zero-bubble", 3, loss if stage else None, group=along[replica],
+        data_parallel=replicas[stage], tied=tied, profile="estimate",
+    )  # fmt: skip
+    pipeline(*data[replica])
+    summed: dict[str, list[Tensor]] = {}
+    for inputs, wanted in data:
+        first, last = Tied(0), Tied(1)
+        for x, target in zip(inputs, wanted, strict=True):
+            loss(last(first(x)), target).backward()
+        table = first.table.grad + last.table.grad
+        summed.setdefault("table", []).append(table)
+        for name, parameter in (last if stage else first).inner.named_parameters():
+            summed.setdefault(f"inner.{name}", []).append(parameter.grad)
+    wrong = [
+        name
+        for name, parameter in module.named_parameters()
+        if not torch.equal(parameter.grad, (summed[name][0] + summed[name][1]) / 2)
+    ]
     dist.barrier()
     dist.destroy_process_group()
     return wrong
 
 
-def test_tensor_parallel_stages() -> None:
-    assert run_ranks(in_two_dimensions, 4, timeout_s=200) == [[]] * 4
+def test_tied_weights_and_data_parallel_replicas() -> None:
+    assert run_ranks(tied_and_replicated, 4, timeout_s=120) == [[]] * 4
 
 
 def one_stays_away(rank: int, ranks: int) -> Any:
@@ -221,11 +317,11 @@ def _killed(rank: int) -> Any:
         stage = pipeline._stages[1]
         do, calls = stage.do, []
 
-        def die(kind: str, microbatch: int, given: Any) -> Any:
+        def die(kind: str, microbatch: int) -> Any:
             calls.append(kind)
             if len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return do(kind, microbatch, given)
+            return do(kind, microbatch)
 
         stage.do = die  # type: ignore[method-assign]
     return caught(lambda: pipeline(*batches(4)))
@@ -258,7 +354,7 @@ def test_ranks_must_have_one_schedule() -> None:
 def wrong_use(rank: int, ranks: int) -> list[str]:
     dist.init_process_group("gloo")
     said = []
-    for stages, how in (({5: make(0, 1, 0.0)}, None), ({rank: make(rank, 1, 0.0)}, "other")):
+    for stages, how in (({5: make(0, 1, 0.0)}, True), ({rank: make(rank, 1, 0.0)}, "other")):
         try:
             given = None if (how and rank) or not rank else loss
             Pipeline(stages, "1f1b", 2, given)

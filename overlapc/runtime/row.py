@@ -1,0 +1,337 @@
+"""One rank's row of a pipeline, run: the parts of its stages, and what travels between ranks.
+
+What a stage makes for another rank is sent when it is there, while the rank goes on; what a rank
+needs is asked for a few steps ahead. Whoever waits longer than `timeout_s`, or whose peer is gone,
+raises a RankError that names the action. When a stage's last gradients are there they are on their
+way to the other ranks that need them while the rank goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from overlapc.errors import InvalidSchedule, RankError
+from overlapc.passes.parts import Part
+from overlapc.runtime.train_step import Inputs
+from overlapc.schedule import Action, Schedule, Step, format_step
+
+_AHEAD = 4  # steps for which a rank asks in advance what it will need
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+Key = tuple[int, bool, int]  # what travels: the stage that gets it, is it an activation, microbatch
+
+
+@dataclass
+class Stage:
+    """A planned stage, and what it keeps of the microbatches in flight."""
+
+    inputs: Inputs
+    forward: Part
+    backward: Part
+    pieces: Mapping[str, Part]
+    merged: Part | None
+    incoming: Shape | None
+    outgoing: Shape | None
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def begin(self, microbatch: int, given: tuple[Any, ...]) -> None:
+        self.states[microbatch] = self.inputs.state(given)
+
+    def gradient_came(self, microbatch: int, gradient: Tensor) -> None:
+        (name,) = self.inputs.tangents
+        self.states[microbatch][name] = gradient
+
+    def do(self, kind: str, microbatch: int) -> Tensor | None:
+        """Run one action; what it gives is what F, or I and B, send on."""
+        state = self.states[microbatch]
+        if kind == "F":
+            self.forward.run(self.shared, state)
+            return self.result(microbatch)
+        if kind == "B":
+            # Where recompute has run already, what is left are the other two pieces.
+            parts = [self.pieces["I"], self.pieces["W"]] if "again" in state else [self.backward]
+        else:
+            parts = [self.pieces[kind]]
+            if kind == "I" and "again" not in state:
+                parts.insert(0, self.pieces["R"])
+        for part in parts:
+            part.run(self.shared, state)
+        if kind == "R":
+            state["again"] = True
+        return self.gradient(kind, microbatch)
+
+    def do_merged(self, forward: int, backward: int) -> tuple[Tensor, Tensor | None]:
+        """F of one microbatch and B of another, as one graph."""
+        assert self.merged is not None
+        self.merged.run(self.shared, self.states[forward], self.states[backward])
+        return self.result(forward), self.gradient("B", backward)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        return self.inputs.shared() if self.outgoing is None else self.inputs.parameters
+
+    def result(self, microbatch: int) -> Tensor:
+        found: Tensor = self.inputs.results(self.states[microbatch])
+        return found
+
+    def gradient(self, kind: str, microbatch: int) -> Tensor | None:
+        """What the stage before gets, if this action made it; what is done with is forgotten."""
+        state = self.states[microbatch]
+        gradient: Tensor | None = None
+        if kind in "BI" and self.incoming is not None:
+            gradient = state.pop("gradient" + str(self.inputs.order.index(self.inputs.first)))
+        if kind in "BW":
+            del self.states[microbatch]
+        return gradient
+
+
+@dataclass
+class Links:
+    """Who the rank talks to: along the pipeline, with its replicas, and about tied weights."""
+
+    group: dist.ProcessGroup
+    rank: int
+    timeout_s: float
+    replicas: dist.ProcessGroup | None
+    tied: Sequence[Mapping[int, str]]
+
+
+class Run:
+    """One call of a pipeline."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        row: Sequence[Step],
+        stages: Mapping[int, Stage],
+        modules: Mapping[int, nn.Module],
+        links: Links,
+    ) -> None:
+        self.schedule, self.row = schedule, row
+        self.stages, self.modules = stages, modules
+        self.links = links
+        self.inputs: Sequence[tuple[Any, ...]] = ()
+        self.targets: Sequence[tuple[Any, ...]] = ()
+        self.here: dict[Key, Tensor] = {}  # made on this rank for this rank
+        self.asked: dict[Key, tuple[Any, Tensor]] = {}
+        self.sent: list[tuple[Any, Tensor, str]] = []
+        self.at = ""
+        self.last_of: dict[int, int] = {}  # stage -> the last step that makes gradients
+        for i, step in enumerate(row):
+            for action in step:
+                if action.kind in "BW":
+                    self.last_of[action.stage] = i
+        self.averaging: list[tuple[Any, Tensor, str]] = []
+
+    def run(
+        self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
+    ) -> list[Tensor]:
+        self.inputs, self.targets = inputs, targets
+        losses = []
+        for stage in self.stages.values():
+            stage.states.clear()
+        with torch.no_grad(), torch._C._DisableAutocast():
+            for i, step in enumerate(self.row):
+                self.at = format_step(step)
+                for later in self.row[i : i + _AHEAD]:
+                    for action in later:
+                        self.ask(action)
+                losses += self.do(step)
+                for stage_number, last in self.last_of.items():
+                    if last == i:
+                        self.gradients_done(stage_number)
+            self.at = "the end of the step"
+            for which, names in enumerate(self.links.tied):
+                self.add_tied(which, names)
+            for work, gradient, what in self.averaging:
+                self.wait(work, what)
+                gradient /= dist.get_world_size(self.links.replicas)
+        for work, _, what in self.sent:
+            self.wait(work, what)
+        return losses
+
+    def do(self, step: Step) -> list[Tensor]:
+        """Run a step; returns the losses that it found."""
+        first = step[0]
+        stage = self.stages[first.stage]
+        pair = [(a.stage, a.kind) for a in step] == [(first.stage, "F"), (first.stage, "B")]
+        if pair and stage.merged is not None:
+            forward, backward = step
+            self.get(forward)
+            self.get(backward)
+            result, gradient = stage.do_merged(forward.microbatch, backward.microbatch)
+            return self.give(forward, result) + self.give(backward, gradient)
+        losses = []
+        # The backward first, which makes room for the forward.
+        for action in sorted(step, key=lambda a: a.kind == "F"):
+            self.get(action)
+            result = self.stages[action.stage].do(action.kind, action.microbatch)
+            losses += self.give(action, result)
+        return losses
+
+    def get(self, action: Action) -> None:
+        """Receive what the action needs."""
+        stage, m = self.stages[action.stage], action.microbatch
+        if action.kind == "F":
+            given = self.inputs[m] if action.stage == 0 else (self.receive(action),)
+            stage.begin(m, given if stage.outgoing else (*given, *self.targets[m]))
+        elif action.kind in "BI" and stage.outgoing is not None:
+            stage.gradient_came(m, self.receive(action))
+
+    def give(self, action: Action, result: Tensor | None) -> list[Tensor]:
+        """Send on what the action made; a loss is handed out."""
+        m = action.microbatch
+        if action.kind == "F":
+            assert result is not None
+            if action.stage == self.schedule.stages - 1:
+                return [result]
+            self.send(result, (action.stage + 1, True, m))
+        elif action.kind in "BI" and action.stage > 0:
+            assert result is not None
+            self.send(result, (action.stage - 1, False, m))
+        return []
+
+    # --- what travels along the pipeline
+
+    def needed(self, action: Action) -> Key | None:
+        if action.kind == "F" and action.stage > 0:
+            return action.stage, True, action.microbatch
+        if action.kind in "BI" and action.stage + 1 < self.schedule.stages:
+            return action.stage, False, action.microbatch
+        return None
+
+    def ask(self, action: Action) -> None:
+        key = self.needed(action)
+        if key is None or key in self.asked:
+            return
+        source = self.source(key)
+        if source == self.links.rank:
+            return
+        stage = self.stages[action.stage]
+        buffer = blank(stage.incoming if key[1] else stage.outgoing).detach()
+        what = f"{_named(key)} from rank {source}"
+        self.asked[key] = self.post(dist.irecv, buffer, self.tag(key), source, what), buffer
+
+    def receive(self, action: Action) -> Tensor:
+        key = self.needed(action)
+        assert key is not None
+        if key in self.here:
+            return self.here.pop(key)
+        work, buffer = self.asked.pop(key)
+        self.wait(work, f"{_named(key)} from rank {self.source(key)}")
+        return buffer
+
+    def send(self, result: Tensor, key: Key) -> None:
+        target = self.schedule.rank_of[key[0]]
+        if target == self.links.rank:
+            self.here[key] = result
+            return
+        result = result.contiguous()
+        what = f"{_named(key)} to rank {target}"
+        work = self.post(dist.isend, result, self.tag(key), target, what)
+        self.sent = [entry for entry in self.sent if not entry[0].is_completed()]
+        self.sent.append((work, result, what))
+
+    def source(self, key: Key) -> int:
+        return self.schedule.rank_of[key[0] + (-1 if key[1] else 1)]
+
+    def tag(self, key: Key) -> int:
+        return (key[0] * self.schedule.microbatches + key[2]) * 2 + key[1]
+
+    # --- gradients that several ranks add up
+
+    def gradients_done(self, stage: int) -> None:
+        """The stage's gradients are there: average them over the replicas, unless other stages
+        have a part in them."""
+        tied = {names[stage] for names in self.links.tied if stage in names}
+        for name, parameter in self.modules[stage].named_parameters():
+            if name not in tied:
+                self.average(parameter, f"stage {stage}'s {name}")
+
+    def average(self, parameter: nn.Parameter, name: str) -> None:
+        gradient = parameter.grad
+        if self.links.replicas is None or gradient is None:
+            return
+        work = self.guarded(
+            lambda: dist.all_reduce(gradient, group=self.links.replicas, async_op=True),
+            f"averaging the gradient of {name}",
+        )
+        self.averaging.append((work, gradient, f"the replicas' gradients of {name}"))
+
+    def add_tied(self, which: int, names: Mapping[int, str]) -> None:
+        """The gradient of a weight that several stages have is the sum of theirs, in the order of
+        the stages."""
+        mine = [stage for stage in names if stage in self.stages]
+        if not mine:
+            return
+        ranks = {stage: self.schedule.rank_of[stage] for stage in names}
+        gradients = {stage: _gradient(self.modules[stage], names[stage]) for stage in mine}
+        first = 2 * self.schedule.stages * (self.schedule.microbatches + which)  # of the tags
+        coming = []
+        for stage in sorted(set(names) - set(mine)):
+            what = f"the gradient of {names[stage]} of stage {stage}, tied to {names[mine[0]]}"
+            gradients[stage] = torch.empty_like(gradients[mine[0]])
+            coming.append(
+                (self.post(dist.irecv, gradients[stage], first + stage, ranks[stage], what), what)
+            )
+        for stage in mine:
+            for other in sorted(set(ranks.values()) - {self.links.rank}):
+                what = f"the gradient of {names[stage]} of stage {stage} to rank {other}"
+                work = self.post(dist.isend, gradients[stage], first + stage, other, what)
+                self.sent.append((work, gradients[stage], what))
+        for work, what in coming:
+            self.wait(work, what)
+        total = sum(gradients[stage] for stage in sorted(names))
+        for stage in mine:
+            parameter = self.modules[stage].get_parameter(names[stage])
+            parameter.grad = total.clone() if len(mine) > 1 else total
+            self.average(parameter, f"the tied {names[stage]}")
+
+    # --- waiting
+
+    def post(self, how: Callable[..., Any], tensor: Tensor, tag: int, peer: int, what: str) -> Any:
+        """Start a transfer to or from a rank."""
+        end = "group_dst" if how is dist.isend else "group_src"
+        return self.guarded(
+            lambda: how(tensor, group=self.links.group, tag=tag, **{end: peer}), f"posting {what}"
+        )
+
+    def wait(self, work: Any, what: str) -> None:
+        limit = timedelta(seconds=self.links.timeout_s)
+        self.guarded(lambda: work.wait(limit), f"waiting for {what}")
+
+    def guarded(self, do: Callable[[], Any], what: str) -> Any:
+        try:
+            return do()
+        except Exception as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RankError(
+                f"rank {self.links.rank} at action {self.at}, {what}: {first_line}; expected it "
+                f"within {self.links.timeout_s:g} s: see the output of that rank for why it ended "
+                "or is late"
+            ) from error
+
+
+def blank(shape: Shape | None) -> Tensor:
+    """A tensor of that shape, which gets a gradient."""
+    if shape is None:
+        raise InvalidSchedule("a stage at the end of the pipeline has nothing to receive")
+    return torch.zeros(shape[0], dtype=shape[1]).requires_grad_()
+
+
+def _named(key: Key) -> str:
+    stage, activation, microbatch = key
+    what = "the input" if activation else "the gradient"
+    return f"{what} of stage {stage}, microbatch {microbatch}"
+
+
+def _gradient(module: nn.Module, name: str) -> Tensor:
+    parameter = module.get_parameter(name)
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,248 @@
+"""Where recompute and weight gradients go in the rows of a pipeline.
+
+`placed` keeps each rank's order of forwards and backwards and moves the rest: while a rank waits
+for what another sends, it recomputes for its next backward, then runs weight gradients it still
+owes. The rows are simulated, the stalls found, filled, and simulated again; then single
+moves are tried.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from random import Random
+
+from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.schedule import Action, Schedule, Step, steps_of
+
+_ROUNDS = 8
+_POLISHED = 2  # of the rows found
+_ACTIONS = 20_000  # about how many are simulated to polish one of them
+
+
+def placed(
+    schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int] | None = None
+) -> Schedule:
+    """The fastest rows found in which no rank holds more than its limit, by default the most that
+    any rank holds of the schedule as it is. Rows with merged steps stay as they are."""
+    given = simulate_pipeline(schedule, costs)
+    if any(len(step) > 1 for row in schedule.rows for step in row):
+        return schedule
+    if limits is None:
+        limits = [max(given.peak_bytes)] * len(schedule.rows)
+    search = _Search(schedule.name, costs, limits)
+    found = [rows for rows in [schedule] if search.offer(rows, given)]
+    for split, early in product((True, False), repeat=2):
+        rows, timeline = schedule, given
+        for _ in range(_ROUNDS):
+            arrivals = _arrivals(rows, timeline)
+            filled = [
+                _Row(mine, costs, limit, arrivals, split, early).run()
+                for mine, limit in zip(schedule.rows, limits, strict=True)
+            ]
+            rows = Schedule(schedule.name, tuple(filled))
+            if rows.rows in search.known:
+                break
+            timeline = simulate_pipeline(rows, costs)
+            if search.offer(rows, timeline):
+                found.append(rows)
+    found.sort(key=lambda rows: search.known[rows.rows])
+    for rows in found[:_POLISHED]:
+        search.polish(rows)
+    return search.best or schedule
+
+
+class _Search:
+    """Rows that were simulated, and the best of those that fit."""
+
+    def __init__(self, name: str, costs: Sequence[StageCost], limits: Sequence[int]) -> None:
+        self.name, self.costs, self.limits = name, costs, limits
+        self.known: dict[tuple[tuple[Step, ...], ...], int] = {}
+        self.best: Schedule | None = None
+        self.best_ns = 0
+
+    def offer(self, rows: Schedule, timeline: PipelineTimeline) -> bool:
+        """Take note of the rows; says whether they fit."""
+        self.known[rows.rows] = timeline.step_ns
+        peaks = zip(timeline.peak_bytes, self.limits, strict=True)
+        if not all(peak <= limit for peak, limit in peaks):
+            return False
+        if self.best is None or timeline.step_ns < self.best_ns:
+            self.best, self.best_ns = rows, timeline.step_ns
+        return True
+
+    def polish(self, start: Schedule) -> None:
+        """Move one weight gradient or recompute at a time, for as long as that helps."""
+        rows = [_apart(row) for row in start.rows]
+        now = self.known[start.rows]
+        effort = _ACTIONS // max(1, sum(map(len, rows)))
+        rng = Random(0)
+        improved = True
+        while improved and effort > 0:
+            improved = False
+            moves = [(rank, move) for rank, row in enumerate(rows) for move in self.moves(row)]
+            rng.shuffle(moves)
+            for rank, other in moves[:effort]:
+                tried = [*rows[:rank], other, *rows[rank + 1 :]]
+                schedule = Schedule(self.name, tuple(steps_of(joined(row)) for row in tried))
+                if schedule.rows in self.known:
+                    continue
+                effort -= 1
+                timeline = simulate_pipeline(schedule, self.costs, trusted=True)
+                if self.offer(schedule, timeline) and timeline.step_ns < now:
+                    rows, now, improved = tried, timeline.step_ns, True
+                    break
+
+    def moves(self, row: list[Action]) -> Iterator[list[Action]]:
+        """The row with one action elsewhere: W behind its I, R between its F and its I, or gone."""
+        at = {action: i for i, action in enumerate(row)}
+        for action in row:
+            first = Action(action.stage, "F", action.microbatch)
+            again = Action(action.stage, "R", action.microbatch)
+            main = Action(action.stage, "I", action.microbatch)
+            if action.kind == "W":
+                mine, low, high = action, at[main], len(row)
+            elif action.kind == "I" and self.costs[action.stage].recompute_ns:
+                mine, low, high = again, at[first], at[main]
+            else:
+                continue
+            rest = [other for other in row if other != mine]
+            shift = int(mine in at and at[mine] < high)
+            for place in range(low + 1, high + 1 - shift):
+                yield [*rest[:place], mine, *rest[place:]]
+            if mine.kind == "R" and mine in at:
+                yield rest
+
+
+def _apart(row: Sequence[Step]) -> list[Action]:
+    """Every B as I and W."""
+    found: list[Action] = []
+    for step in row:
+        for a in step:
+            if a.kind == "B":
+                found += [Action(a.stage, kind, a.microbatch) for kind in "IW"]
+            else:
+                found.append(a)
+    return found
+
+
+def _arrivals(schedule: Schedule, timeline: PipelineTimeline) -> dict[tuple[int, str, int], int]:
+    """(stage, F or I, microbatch) -> when what another stage makes for it is there."""
+    ends = {action: ran.end_ns for row in timeline.ran for ran in row for action in ran.step}
+    sent = {(t.step[0], t.to): t.end_ns for t in timeline.transfers}
+    found = {}
+    for action in schedule.actions:
+        if action.kind in "FBI":
+            there = [
+                sent.get((need, schedule.rank_of[action.stage]), ends[need])
+                for need in schedule.needs(action)
+                if need.stage != action.stage
+            ]
+            kind = "F" if action.kind == "F" else "I"
+            found[action.stage, kind, action.microbatch] = max(there, default=0)
+    return found
+
+
+@dataclass
+class _Row:
+    """One rank's row, filled from its start to its end."""
+
+    given: Sequence[Step]
+    costs: Sequence[StageCost]
+    limit: int
+    arrivals: Mapping[tuple[int, str, int], int]
+    split: bool  # weight gradients may be late
+    early: bool  # recompute may come before the gradient
+    now: int = 0
+    held: int = 0
+    row: list[Action] = field(default_factory=list)
+    owed: deque[Action] = field(default_factory=deque)
+    remade: set[Action] = field(default_factory=set)  # the I's whose recompute is done
+    done: set[Action] = field(default_factory=set)
+
+    def run(self) -> tuple[Step, ...]:
+        main = [
+            Action(a.stage, "F" if a.kind == "F" else "I", a.microbatch)
+            for step in self.given
+            for a in step
+            if a.kind in "FBI"
+        ]
+        for at, action in enumerate(main):
+            ready = self.arrivals[action.stage, action.kind, action.microbatch]
+            backward = [a for a in main[at:] if a.kind == "I"]
+            while self.now < ready and self.fill(ready - self.now, backward):
+                pass
+            self.make_room(action)
+            self.now = max(self.now, ready)
+            self.do(action)
+            if action.kind == "I":
+                late = Action(action.stage, "W", action.microbatch)
+                if self.split:
+                    self.owed.append(late)
+                else:
+                    self.do(late)
+        while self.owed:
+            self.do(self.owed.popleft())
+        return tuple((action,) for action in joined(self.row))
+
+    def fill(self, gap: int, backward: Sequence[Action]) -> bool:
+        """Run something in a stall this long, or say that nothing fits."""
+        if self.early:
+            for i, action in enumerate(backward[:2]):
+                cost = self.costs[action.stage]
+                first = Action(action.stage, "F", action.microbatch)
+                again = Action(action.stage, "R", action.microbatch)
+                if action in self.remade or not cost.recompute_ns or first not in self.done:
+                    continue
+                if (i == 0 or cost.recompute_ns <= gap) and self.fits(again):
+                    self.do(again)
+                    self.remade.add(action)
+                    return True
+        for late in self.owed:
+            if self.costs[late.stage].weight_ns <= gap and self.fits(late):
+                self.owed.remove(late)
+                self.do(late)
+                return True
+        return False
+
+    def make_room(self, action: Action) -> None:
+        while self.owed and not self.fits(action):
+            self.do(self.owed.popleft())
+
+    def fits(self, action: Action) -> bool:
+        cost = self.costs[action.stage]
+        more = {"F": cost.saved, "R": cost.remade}.get(action.kind, 0)
+        return self.held + max(more, cost.works.get(action.kind, 0)) <= self.limit
+
+    def do(self, action: Action) -> None:
+        cost = self.costs[action.stage]
+        again = action.kind == "I" and action in self.remade
+        self.now += cost.takes(action.kind, again)
+        remade = cost.remade if again else 0
+        self.held += {
+            "F": cost.saved,
+            "R": cost.remade,
+            "I": cost.for_weights - cost.saved - remade,
+            "W": -cost.for_weights,
+        }[action.kind]
+        self.done.add(action)
+        self.row.append(action)
+
+
+def joined(row: Sequence[Action]) -> list[Action]:
+    """I with its W behind it is B; R right before needs no action of its own."""
+    found: list[Action] = []
+    for action in row:
+        last = found[-1] if found else None
+        same = last is not None and (last.stage, last.microbatch) == (
+            action.stage,
+            action.microbatch,
+        )
+        if same and last is not None and (last.kind, action.kind) in (("I", "W"), ("R", "I")):
+            kind = "B" if action.kind == "W" else "I"
+            found[-1] = Action(action.stage, kind, action.microbatch)
+        else:
+            found.append(action)
+    return found

@@ -1,0 +1,143 @@
+"""A planned stage as a pipeline sees it: which op is of which action, what an action takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from overlapc.ir import COMPUTE, Plan, Problem, Timeline, Trace, issue, parse_issue
+from overlapc.pipeline import StageCost
+from overlapc.simulate import saved_bytes, simulate
+
+TURNS = "RIW"
+
+
+def turns(trace: Trace, order: Sequence[str]) -> dict[str, str]:
+    """Each issue of the backward -> its action: R is what needs no gradient, W what only weight
+    gradients need, recompute included. What is no op of the trace adds a gradient up."""
+    in_order = set(order)
+    found: dict[str, str] = {}
+    for text in reversed(order):
+        name, again = parse_issue(text)
+        if name not in trace.op:
+            found[text] = "W"
+            continue
+        op = trace.op[name]
+        if not again:
+            if not op.is_forward:
+                found[text] = op.piece.letter
+            continue
+        readers = {
+            there
+            for made in op.outputs
+            for user in trace.users[made]
+            for there in (issue(user.name, user.is_forward),)
+            if there in in_order
+        }
+        only_weights = readers and all(found.get(reader, "W") == "W" for reader in readers)
+        found[text] = "W" if only_weights else "R"
+    return found
+
+
+def stage_cost(
+    problem: Problem, plan: Plan, received: Collection[str] = (), sent_ns: int = 0
+) -> StageCost:
+    """What one microbatch takes on a stage under this plan. `received` are inputs that another
+    rank sends: they take memory while they are needed."""
+    trace = problem.trace
+    kept = tuple(n for n in trace.outputs if not _is_forwards(trace, n))
+    alone = replace(
+        problem,
+        trace=replace(trace, outputs=kept),  # what is sent on is gone when it is sent
+        in_flight=1,
+        resident_bytes=0,
+        budget_bytes=None,
+    )
+    action = turns(trace, plan.order)
+    parted = [text for kind in ("", *TURNS) for text in plan.order if action.get(text, "") == kind]
+    in_parts, whole = (
+        simulate(alone, replace(plan, order=tuple(order))) for order in (parted, plan.order)
+    )
+    took = _durations(in_parts, action)
+    held = _held(trace, plan, action, received)
+    inputs = {name: trace.value[name].bytes for name in received}
+    coming = sum(size for name, size in inputs.items() if not name.startswith("tangents"))
+    gradient = sum(inputs.values()) - coming
+    boundary = saved_bytes(alone, plan.saved)
+
+    def most(timeline: Timeline, order: Sequence[str], kinds: str) -> int:
+        memory = zip(order, timeline.memory, strict=True)
+        return max((size for text, size in memory if action.get(text, "F") in kinds), default=0)
+
+    # The simulator counts nothing for what is received; `held` does.
+    before = {"F": 0, "R": held["F"], "I": held["R"], "W": held["I"], "B": held["F"]}
+    extra = {
+        "F": coming,
+        "R": held["F"] - boundary,
+        "I": held["F"] - boundary + gradient,
+        "W": 0,
+        "B": held["F"] - boundary + gradient,
+    }
+    working = {kind: most(in_parts, parted, kind) for kind in "FRIW"}
+    working["B"] = most(whole, plan.order, TURNS)
+    return StageCost(
+        forward_ns=took["F"],
+        input_ns=took["I"],
+        weight_ns=took["W"],
+        recompute_ns=took["R"],
+        whole_ns=whole.step_ns - whole.phase_ns[0],
+        saved=held["F"],
+        remade=max(0, held["R"] - held["F"]),
+        for_weights=held["I"],
+        sent_ns=sent_ns,
+        working=tuple((k, max(0, working[k] + extra[k] - before[k])) for k in "FRIWB"),
+    )
+
+
+def _is_forwards(trace: Trace, name: str) -> bool:
+    producer = trace.value[name].producer
+    return bool(producer) and trace.op[producer].is_forward
+
+
+def _durations(timeline: Timeline, action: Mapping[str, str]) -> dict[str, int]:
+    """From the begin of an action's first op to that of the next action's."""
+    begins: dict[str, int] = {}
+    for span in sorted(timeline.spans, key=lambda span: span.start_ns):
+        if span.lane == COMPUTE and span.rank == 0:
+            begins.setdefault(action.get(span.issue, "F"), span.start_ns)
+    found = {}
+    end = timeline.step_ns
+    for kind in reversed("FRIW"):
+        begin = 0 if kind == "F" else min(begins.get(kind, end), end)
+        found[kind] = end - begin
+        end = begin
+    return found
+
+
+def _held(
+    trace: Trace, plan: Plan, action: Mapping[str, str], received: Collection[str]
+) -> dict[str, int]:
+    """Bytes that are kept from the end of an action for later ones."""
+    saved, again = set(plan.saved), set(plan.recomputed)
+    place = {kind: i for i, kind in enumerate("FRIW")}
+    held = {kind: dict[tuple[str, str], int]() for kind in "FRI"}
+    for text, kind in action.items():
+        name, _ = parse_issue(text)
+        if name not in trace.op:
+            continue
+        for read in trace.op[name].inputs:
+            value = trace.value[read]
+            if not value.producer or value.storage in trace.resident:
+                # A gradient comes when it is needed first.
+                made = "I" if read.startswith("tangents") else "F"
+                if read not in received:
+                    continue
+            elif not trace.op[value.producer].is_forward:
+                made = action[value.producer]
+            elif read in saved or value.producer not in again:
+                made = "F"
+            else:
+                made = action[issue(value.producer, True)]
+            for at in "FRI"[place[made] : place[kind]]:
+                held[at][value.storage, made] = value.bytes
+    return {kind: sum(storages.values()) for kind, storages in held.items()}
