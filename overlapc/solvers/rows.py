@@ -96,14 +96,22 @@ class _Search:
                     break
 
     def moves(self, row: list[Action]) -> Iterator[list[Action]]:
-        """The row with one action elsewhere: W behind its I, R between its F and its I, or gone."""
+        """The row with one action elsewhere: W behind its I, each in its turn, R
+        between its F and its I, or gone."""
         at = {action: i for i, action in enumerate(row)}
+        in_turn: dict[int, list[Action]] = {}
+        for action in row:
+            if action.kind == "W":
+                in_turn.setdefault(action.stage, []).append(action)
         for action in row:
             first = Action(action.stage, "F", action.microbatch)
             again = Action(action.stage, "R", action.microbatch)
             main = Action(action.stage, "I", action.microbatch)
             if action.kind == "W":
-                mine, low, high = action, at[main], len(row)
+                turn = in_turn[action.stage].index(action)
+                before, after = in_turn[action.stage][:turn], in_turn[action.stage][turn + 1 :]
+                low = max(at[main], at[before[-1]] if before else 0)
+                mine, high = action, at[after[0]] if after else len(row)
             elif action.kind == "I" and self.costs[action.stage].recompute_ns:
                 mine, low, high = again, at[first], at[main]
             else:
@@ -200,7 +208,8 @@ class _Row:
                     self.do(again)
                     self.remade.add(action)
                     return True
-        for late in self.owed:
+        # Gradients add up in one order, so a stage's weight gradients keep theirs.
+        for late in {late.stage: late for late in reversed(self.owed)}.values():
             if self.costs[late.stage].weight_ns <= gap and self.fits(late):
                 self.owed.remove(late)
                 self.do(late)

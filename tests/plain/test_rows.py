@@ -34,6 +34,16 @@ def random_cost(rng: Random) -> StageCost:
     )
 
 
+def weights_in_turn(schedule: Schedule) -> bool:
+    """Gradients add up in the order of microbatches, as the backwards are."""
+    for stage, rank in schedule.rank_of.items():
+        actions = [a for step in schedule.rows[rank] for a in step if a.stage == stage]
+        order = ["".join(str(a.microbatch) for a in actions if a.kind in k) for k in ("BI", "BW")]
+        if order[0] != order[1]:
+            return False
+    return True
+
+
 def main_order(schedule: Schedule) -> list[list[Action]]:
     return [
         [
@@ -62,13 +72,14 @@ def test_rows_stay_legal_fit_and_are_never_slower(name, ranks, microbatches):
         assert timeline.step_ns <= given.step_ns
         assert all(p <= limit for p, limit in zip(timeline.peak_bytes, limits, strict=True))
         assert main_order(found) == main_order(schedule)
+        assert weights_in_turn(found)
         faster += timeline.step_ns < given.step_ns
     assert faster >= 1 or name == "merged" or ranks == 1
 
 
 def arrangements(main: list[Action], remakes: set[int]) -> Iterator[list[Action]]:
-    """Every row that keeps the order of forwards and backwards: W anywhere behind its I, R anywhere
-    between its F and its I, or none."""
+    """Every row that keeps the order of forwards and backwards: W anywhere behind its I, in turn, R
+    anywhere between its F and its I, or none."""
     rows = [list(main)]
     for action in main:
         if action.kind != "I":
@@ -78,6 +89,7 @@ def arrangements(main: list[Action], remakes: set[int]) -> Iterator[list[Action]
             [*row[:at], late, *row[at:]]
             for row in rows
             for at in range(row.index(action) + 1, len(row) + 1)
+            if not any(a.kind == "W" for a in row[at:])
         ]
         if action.stage in remakes:
             first = Action(action.stage, "F", action.microbatch)
