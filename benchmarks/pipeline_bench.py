@@ -125,6 +125,10 @@ def our_variant(rows: str, rival: Variant, batches: list[tuple[Tensor, Tensor]])
             pipeline=pipeline,
         )
         measure(variant)
+        say(
+            f"  budget {budget / 2**20:.1f}: measured {mib(variant.peak_bytes)}, predicted "
+            f"{mib(predicted_peaks(variant))}"
+        )
         over = max(variant.peak_bytes) - limit
         if over <= 0:
             break
@@ -152,7 +156,7 @@ def rank_main(args: argparse.Namespace) -> None:
     batches = [text.batch(i, 0, BATCH, SEQ) for i in range(args.microbatches)]
     variants = []
     rivals = []
-    for name in RIVALS:
+    for name in args.rivals.split(","):
         say(f"preparing {name}")
         rivals.append(torch_variant(name, batches))
         measure(rivals[-1])
@@ -252,6 +256,7 @@ def main() -> None:
     add("--microbatches", type=int, default=8)
     add("--reps", type=int, default=5)
     add("--rows", default="1f1b", help="schedules of ours, with commas")
+    add("--rivals", default=",".join(RIVALS))
     add("--show", action="store_true", help="the predicted pictures")
     args = parser.parse_args()
     if "RANK" in os.environ:

@@ -44,11 +44,11 @@ class InvalidSchedule(OverlapcError):
 class Infeasible(OverlapcError):
     """No plan fits the budget; `smallest_bytes` is the least budget that is known to work."""
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, smallest_bytes: int, where: str = "") -> None:
         super().__init__(
-            f"no plan fits memory_budget={budget_bytes} bytes; the smallest budget that works "
-            f"here is {smallest_bytes} bytes: pass memory_budget={smallest_bytes} or more, "
-            "or make the batch smaller"
+            f"{where}{': ' if where else ''}no plan fits memory_budget={budget_bytes} bytes; the "
+            f"smallest budget that works here is {smallest_bytes} bytes: pass "
+            f"memory_budget={smallest_bytes} or more, or make the batch smaller"
         )
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes

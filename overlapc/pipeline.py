@@ -13,6 +13,8 @@ from functools import cached_property
 from overlapc.errors import InvalidSchedule
 from overlapc.schedule import Action, Schedule, Step, check_schedule, format_step
 
+AHEAD = 3  # steps, the one that runs included, for which a rank has room for what it will get
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -23,7 +25,8 @@ class StageCost:
     forward on, `remade` more from recompute on, both until the input gradients are done; of them
     `for_weights` stay until the weight gradients are. `working` is what an action allocates at its
     worst moment, above what is held when it begins. `sent_ns` is how long what the stage sends on
-    is on its way, to the stage behind or, as a gradient, to the one before.
+    is on its way, to the stage behind or, as a gradient, to the one before; `coming` and
+    `returning` are the bytes of the input and of the gradient that other stages send.
     """
 
     forward_ns: int
@@ -35,6 +38,8 @@ class StageCost:
     for_weights: int = 0
     sent_ns: int = 0
     whole_ns: int = 0
+    coming: int = 0
+    returning: int = 0
     working: tuple[tuple[str, int], ...] = ()
 
     def takes(self, kind: str, remade: bool = False) -> int:
@@ -158,7 +163,7 @@ def simulate_pipeline(
         transfers=tuple(sorted(transfers, key=lambda t: (t.start_ns, t.rank))),
         step_ns=max(free, default=0),
         peak_bytes=tuple(
-            _peak(row, costs) + (resident[rank] if resident else 0)
+            _peak(schedule, rank, costs) + (resident[rank] if resident else 0)
             for rank, row in enumerate(schedule.rows)
         ),
     )
@@ -188,12 +193,16 @@ def _takes(
     return sum(costs[a.stage].takes(a.kind, (a.stage, a.microbatch) in remade) for a in step)
 
 
-def _peak(row: Sequence[Step], costs: Sequence[StageCost]) -> int:
+def _peak(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> int:
     """The most that a rank holds: while a step runs, what it makes is there and nothing of what it
-    ends is gone yet."""
+    ends is gone yet; what the step before made is still on its way, and room is made for what the
+    next steps need."""
+    row = schedule.rows[rank]
     held = peak = 0
+    asked = [sum(_travels(schedule, a, costs[a.stage])[0] for a in step) for step in row]
+    sent = [sum(_travels(schedule, a, costs[a.stage])[1] for a in step) for step in row]
     remade = {(a.stage, a.microbatch) for step in row for a in step if a.kind == "R"}
-    for step in row:
+    for i, step in enumerate(row):
         freed, works = 0, held
         for action in step:
             cost = costs[action.stage]
@@ -210,9 +219,23 @@ def _peak(row: Sequence[Step], costs: Sequence[StageCost]) -> int:
                 freed += all_of_it - cost.for_weights
             else:
                 freed += cost.for_weights
-        peak = max(peak, held, works)
+        travels = sum(asked[i + 1 : i + AHEAD]) + sum(sent[max(0, i - 1) : i])
+        peak = max(peak, held + travels, works + travels)
         held -= freed
     return peak
+
+
+def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, int]:
+    """Bytes that an action gets from another rank, and that it sends to one."""
+    before, behind = (
+        schedule.rank_of.get(action.stage + way) not in (None, schedule.rank_of[action.stage])
+        for way in (-1, 1)
+    )
+    if action.kind == "F":
+        return before * cost.coming, behind * cost.returning
+    if action.kind in "BI":
+        return behind * cost.returning, before * cost.coming
+    return 0, 0
 
 
 def describe(timeline: PipelineTimeline) -> str:

@@ -108,12 +108,13 @@ class StageFigures:
     limit: int
 
     @staticmethod
-    def of(cost: StageCost, report: StepReport) -> StageFigures:
+    def of(cost: StageCost, report: StepReport, beside_bytes: int) -> StageFigures:
+        """The gradients are held beside what counts against the limit."""
         problem = report.lone.problem
         return StageFigures(
             cost,
             0 if report.merged is None else report.merged.timeline.step_ns,
-            (problem.budget_bytes or 0) - problem.resident_bytes,
+            (problem.budget_bytes or 0) - problem.resident_bytes + beside_bytes,
         )
 
     @staticmethod
@@ -248,6 +249,7 @@ def plan_step(
     *,
     lag: int = 1,
     in_flight: int = 1,
+    beside_bytes: int = 0,
     gradients: Sequence[str],
     add_ns_per_kib: float = 0.0,
     primals: Sequence[Any] | None = None,
@@ -256,8 +258,8 @@ def plan_step(
     """Plan a step that adds up the `gradients` of several microbatches of one captured graph.
 
     `add_ns_per_kib` is what adding takes. The budget is one for the whole step, in which
-    `in_flight` microbatches are held at a time. A forward is merged with the backward `lag`
-    microbatches before it; 0: with none.
+    `in_flight` microbatches are held at a time, and `beside_bytes` of other things. A forward is
+    merged with the backward `lag` microbatches before it; 0: with none.
     """
     captured, profiles, profile = _agreed(
         captured, options, primals, exchange, f"{microbatches} microbatches {lag} {in_flight} "
@@ -267,6 +269,7 @@ def plan_step(
         add_ns_per_kib = sum(map(float, told)) / len(told)
     plain = Problem(captured.trace, profile, resident_bytes=_tangent_bytes(captured.trace))
     problem = replace(accumulate(plain, gradients, add_ns_per_kib), in_flight=in_flight)
+    problem = replace(problem, resident_bytes=problem.resident_bytes + beside_bytes)
     eager = eager_timeline(problem)
     budget = parse_budget(options.memory_budget, eager.peak_bytes, problem.resident_bytes)
     problem = replace(problem, budget_bytes=budget)

@@ -90,6 +90,8 @@ def stage_cost(
         remade=max(0, held["R"] - held["F"]),
         for_weights=held["I"],
         sent_ns=sent_ns,
+        coming=coming,
+        returning=gradient,
         working=tuple((k, max(0, working[k] + extra[k] - before[k])) for k in "FRIWB"),
     )
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.errors import OptionError
+from overlapc.errors import Infeasible, OptionError
 from overlapc.passes.capture import Captured, capture, without_ties
 from overlapc.passes.parts import cut, parameter_gradients
-from overlapc.pipeline import PipelineTimeline, describe
+from overlapc.pipeline import AHEAD, PipelineTimeline, describe
 from overlapc.planning import (
     Options,
     StageFigures,
@@ -181,9 +181,15 @@ class Pipeline:
                 answers = exchange.gather(f"the output of stage {stage}", told)
                 shapes[stage] = _parse_shape(answers[schedule.rank_of[stage]].decode())
         sent_ns = {stage: self._sent_ns(stage, shapes[stage]) for stage in range(last)}
-        figures = {}
+        figures: dict[int, Any] = {}
+        held = {}
         for stage, (captured, places, given) in found.items():
-            captured, report = self._planned(stage, captured, places, given)
+            held[stage] = self._beside(stage, shapes)
+            try:
+                captured, report = self._planned(stage, captured, places, given, held[stage])
+            except Infeasible as error:  # the others must know
+                figures[stage] = [error.budget_bytes, error.smallest_bytes]
+                continue
             parts = cut(captured, report.lone.plan)
             merged = parts.merged(report.merged.plan) if report.merged is not None else None
             self.reports[stage] = report
@@ -192,23 +198,43 @@ class Pipeline:
             self._stages[stage] = Stage(
                 places, parts.forward, parts.backward, parts.pieces(), merged, incoming, outgoing
             )
-            received = [places.first] if incoming else []
-            received += places.tangents if outgoing else []
             sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
+            received = self._received(stage, places)
             cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
-            figures[stage] = StageFigures.of(cost, report)
+            figures[stage] = asdict(StageFigures.of(cost, report, held[stage]))
         with Exchange(ranks, timeout_s) as exchange:
-            told = json.dumps({s: asdict(f) for s, f in figures.items()}).encode()
-            every: dict[int, StageFigures] = {}
-            for answer in exchange.gather("what stages take", told):
-                every |= {int(s): StageFigures.parse(f) for s, f in json.loads(answer).items()}
-            self.schedule, self.timeline = plan_rows(
-                schedule, [every[stage] for stage in range(last + 1)], self._place
-            )
+            told = json.dumps(figures).encode()
+            of_ranks = map(json.loads, exchange.gather("what stages take", told))
+            of_stages = {int(s): figure for rank in of_ranks for s, figure in rank.items()}
+            every = []
+            for stage, figure in sorted(of_stages.items()):
+                if isinstance(figure, list):
+                    raise Infeasible(figure[0], figure[1], f"stage {stage}")
+                every.append(StageFigures.parse(figure))
+            self.schedule, self.timeline = plan_rows(schedule, every, self._place)
             exchange.agree("the rows", format_schedule(self.schedule), "report this as a bug")
 
+    def _received(self, stage: int, places: Inputs) -> list[str]:
+        """The stage's inputs that other stages make."""
+        received = [places.first] if stage > 0 else []
+        return received + (list(places.tangents) if stage < self.schedule.stages - 1 else [])
+
+    def _beside(self, stage: int, shapes: Mapping[int, Shape]) -> int:
+        """Bytes that a stage holds whatever its plan: inputs of the microbatches in flight, and
+        what is on its way in and out."""
+        coming, going = (
+            blank(shapes[end]).nbytes if 0 <= end < self.schedule.stages - 1 else 0
+            for end in (stage - 1, stage)
+        )
+        return self.schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
+
     def _planned(
-        self, stage: int, captured: Captured, places: Inputs, given: tuple[Any, ...]
+        self,
+        stage: int,
+        captured: Captured,
+        places: Inputs,
+        given: tuple[Any, ...],
+        beside_bytes: int,
     ) -> tuple[Captured, StepReport]:
         lag = self.schedule.lag(stage)
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
@@ -221,6 +247,7 @@ class Pipeline:
                 add_ns_per_kib=adding(self.modules[stage]),
                 primals=places.primals(given),
                 in_flight=lag or self.schedule.in_flight(stage),
+                beside_bytes=beside_bytes,
                 exchange=joined,
             )
 

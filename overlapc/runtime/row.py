@@ -8,9 +8,12 @@ way to the other ranks that need them while the rank goes on.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -19,10 +22,9 @@ from torch import Tensor, nn
 
 from overlapc.errors import InvalidSchedule, RankError
 from overlapc.passes.parts import Part
+from overlapc.pipeline import AHEAD
 from overlapc.runtime.train_step import Inputs
 from overlapc.schedule import Action, Schedule, Step, format_step
-
-_AHEAD = 4  # steps for which a rank asks in advance what it will need
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Key = tuple[int, bool, int]  # what travels: the stage that gets it, is it an activation, microbatch
@@ -103,6 +105,53 @@ class Links:
     tied: Sequence[Mapping[int, str]]
 
 
+class Sent:
+    """What is on its way to other ranks. Only waiting tells that it has arrived, so a thread waits
+    for one after the other; what has arrived need not stay in memory to the end."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self._entries: deque[tuple[Any, Tensor, str]] = deque()
+        self._arrived = 0  # of all that were ever added
+        self._released = 0
+
+    def add(self, work: Any, tensor: Tensor, what: str) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="overlapc-sent")
+            self._thread.start()
+        self._entries.append((work, tensor, what))
+        self._queue.put(work)
+
+    def release(self) -> None:
+        """Let go of what has arrived."""
+        while self._released < self._arrived:
+            self._entries.popleft()
+            self._released += 1
+
+    def wait(self, seconds: float) -> None:
+        """Until all of it has arrived; raises what went wrong."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(seconds)
+        self.release()
+        if self._failed is not None:
+            raise self._failed
+        if self._entries:
+            raise TimeoutError(f"{self._entries[0][2]} was not taken")
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work.wait()
+            except Exception as error:
+                self._failed = error
+                return
+            del work  # memory is let go of where it was taken
+            self._arrived += 1
+
+
 class Run:
     """One call of a pipeline."""
 
@@ -121,7 +170,7 @@ class Run:
         self.targets: Sequence[tuple[Any, ...]] = ()
         self.here: dict[Key, Tensor] = {}  # made on this rank for this rank
         self.asked: dict[Key, tuple[Any, Tensor]] = {}
-        self.sent: list[tuple[Any, Tensor, str]] = []
+        self.sent = Sent()
         self.at = ""
         self.last_of: dict[int, int] = {}  # stage -> the last step that makes gradients
         for i, step in enumerate(row):
@@ -140,10 +189,11 @@ class Run:
         with torch.no_grad(), torch._C._DisableAutocast():
             for i, step in enumerate(self.row):
                 self.at = format_step(step)
-                for later in self.row[i : i + _AHEAD]:
+                for later in self.row[i : i + AHEAD]:
                     for action in later:
                         self.ask(action)
                 losses += self.do(step)
+                self.sent.release()
                 for stage_number, last in self.last_of.items():
                     if last == i:
                         self.gradients_done(stage_number)
@@ -153,8 +203,7 @@ class Run:
             for work, gradient, what in self.averaging:
                 self.wait(work, what)
                 gradient /= dist.get_world_size(self.links.replicas)
-        for work, _, what in self.sent:
-            self.wait(work, what)
+        self.guarded(lambda: self.sent.wait(self.links.timeout_s), "waiting for what was sent")
         return losses
 
     def do(self, step: Step) -> list[Tensor]:
@@ -236,8 +285,7 @@ class Run:
         result = result.contiguous()
         what = f"{_named(key)} to rank {target}"
         work = self.post(dist.isend, result, self.tag(key), target, what)
-        self.sent = [entry for entry in self.sent if not entry[0].is_completed()]
-        self.sent.append((work, result, what))
+        self.sent.add(work, result, what)
 
     def source(self, key: Key) -> int:
         return self.schedule.rank_of[key[0] + (-1 if key[1] else 1)]
@@ -285,7 +333,7 @@ class Run:
             for other in sorted(set(ranks.values()) - {self.links.rank}):
                 what = f"the gradient of {names[stage]} of stage {stage} to rank {other}"
                 work = self.post(dist.isend, gradients[stage], first + stage, other, what)
-                self.sent.append((work, gradients[stage], what))
+                self.sent.add(work, gradients[stage], what)
         for work, what in coming:
             self.wait(work, what)
         total = sum(gradients[stage] for stage in sorted(names))
