@@ -1,13 +1,16 @@
-"""Where recompute and weight gradients go in the rows of a pipeline.
+"""The rows of a pipeline from what its stages take: `placed`.
 
-`placed` keeps each rank's order of forwards and backwards and moves the rest: while a rank waits
-for what another sends, it recomputes for its next backward, then runs weight gradients it still
-owes. The rows are simulated, the stalls found, filled, and simulated again; then single
-moves are tried.
+Stages stay on their ranks. Forwards and backwards keep the order of the rows as they are, or take
+one that comes from going through time: input gradients first, then forwards as memory allows.
+Recompute and weight gradients go where a rank would wait: recompute for its next backward
+first, then weight gradients it still owes. The rows are simulated, the stalls found, filled, and
+simulated again; then single moves are tried.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +22,8 @@ from overlapc.schedule import Action, Schedule, Step, steps_of
 
 _ROUNDS = 8
 _POLISHED = 2  # of the rows found
+_SHARES = (1.0, 0.93, 0.86, 0.78, 0.68, 0.55)  # of the limits: more memory may mislead
+_LARGE = 300  # stages times microbatches up to which rows are made from scratch
 _ACTIONS = 20_000  # about how many are simulated to polish one of them
 
 
@@ -26,7 +31,8 @@ def placed(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int] | None = None
 ) -> Schedule:
     """The fastest rows found in which no rank holds more than its limit, by default the most that
-    any rank holds of the schedule as it is. Rows with merged steps stay as they are."""
+    any rank holds of the schedule as it is. Rows with merged steps stay as they are, and gradients
+    add up in the order of microbatches as before."""
     given = simulate_pipeline(schedule, costs)
     if any(len(step) > 1 for row in schedule.rows for step in row):
         return schedule
@@ -34,24 +40,146 @@ def placed(
         limits = [max(given.peak_bytes)] * len(schedule.rows)
     search = _Search(schedule.name, costs, limits)
     found = [rows for rows in [schedule] if search.offer(rows, given)]
-    for split, early in product((True, False), repeat=2):
-        rows, timeline = schedule, given
-        for _ in range(_ROUNDS):
-            arrivals = _arrivals(rows, timeline)
-            filled = [
-                _Row(mine, costs, limit, arrivals, split, early).run()
-                for mine, limit in zip(schedule.rows, limits, strict=True)
-            ]
-            rows = Schedule(schedule.name, tuple(filled))
-            if rows.rows in search.known:
-                break
-            timeline = simulate_pipeline(rows, costs)
-            if search.offer(rows, timeline):
-                found.append(rows)
+    for start in [schedule, *_through_time(schedule, costs, limits)]:
+        timeline = simulate_pipeline(start, costs, trusted=True)
+        if search.offer(start, timeline):
+            found.append(start)
+        for split, early in product((True, False), repeat=2):
+            found += search.refill(start, timeline, split, early)
     found.sort(key=lambda rows: search.known[rows.rows])
     for rows in found[:_POLISHED]:
         search.polish(rows)
     return search.best or schedule
+
+
+def _through_time(
+    schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int]
+) -> Iterator[Schedule]:
+    """Rows for the same stages on the same ranks from scratch, a few of them."""
+    if schedule.stages * schedule.microbatches > _LARGE:
+        return
+    for patience, share in product((0.0, 0.5, 2.0), _SHARES):
+        shared = [int(limit * share) for limit in limits]
+        rows = _Clock(schedule, costs, shared, patience).run()
+        if rows is not None:
+            yield Schedule(schedule.name, rows)
+
+
+class _Clock:
+    """Goes through time: a rank that is free takes input gradients, a forward that fits, or a
+    weight gradient, unless something better comes within what `patience` allows."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Sequence[StageCost],
+        limits: Sequence[int],
+        patience: float,
+    ) -> None:
+        self.schedule, self.costs, self.limits = schedule, costs, limits
+        self.patience = patience
+        self.stages = [
+            [s for s, owner in schedule.rank_of.items() if owner == rank]
+            for rank in range(len(schedule.rows))
+        ]
+        self.rows: list[list[Action]] = [[] for _ in schedule.rows]
+        self.held = [0] * len(schedule.rows)
+        self.free = [0] * len(schedule.rows)
+        self.next = {(s, kind): 0 for s in schedule.rank_of for kind in "FIW"}
+        self.there: dict[tuple[int, str, int], int] = {}  # when an action's inputs have come
+        self.coming: list[list[int]] = [[] for _ in schedule.rows]  # when any will, a heap
+
+    def run(self) -> tuple[tuple[Step, ...], ...] | None:
+        """The rows; None where memory lets nobody go on."""
+        schedule = self.schedule
+        for microbatch in range(schedule.microbatches):
+            self.there[0, "F", microbatch] = 0
+        total = 3 * schedule.stages * schedule.microbatches
+        wake = [(0, rank) for rank in range(len(self.rows))]
+        while wake:
+            now, rank = heapq.heappop(wake)
+            if now < self.free[rank]:
+                continue
+            action = self.choose(rank, now)
+            if action is None:
+                continue
+            self.do(rank, action, now)
+            end = self.free[rank]
+            heapq.heappush(wake, (end, rank))
+            for stage, kind in self.leads_to(action):
+                other = schedule.rank_of[stage]
+                at = end + (self.costs[action.stage].sent_ns if other != rank else 0)
+                self.there[stage, kind, action.microbatch] = at
+                heapq.heappush(self.coming[other], at)
+                heapq.heappush(wake, (at, other))
+        if sum(map(len, self.rows)) < total:
+            return None
+        return tuple(steps_of(joined(row)) for row in self.rows)
+
+    def leads_to(self, action: Action) -> Iterator[tuple[int, str]]:
+        stage, last = action.stage, self.schedule.stages - 1
+        if action.kind == "F":
+            yield (stage + 1, "F") if stage < last else (stage, "I")
+        elif action.kind == "I" and stage > 0:
+            yield stage - 1, "I"
+
+    def choose(self, rank: int, now: int) -> Action | None:
+        ready = [
+            action
+            for kind in "IF"
+            for stage in reversed(self.stages[rank])
+            if (action := self.first(stage, kind)) is not None
+            and self.comes(action) <= now
+            and self.fits(rank, action)
+        ]
+        if ready:
+            return ready[0]
+        late = [w for stage in self.stages[rank] if (w := self.first(stage, "W")) is not None]
+        if not late:
+            return None
+        oldest = min(late, key=lambda w: w.microbatch)
+        # What runs on other ranks now tells when the next input comes.
+        coming = self.coming[rank]
+        while coming and coming[0] <= now:
+            heapq.heappop(coming)
+        starved = all(
+            self.comes(action) > now
+            for stage in self.stages[rank]
+            if (action := self.first(stage, "F")) is not None
+        )
+        takes = self.costs[oldest.stage].weight_ns
+        if starved and coming and takes > (coming[0] - now) * (1 + self.patience):
+            return None
+        return oldest if self.fits(rank, oldest) else None
+
+    def first(self, stage: int, kind: str) -> Action | None:
+        """The next of that kind, if the rank itself has done what comes before."""
+        microbatch = self.next[stage, kind]
+        before = {"F": self.schedule.microbatches, "I": self.next[stage, "F"]}
+        if microbatch >= before.get(kind, self.next[stage, "I"]):
+            return None
+        return Action(stage, kind, microbatch)
+
+    def comes(self, action: Action) -> float:
+        return self.there.get((action.stage, action.kind, action.microbatch), math.inf)
+
+    def fits(self, rank: int, action: Action) -> bool:
+        cost = self.costs[action.stage]
+        more = max(cost.saved if action.kind == "F" else 0, cost.works.get(action.kind, 0))
+        if action.kind == "F":  # a later stage of this rank must be able to follow
+            more += sum(self.costs[s].saved for s in self.stages[rank] if s > action.stage)
+        return self.held[rank] + more <= self.limits[rank]
+
+    def do(self, rank: int, action: Action, now: int) -> None:
+        cost = self.costs[action.stage]
+        self.rows[rank].append(action)
+        self.next[action.stage, action.kind] += 1
+        self.free[rank] = now + cost.takes(action.kind)
+        self.held[rank] += {
+            "F": cost.saved,
+            "I": cost.for_weights - cost.saved,
+            "W": -cost.for_weights,
+        }[action.kind]
 
 
 class _Search:
@@ -72,6 +200,25 @@ class _Search:
         if self.best is None or timeline.step_ns < self.best_ns:
             self.best, self.best_ns = rows, timeline.step_ns
         return True
+
+    def refill(
+        self, start: Schedule, timeline: PipelineTimeline, split: bool, early: bool
+    ) -> list[Schedule]:
+        """Rows in which the stalls that were seen are filled, again and again; those that fit."""
+        rows, found = start, []
+        for _ in range(_ROUNDS):
+            arrivals = _arrivals(rows, timeline)
+            filled = [
+                _Row(mine, self.costs, limit, arrivals, split, early).run()
+                for mine, limit in zip(start.rows, self.limits, strict=True)
+            ]
+            rows = Schedule(self.name, tuple(filled))
+            if rows.rows in self.known:
+                break
+            timeline = simulate_pipeline(rows, self.costs)
+            if self.offer(rows, timeline):
+                found.append(rows)
+        return found
 
     def polish(self, start: Schedule) -> None:
         """Move one weight gradient or recompute at a time, for as long as that helps."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from random import Random
 
 import pytest
 
+from overlapc.errors import InvalidSchedule
 from overlapc.pipeline import StageCost, simulate_pipeline
 from overlapc.schedule import Action, Schedule, check_schedule, steps_of
 from overlapc.solvers.rows import joined, placed
@@ -34,26 +35,21 @@ def random_cost(rng: Random) -> StageCost:
     )
 
 
-def weights_in_turn(schedule: Schedule) -> bool:
-    """Gradients add up in the order of microbatches, as the backwards are."""
+def in_turn(schedule: Schedule) -> bool:
+    """Every stage does everything in the order of microbatches: gradients add up as before."""
     for stage, rank in schedule.rank_of.items():
         actions = [a for step in schedule.rows[rank] for a in step if a.stage == stage]
-        order = ["".join(str(a.microbatch) for a in actions if a.kind in k) for k in ("BI", "BW")]
-        if order[0] != order[1]:
-            return False
+        for kinds in ("F", "BI", "BW"):
+            order = [a.microbatch for a in actions if a.kind in kinds]
+            if order != sorted(order):
+                return False
     return True
 
 
-def main_order(schedule: Schedule) -> list[list[Action]]:
-    return [
-        [
-            Action(a.stage, a.kind.replace("B", "I"), a.microbatch)
-            for step in row
-            for a in step
-            if a.kind in "FBI"
-        ]
-        for row in schedule.rows
-    ]
+def main_orders(stage: int) -> list[list[Action]]:
+    """All orders of the forwards and backwards of two microbatches."""
+    f0, f1, i0, i1 = (Action(stage, kind, m) for kind in "FI" for m in (0, 1))
+    return [[f0, f1, i0, i1], [f0, i0, f1, i1]]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -71,8 +67,8 @@ def test_rows_stay_legal_fit_and_are_never_slower(name, ranks, microbatches):
         timeline = simulate_pipeline(found, costs)
         assert timeline.step_ns <= given.step_ns
         assert all(p <= limit for p, limit in zip(timeline.peak_bytes, limits, strict=True))
-        assert main_order(found) == main_order(schedule)
-        assert weights_in_turn(found)
+        assert in_turn(found)
+        assert found.rank_of == schedule.rank_of
         faster += timeline.step_ns < given.step_ns
     assert faster >= 1 or name == "merged" or ranks == 1
 
@@ -104,7 +100,7 @@ def arrangements(main: list[Action], remakes: set[int]) -> Iterator[list[Action]
     yield from map(joined, rows)
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.slow)])
 def test_against_every_arrangement(seeds):
     """Nothing legal is faster than the best there is; most often it is found."""
     behind = []
@@ -116,8 +112,16 @@ def test_against_every_arrangement(seeds):
         ours = simulate_pipeline(placed(schedule, costs, limits), costs).step_ns
         remakes = {stage for stage, cost in enumerate(costs) if cost.recompute_ns}
         best = simulate_pipeline(schedule, costs).step_ns
-        for rows in product(*(arrangements(main, remakes) for main in main_order(schedule))):
-            timeline = simulate_pipeline(Schedule("", tuple(map(steps_of, rows))), costs)
+        every = [
+            list(chain(*(arrangements(main, remakes) for main in main_orders(stage))))
+            for stage in range(2)
+        ]
+        for rows in product(*every):
+            arranged = Schedule("", tuple(map(steps_of, rows)))
+            try:
+                timeline = simulate_pipeline(arranged, costs)
+            except InvalidSchedule:
+                continue
             if all(p <= limit for p, limit in zip(timeline.peak_bytes, limits, strict=True)):
                 best = min(best, timeline.step_ns)
         assert ours >= best
