@@ -36,6 +36,7 @@ from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import slowest
 from examples.common import Text, checkpoint_blocks, leave, same, say
 from examples.gpt.model import GPT, GPTConfig, cross_entropy, cut_into_stages
+from overlapc.errors import Infeasible
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.pipeline import Pipeline
 
@@ -164,7 +165,11 @@ def rank_main(args: argparse.Namespace) -> None:
     for rival in rivals:
         for rows in args.rows.split(","):
             say(f"planning {rows} @ {rival.name}: {max(rival.peak_bytes) / 2**20:.1f} MiB")
-            variants.append(our_variant(rows, rival, batches))
+            try:
+                variants.append(our_variant(rows, rival, batches))
+            except Infeasible as error:
+                say(f"  {error}")
+                continue
             if args.show:
                 say(variants[-1].pipeline.explain().split("\n\n")[0])
     reference: dict[bool, list[Tensor]] = {}

@@ -23,6 +23,7 @@ from overlapc.simulate import simulate
 if TYPE_CHECKING:
     from overlapc.api import capture, optimize, plan, rewrite
     from overlapc.planning import Report
+    from overlapc.runtime.hosted import PipelineSchedule
     from overlapc.runtime.pipeline import Pipeline
     from overlapc.runtime.train_step import TrainStep
     from overlapc.solvers import solve
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 _LATER = {
     "Pipeline": "overlapc.runtime.pipeline",
+    "PipelineSchedule": "overlapc.runtime.hosted",
     "Report": "overlapc.planning",
     "TrainStep": "overlapc.runtime.train_step",
     "capture": "overlapc.api",
@@ -42,6 +44,7 @@ _LATER = {
 __all__ = [
     "OverlapcError",
     "Pipeline",
+    "PipelineSchedule",
     "Plan",
     "Problem",
     "Report",

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from examples.gpt.model import Block as ParallelBlock
 from examples.gpt.model import GPTConfig, Shard
 from examples.moe.model import Block as ExpertBlock
 from examples.moe.model import MoEConfig
 from overlapc.errors import OptionError
+from overlapc.runtime.hosted import PipelineSchedule
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.solvers.schedules import make_schedule
 from tests.multiprocess.mortal import DEAD, caught, launch
@@ -369,3 +371,42 @@ def test_wrong_stages_and_a_missing_loss_are_refused() -> None:
     first, last = run_ranks(wrong_use, 2, timeout_s=60)
     assert "expects stages [0] here" in first[0]
     assert "expected one on the rank of the last stage" in last[1]
+
+
+def in_their_place(rank: int, ranks: int) -> list[Any]:
+    """The same stages under PyTorch's 1F1B and under ours."""
+    dist.init_process_group("gloo")
+    found: list[Any] = []
+    inputs, targets = (torch.cat(part) for part in batches(4))
+    for ours in (False, True):
+        module = make(rank, 1, 0.0)
+        stage = PipelineStage(module, rank, ranks, torch.device("cpu"))
+        schedule: Any
+        if ours:
+            schedule = PipelineSchedule(stage, 4, loss, profile="estimate")
+        else:
+            schedule = Schedule1F1B(stage, 4, loss)
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=losses)
+        found.append([p.grad for p in module.parameters()] + losses)
+    equal = all(map(torch.equal, *found))
+    said = []
+    for wrong in (lambda: PipelineSchedule(module, 4), lambda: schedule.step(inputs[:3])):
+        try:
+            wrong()
+        except OptionError as error:
+            said.append(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+    return [equal, len(found[0]) == len(found[1]), said]
+
+
+def test_in_the_place_of_pytorchs_schedule() -> None:
+    (first, last) = run_ranks(in_their_place, 2, timeout_s=120)
+    assert first[:2] == last[:2] == [True, True]
+    assert "expected PipelineStage" in first[2][0]
+    assert "divided by 4 microbatches" in first[2][1]
+    assert "without target" in last[2][1]

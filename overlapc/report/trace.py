@@ -1,0 +1,108 @@
+"""Timelines for other programs: Chrome's trace format, which Perfetto opens, and plain JSON.
+
+A rank is a process and a lane is a thread of it: `compute`, a process group, or the way to another
+rank. Nothing on a track overlaps; an action of a pipeline encloses the ops it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from overlapc.ir import COMPUTE, Span, Timeline
+from overlapc.pipeline import PipelineTimeline, Ran
+from overlapc.schedule import format_step
+
+VERSION = 1
+Inside = Mapping[tuple[int, str], Sequence[Span]]  # stage, kind -> what one such action runs
+
+
+def chrome_trace(
+    timeline: Timeline | PipelineTimeline, inside: Inside | None = None
+) -> dict[str, Any]:
+    """The events of all ranks. `inside` are the ops of a pipeline's actions, from the begin of
+    each."""
+    tracks: dict[tuple[int, str], int] = {}
+    events: list[dict[str, Any]] = []
+
+    def add(rank: int, lane: str, name: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        if (rank, lane) not in tracks:
+            tracks[rank, lane] = sum(known == rank for known, _ in tracks)
+        events.append(
+            {
+                "ph": "X",
+                "pid": rank,
+                "tid": tracks[rank, lane],
+                "name": name,
+                "ts": start_ns / 1e3,
+                "dur": (end_ns - start_ns) / 1e3,
+                **({"args": args} if args else {}),
+            }
+        )
+
+    if isinstance(timeline, Timeline):
+        for span in timeline.spans:
+            add(span.rank, span.lane, span.issue, span.start_ns, span.end_ns)
+    else:
+        for rank, row in enumerate(timeline.ran):
+            for ran in row:
+                add(rank, COMPUTE, format_step(ran.step), ran.start_ns, ran.end_ns)
+                for span in _ops(ran, inside or {}):
+                    add(rank, span.lane, span.issue, span.start_ns, span.end_ns)
+        for sent in timeline.transfers:
+            name = format_step(sent.step)
+            add(sent.rank, f"to rank {sent.to}", name, sent.start_ns, sent.end_ns)
+    names = [_named("process_name", rank, 0, f"rank {rank}") for rank in {r for r, _ in tracks}]
+    names += [_named("thread_name", rank, tid, lane) for (rank, lane), tid in tracks.items()]
+    return {"displayTimeUnit": "ns", "traceEvents": [*names, *events]}
+
+
+def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": {"name": name}}
+
+
+def _ops(ran: Ran, inside: Inside) -> Iterator[Span]:
+    """The ops of a step, at their times, cut where the step ends."""
+    if len(ran.step) != 1:
+        return
+    (action,) = ran.step
+    for span in inside.get((action.stage, action.kind), ()):
+        start = min(ran.end_ns, ran.start_ns + span.start_ns)
+        end = min(ran.end_ns, ran.start_ns + span.end_ns)
+        yield Span(span.lane, span.issue, start, end, ran.rank)
+
+
+def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
+    """All that a simulated pipeline does, for scripts."""
+    return {
+        "overlapc_pipeline": VERSION,
+        "step_ns": timeline.step_ns,
+        "ranks": [
+            {
+                "busy_ns": timeline.busy_ns(rank),
+                "bubble_ns": timeline.bubble_ns(rank),
+                "peak_bytes": timeline.peak_bytes[rank],
+                "steps": [[format_step(ran.step), ran.start_ns, ran.end_ns] for ran in row],
+            }
+            for rank, row in enumerate(timeline.ran)
+        ],
+        "transfers": [
+            [format_step(sent.step), sent.rank, sent.to, sent.start_ns, sent.end_ns]
+            for sent in timeline.transfers
+        ],
+    }
+
+
+def inside_of(stage: int, timeline: Timeline) -> dict[tuple[int, str], list[Span]]:
+    """The ops of F and of B of a stage, from the simulated plan of its one microbatch."""
+    begin = timeline.phase_ns[0]
+    found: dict[tuple[int, str], list[Span]] = {(stage, "F"): [], (stage, "B"): []}
+    for span in timeline.spans:
+        if span.rank:
+            continue
+        if span.end_ns <= begin:
+            found[stage, "F"].append(span)
+        elif span.start_ns >= begin:
+            later = Span(span.lane, span.issue, span.start_ns - begin, span.end_ns - begin)
+            found[stage, "B"].append(later)
+    return found

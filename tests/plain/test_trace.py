@@ -1,0 +1,69 @@
+"""Traces for Perfetto: every track is a stack of intervals, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from overlapc.ir import Span
+from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.report.trace import chrome_trace, inside_of, pipeline_json
+from overlapc.simulate import simulate
+from overlapc.solvers import solve
+from overlapc.solvers.schedules import SCHEDULES, make_schedule
+from tests.plain.strategies import random_problem
+
+
+def assert_nested(trace: dict[str, Any]) -> None:
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in json.loads(json.dumps(trace))["traceEvents"]:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            key = event["pid"], event["tid"]
+            tracks.setdefault(key, []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in tracks.values():
+        open_: list[tuple[float, float]] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ and open_[-1][1] <= start:
+                open_.pop()
+            assert not open_ or end <= open_[-1][1]
+            open_.append((start, end))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_a_plan(seed):
+    problem = random_problem(Random(seed), 6)
+    timeline = simulate(problem, solve(problem, "none")) if problem.budget_bytes is None else None
+    if timeline is None:
+        pytest.skip("a budget")
+    trace = chrome_trace(timeline)
+    assert_nested(trace)
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == len(timeline.spans)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_of_a_pipeline(name):
+    schedule = make_schedule(name, 4, 8)
+    costs = [StageCost(4, 5, 3, sent_ns=2) for _ in range(schedule.stages)]
+    timeline = simulate_pipeline(schedule, costs)
+    inside = {(0, "F"): [Span("compute", "mm", 0, 3), Span("tp", "all_reduce", 3, 9)]}
+    trace = chrome_trace(timeline, inside)
+    assert_nested(trace)
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert {"rank 0", "rank 3", "compute", "to rank 1", "tp"} <= names or name == "merged"
+    found = pipeline_json(timeline)
+    assert found["step_ns"] == timeline.step_ns
+    assert sum(len(rank["steps"]) for rank in found["ranks"]) == sum(map(len, schedule.rows))
+    assert len(found["transfers"]) == len(timeline.transfers)
+
+
+def test_the_ops_of_a_stage_begin_with_their_action():
+    for seed in range(60):
+        problem = random_problem(Random(seed), 5)
+        if problem.phases == ("F", "IW") and problem.budget_bytes is None:
+            timeline = simulate(problem, solve(problem, "none"))
+            for spans in inside_of(3, timeline).values():
+                assert all(span.start_ns >= 0 for span in spans)
