@@ -174,7 +174,7 @@ def _moe(stage: Stage) -> Any:
     from torch import Tensor, nn
 
     from examples.gpt.model import MLP, Attention, GPTConfig, Shard
-    from examples.moe.model import Exchange
+    from overlapc.layers import Exchange
 
     width, heads, held, expert_width, top_k, ranks = MOE_SHAPES[stage.model]
     config = GPTConfig(width=width, heads=heads, max_seq=stage.seq)

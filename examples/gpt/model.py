@@ -1,8 +1,8 @@
 """A pre-norm GPT on bytes, tensor parallel in Megatron's way. `model(tokens, targets)` is the loss.
 
 Each block has two collectives forward (after attention and after the MLP) and two backward
-(the gradients that enter them). They are *functional* collectives inside autograd Functions,
-so that `torch.compile` captures the whole step, both directions, as one graph.
+(the gradients that enter them). They are *functional* collectives inside autograd Functions
+(`overlapc.layers`), so that `torch.compile` captures the whole step, both directions, as one graph.
 
 Weights are drawn in full from one seed and then cut, so every number of ranks trains the same
 model. `GPT(config)` without a group is the whole model on one rank; `parallelize_dtensor` turns
@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from overlapc.layers import CopyToRanks, SumOverRanks
+
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
@@ -35,37 +37,6 @@ class GPTConfig:
     dropout: float = 0.0
     tie_embeddings: bool = False
     seed: int = 0
-
-
-def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum of `x` over the ranks of the process group with that name."""
-    start = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
-    return torch.ops._c10d_functional.wait_tensor(start)
-
-
-class CopyToRanks(torch.autograd.Function):
-    """Megatron's f: every rank uses `x`, so the gradients of all ranks add up."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """Megatron's g: the ranks' partial results add up, every rank gets the whole gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: str) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class Shard:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlapc.layers import Exchange, exchange
+
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
@@ -31,25 +33,6 @@ class MoEConfig:
     max_seq: int = 1024
     dropout: float = 0.0
     seed: int = 0
-
-
-def exchange(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    """All-to-all of rows: `send[r]` of ours go to rank r, `receive[r]` come from it."""
-    start = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receive, send, group)
-    return torch.ops._c10d_functional.wait_tensor(start)
-
-
-class Exchange(torch.autograd.Function):
-    """`exchange`, differentiable: gradients travel the same roads backwards."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-        ctx.receive, ctx.send, ctx.group = receive, send, group
-        return exchange(x, receive, send, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange(grad, ctx.send, ctx.receive, ctx.group), None, None, None
 
 
 def checked_sizes(counts: Tensor) -> list[int]:

@@ -38,7 +38,7 @@ class PipelineSchedule:
         scale_grads: bool = True,
         **options: Any,
     ) -> None:
-        stages = list(stage) if isinstance(stage, (list, tuple)) else [stage]
+        stages: list[Any] = list(stage) if isinstance(stage, (list, tuple)) else [stage]
         for each in stages:
             if not isinstance(each, PipelineStage):
                 raise OptionError(

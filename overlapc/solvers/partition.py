@@ -13,7 +13,7 @@ segment that could still be part of a better partition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -52,11 +52,13 @@ class Partition:
         return tuple(b - a for a, b in pairwise(self.borders))
 
     def layout(self) -> str:
-        """As Megatron's `--pipeline-model-parallel-layout` takes it: E embedding, t transformer
-        layer, L loss, a bar between stages."""
-        parts = [f"t*{count}" if count else "" for count in self.layers]
-        parts[0], parts[-1] = "E" + parts[0], parts[-1] + "L"
-        return "|".join(parts)
+        return layout(self.layers)
+
+
+def layout(counts: Sequence[int]) -> str:
+    """Layers of each stage as Megatron's `--pipeline-model-parallel-layout` takes them: E
+    embedding, t transformer layer, L loss, a bar between stages."""
+    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
 
 
 def even(layers: int, stages: int, time: StageTime) -> Partition:

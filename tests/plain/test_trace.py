@@ -18,14 +18,15 @@ from tests.plain.strategies import random_problem
 
 
 def assert_nested(trace: dict[str, Any]) -> None:
-    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in json.loads(json.dumps(trace))["traceEvents"]:
         if event["ph"] == "X":
             assert event["dur"] >= 0
             key = event["pid"], event["tid"]
-            tracks.setdefault(key, []).append((event["ts"], event["ts"] + event["dur"]))
+            begin, took = (round(event[name] * 1000) for name in ("ts", "dur"))  # whole ns
+            tracks.setdefault(key, []).append((begin, begin + took))
     for spans in tracks.values():
-        open_: list[tuple[float, float]] = []
+        open_: list[tuple[int, int]] = []
         for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
             while open_ and open_[-1][1] <= start:
                 open_.pop()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from examples.gpt.model import CopyToRanks, SumOverRanks
+from overlapc.layers import CopyToRanks, SumOverRanks
 
 ROWS, WIDTH = 8, 16
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from examples.gpt.model import GPT, CopyToRanks, GPTConfig, SumOverRanks
+from examples.gpt.model import GPT, GPTConfig
 from overlapc.emulate import Link, init_fabric
+from overlapc.layers import CopyToRanks, SumOverRanks
 from tests.torch.exact import Batch, randn
 
 WIDTH, ROWS = 16, 24

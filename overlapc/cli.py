@@ -1,0 +1,483 @@
+"""The command line: `overlapc COMMAND`. Data goes to stdout, talk to stderr.
+
+Exit codes: 0 good, 1 nothing fits or a check failed, 2 wrong use. What needs torch is imported
+when a command needs it, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from overlapc import __version__
+from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule, OverlapcError
+
+GOOD, FAILED, USAGE = 0, 1, 2
+COMPARED = "none,full,selective,checkmate,heu"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as ended:  # argparse has said why
+        return int(ended.code or 0)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except (Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule) as error:
+        _say(f"overlapc: {error}")
+        return FAILED
+    except OverlapcError as error:
+        _say(f"overlapc: {error}")
+        return USAGE
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return GOOD
+    except KeyboardInterrupt:
+        _say("overlapc: interrupted")
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="overlapc",
+        description="Which parallel layout, schedule and overlap plan trains a model fastest.",
+        epilog="Every figure is predicted unless it says measured.",
+    )
+    parser.add_argument("--version", action="version", version=f"overlapc {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], what: str
+    ) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=what, description=what)
+        found.set_defaults(run=run)
+        found.add_argument("--json", action="store_true", help="print JSON instead of text")
+        return found
+
+    search = command("search", _search, "find the fastest layout, schedule and plan of a model")
+    add = search.add_argument
+    add("model", help="a preset (see `overlapc models`) or a HuggingFace config.json")
+    add("--gpus", type=_positive, required=True, help="how many there are")
+    add("--hardware", default="a100-sxm-80", help="a profile (see `overlapc hardware`) or a .toml")
+    add("--memory", help='of one GPU that may be used, as "72GB"; by default 92%% of what it has')
+    add("--batch", type=_positive, help="sequences in a step on all GPUs; by default 8 a GPU")
+    add("--seq", type=_positive, help="tokens in a sequence; by default the model's")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        add(f"--{name}", type=_positive, default=0, help=f"{what}-parallel ranks; open by default")
+    add(
+        "--microbatch", type=_positive, default=0, help="sequences in a microbatch; open by default"
+    )
+    add("--schedule", default="", choices=["", "1f1b", "zero-bubble"], help="open by default")
+    add("--solver", default="heu", help="that plans the stages (heu, overlap, opt or a baseline)")
+    add("--compare", default=COMPARED, help=f"solvers to compare on the winner ({COMPARED})")
+    add("--top", type=_positive, default=5, help="layouts to list")
+    add("--exhaustive", action="store_true", help="plan every layout, leave none out by its bound")
+    add("--cache", type=Path, help="folder that keeps what was planned (~/.cache/overlapc)")
+    add("--no-cache", action="store_true", help="plan everything anew and keep nothing")
+    add("--out", type=Path, help="folder for the report, schedule, plan and Perfetto trace")
+
+    command("models", _models, "list the model presets")
+    command("hardware", _hardware, "list the hardware profiles")
+    explain = command(
+        "explain", _explain, "say what hides each collective of a plan, and why not more"
+    )
+    explain.add_argument("problem", help="a problem file")
+    explain.add_argument("plan", help="a plan file for it")
+    plan = command("plan", _plan, "solve a problem file")
+    plan.add_argument("problem", help="a problem file")
+    plan.add_argument("--solver", default="overlap")
+    plan.add_argument("--memory", help='the budget, as "8GB"; by default the problem\'s own')
+    plan.add_argument("--seconds", type=float, default=60.0, help="limit of solver opt")
+    plan.add_argument("--out", type=Path, help="write the plan here instead of to stdout")
+    diff = command("diff", _diff, "compare two plans of a problem")
+    for name in ("problem", "first", "second"):
+        diff.add_argument(name, help="a problem file" if name == "problem" else "a plan file")
+    simulate = command("simulate", _simulate, "run a plan or a schedule in the simulator")
+    simulate.add_argument("file", help="a problem file, or a schedule file")
+    simulate.add_argument("plan", nargs="?", help="the plan, for a problem")
+    simulate.add_argument(
+        "--costs", type=Path, help="for a schedule: JSON, a list of stages' costs"
+    )
+    simulate.add_argument("--trace", type=Path, help="write a Perfetto trace here")
+    show = command("show", _show, "draw a plan's or a schedule's timeline as text")
+    show.add_argument("file", help="a problem file, or a schedule file")
+    show.add_argument("plan", nargs="?", help="the plan, for a problem")
+    show.add_argument("--columns", type=_positive, default=100)
+    return parser
+
+
+# --- search
+
+
+def _search(args: argparse.Namespace) -> int:
+    from overlapc.planning import parse_budget
+    from overlapc.profiler.hardware import load_hardware
+    from overlapc.report.verdict import verdict
+    from overlapc.search.evaluate import evaluate
+    from overlapc.search.layouts import Cluster, Fixed
+    from overlapc.search.models import find_model
+    from overlapc.search.search import Progress, search
+    from overlapc.search.units import make_unit
+    from overlapc.solvers import SOLVERS
+
+    model = find_model(args.model)
+    if args.seq:
+        model = replace(model, seq=args.seq)
+    machine = load_hardware(args.hardware)
+    compared = [name for name in args.compare.split(",") if name]
+    for name in (args.solver, *compared):
+        if name not in SOLVERS or name == "torch":
+            known = ", ".join(known for known in SOLVERS if known != "torch")
+            raise _usage(f"solver {name!r}: expected one of {known}")
+    memory = parse_budget(args.memory or f"{machine.memory_bytes * 92 // 100}B", 0, 0)
+    cluster = Cluster(
+        args.hardware, args.gpus, machine.gpus_per_node, memory, args.batch or 8 * args.gpus
+    )
+    fixed = Fixed(args.tp, args.pp, args.dp, args.microbatch, args.schedule)
+    cache = None if args.no_cache else args.cache or _cache_folder()
+
+    def tell(progress: Progress) -> None:
+        if sys.stderr.isatty():
+            best = "nothing fits yet" if progress.best is None else _best(progress)
+            line = f"{progress.elapsed_s:4.0f} s  {progress.tried} planned, {progress.left} left  "
+            print(f"\r\033[K{line}{best}", end="", file=sys.stderr, flush=True)
+
+    def _best(progress: Progress) -> str:
+        assert progress.best is not None
+        gap = progress.best.step_ns / max(1, progress.bound_ns) - 1
+        return f"{progress.best.layout}: {progress.best.step_ns / 1e6:.1f} ms, gap {gap:.1%}"
+
+    result = search(
+        model, cluster, fixed, args.solver, prune=not args.exhaustive, cache=cache, progress=tell
+    )
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    rows, timeline = [], None
+    if result.best is not None and not result.interrupted:
+        unit = make_unit(_key(model, cluster, result.best.layout))
+        for name in compared:
+            found, ran = evaluate(model, cluster, result.best.layout, unit, name)
+            rows.append(found)
+            timeline = ran if name == args.solver else timeline
+        if timeline is None:
+            timeline = evaluate(model, cluster, result.best.layout, unit, args.solver)[1]
+    document = {
+        "overlapc_search": 1,
+        "model": asdict(model),
+        "cluster": asdict(cluster),
+        "fixed": asdict(fixed),
+        "solver": args.solver,
+        "seconds": round(result.seconds, 3),
+        "interrupted": result.interrupted,
+        "bound_ns": result.bound_ns,
+        "pruned": result.pruned,
+        "best": None if result.best is None else result.best.as_json(),
+        "tried": [found.as_json() for found in result.tried],
+        "compared": [found.as_json() for found in rows],
+    }
+    if args.out is not None and result.best is not None:
+        _write_out(args.out, document, result.best, timeline)
+    if args.json:
+        print(json.dumps(document, indent=1))
+    else:
+        print(verdict(model, cluster, machine, result, rows, timeline, args.top))
+        if args.out is not None and result.best is not None:
+            print(f"\nwritten: {args.out}/search.json, schedule.txt, trace.json (open in Perfetto)")
+    return GOOD if result.best is not None else FAILED
+
+
+def _key(model: Any, cluster: Any, layout: Any) -> Any:
+    from overlapc.search.layouts import expert_ranks
+    from overlapc.search.units import UnitKey
+
+    experts = expert_ranks(model, layout.dp)
+    return UnitKey(model, cluster.hardware, cluster.gpus, layout.tp, experts, layout.microbatch)
+
+
+def _write_out(folder: Path, document: Any, best: Any, timeline: Any) -> None:
+    from overlapc.files import write_text
+    from overlapc.report.trace import chrome_trace
+    from overlapc.schedule import format_schedule
+    from overlapc.solvers.schedules import make_schedule
+
+    _make_folder(folder)
+    write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
+    schedule = make_schedule(best.layout.schedule, best.layout.pp, best.microbatches)
+    write_text(folder / "schedule.txt", format_schedule(schedule))
+    if timeline is not None:
+        write_text(folder / "trace.json", json.dumps(chrome_trace(timeline)))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _usage(f"--out {folder}: {error.strerror}; pass a folder you may write to") from None
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "overlapc" / "search"
+
+
+# --- lists
+
+
+def _models(args: argparse.Namespace) -> int:
+    from overlapc.search.models import PRESETS
+
+    if args.json:
+        print(json.dumps({name: asdict(model) for name, model in PRESETS.items()}, indent=1))
+        return GOOD
+    rows: list[tuple[str, ...]] = []
+    rows.append(("model", "parameters", "layers", "width", "heads", "seq", "experts", "source"))
+    for model in PRESETS.values():
+        experts = f"{model.experts}, top {model.top_k}" if model.experts else "-"
+        rows.append(
+            (
+                model.name,
+                f"{model.parameters() / 1e9:.1f}B",
+                *map(str, (model.layers, model.width, model.heads, model.seq)),
+                experts,
+                model.source,
+            )
+        )
+    print(_table(rows))
+    return GOOD
+
+
+def _hardware(args: argparse.Namespace) -> int:
+    from overlapc.profiler.hardware import known_hardware, load_hardware
+
+    machines = {name: load_hardware(name) for name in known_hardware()}
+    if args.json:
+        found = {
+            name: {"status": m.status, "memory_bytes": m.memory_bytes, "sources": dict(m.sources)}
+            for name, m in machines.items()
+        }
+        print(json.dumps(found, indent=1))
+        return GOOD
+    rows = [("hardware", "TFLOP/s", "memory", "a node", "between GPUs", "trust")]
+    for name, m in machines.items():
+        rows.append(
+            (
+                name,
+                f"{max(m.peak_flops.values()) / 1e12:.0f}",
+                f"{m.memory_bytes / 1e9:.0f} GB",
+                str(m.gpus_per_node),
+                f"{m.intra.bytes_per_s / 1e9:.0f} GB/s",
+                m.status,
+            )
+        )
+    print(_table(rows))
+    return GOOD
+
+
+# --- files
+
+
+def _report(problem: Any, plan: Any, name: str) -> Any:
+    from overlapc.check import check
+    from overlapc.planning import Report, eager_timeline
+    from overlapc.simulate import simulate
+    from overlapc.solvers import bound_ns
+
+    check(problem, plan)
+    timeline = simulate(problem, plan)
+    if problem.budget_bytes is None:
+        problem = replace(problem, budget_bytes=timeline.peak_bytes)
+    return Report(name, problem, plan, timeline, bound_ns(problem), eager_timeline(problem))
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from overlapc.files import load_plan, load_problem
+
+    report = _report(load_problem(args.problem), load_plan(args.plan), args.plan)
+    if args.json:
+        print(json.dumps(_figures(report), indent=1))
+    else:
+        print(report.explain())
+    return GOOD
+
+
+def _figures(report: Any) -> dict[str, Any]:
+    timeline = report.timeline
+    return {
+        "solver": report.plan.solver,
+        "step_ns": timeline.step_ns,
+        "bound_ns": report.bound_ns,
+        "exposed_ns": timeline.exposed_ns,
+        "comm_ns": timeline.comm_ns,
+        "recompute_ns": timeline.recompute_ns,
+        "peak_bytes": timeline.peak_bytes,
+        "collectives": [asdict(exposure) for exposure in timeline.exposures],
+    }
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from overlapc.files import load_problem, write_text
+    from overlapc.planning import check_solver, parse_budget
+    from overlapc.solvers import solve
+    from overlapc.text import format_plan
+
+    check_solver(args.solver)
+    problem = load_problem(args.problem)
+    if args.memory:
+        problem = replace(problem, budget_bytes=parse_budget(args.memory, 0, 0))
+    plan = solve(problem, args.solver, time_limit_s=args.seconds)
+    if args.out is not None:
+        write_text(args.out, format_plan(plan))
+    if args.json:
+        print(json.dumps(_figures(_report(problem, plan, args.problem)), indent=1))
+    elif args.out is None:
+        print(format_plan(plan), end="")
+    return GOOD
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from overlapc.files import load_plan, load_problem
+    from overlapc.ir import issue
+
+    problem = load_problem(args.problem)
+    plans = [load_plan(path) for path in (args.first, args.second)]
+    reports = [_report(problem, plan, plan.solver) for plan in plans]
+    first, second = (set(plan.recomputed) for plan in plans)
+    figures = {
+        key: [getattr(report.timeline, key) for report in reports]
+        for key in ("step_ns", "exposed_ns", "recompute_ns", "peak_bytes")
+    }
+    moved = _moved(plans[0].order, plans[1].order)
+    if args.json:
+        found = {
+            **figures,
+            "recomputed_only_in_first": sorted(first - second),
+            "recomputed_only_in_second": sorted(second - first),
+            "moved": moved,
+        }
+        print(json.dumps(found, indent=1))
+        return GOOD
+    rows = [("", args.first, args.second, "ratio")]
+    for key, (a, b) in figures.items():
+        scale, unit = (1e6, "ms") if key.endswith("ns") else (2**20, "MiB")
+        name = key.removesuffix("_ns").removesuffix("_bytes")
+        ratio = f"{b / a:.3f}" if a else "-"
+        rows.append((name, f"{a / scale:.3f} {unit}", f"{b / scale:.3f} {unit}", ratio))
+    print(_table(rows))
+    for name, only in ((args.first, first - second), (args.second, second - first)):
+        issued = ", ".join(issue(op, True) for op in sorted(only)) or "nothing"
+        print(f"recomputed only in {name}: {issued}")
+    print(f"issued in another place: {', '.join(moved) or 'nothing'}")
+    return GOOD
+
+
+def _moved(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """What is in both orders but not in what they have in common."""
+    from difflib import SequenceMatcher
+
+    both = set(first) & set(second)
+    a, b = ([text for text in order if text in both] for order in (first, second))
+    blocks = SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    still = {text for block in blocks for text in a[block.a : block.a + block.size]}
+    return [text for text in a if text not in still]
+
+
+def _timeline(args: argparse.Namespace) -> Any:
+    """Of the plan of a problem, or of a schedule with its stages' costs."""
+    from overlapc.files import load_plan, load_problem, read_text
+    from overlapc.pipeline import StageCost, simulate_pipeline
+    from overlapc.schedule import parse_schedule
+
+    if args.plan is not None:
+        return _report(load_problem(args.file), load_plan(args.plan), args.plan).timeline
+    schedule = parse_schedule(read_text(args.file, "schedule"))
+    costs = [StageCost(1, 1, 1)] * schedule.stages
+    if getattr(args, "costs", None) is not None:
+        try:
+            given = json.loads(read_text(args.costs, "costs"))
+            costs = [StageCost(**stage) for stage in given]
+        except (ValueError, TypeError) as error:
+            raise _usage(
+                f"--costs {args.costs}: {error}; expected a JSON list with an object for each "
+                'stage: {"forward_ns": 1, "input_ns": 1, "weight_ns": 1}'
+            ) from None
+    return simulate_pipeline(schedule, costs)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from overlapc.files import write_text
+    from overlapc.pipeline import PipelineTimeline, describe
+    from overlapc.report.trace import chrome_trace, pipeline_json
+
+    timeline = _timeline(args)
+    if args.trace is not None:
+        write_text(args.trace, json.dumps(chrome_trace(timeline)))
+    if isinstance(timeline, PipelineTimeline):
+        print(json.dumps(pipeline_json(timeline), indent=1) if args.json else describe(timeline))
+        return GOOD
+    keys = ("step_ns", "phase_ns", "exposed_ns", "comm_ns", "recompute_ns", "peak_bytes")
+    found = {key: getattr(timeline, key) for key in keys}
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(f"{key:13} {value}" for key, value in found.items()))
+    return GOOD
+
+
+def _show(args: argparse.Namespace) -> int:
+    from overlapc.pipeline import PipelineTimeline
+    from overlapc.report.picture import picture
+    from overlapc.report.trace import chrome_trace
+
+    timeline = _timeline(args)
+    if args.json:
+        print(json.dumps(chrome_trace(timeline)))
+    elif isinstance(timeline, PipelineTimeline):
+        print(timeline.picture(args.columns))
+    else:
+        print(picture(timeline, args.columns))
+    return GOOD
+
+
+# --- small things
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 1 << 40:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive whole number")
+    return number
+
+
+def _usage(message: str) -> OverlapcError:
+    from overlapc.errors import OptionError
+
+    return OptionError(message)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What a search prints: the question with its sources, the answer, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from overlapc.pipeline import PipelineTimeline
+from overlapc.search.evaluate import Found
+from overlapc.search.layouts import Cluster
+from overlapc.search.models import Model
+from overlapc.search.search import Result
+from overlapc.solvers.partition import layout
+
+
+def verdict(
+    model: Model,
+    cluster: Cluster,
+    machine: Any,
+    result: Result,
+    compared: Sequence[Found],
+    timeline: PipelineTimeline | None,
+    top: int,
+) -> str:
+    """The whole report as text."""
+    lines = _question(model, cluster, machine)
+    if result.best is None:
+        return "\n".join([*lines, "", *_nothing(result)])
+    best = result.best
+    kept = "interrupted, the best so far" if result.interrupted else "the fastest"
+    gap = best.step_ns / max(1, result.bound_ns) - 1
+    lines += [
+        "",
+        f"{kept}: {best.layout}",
+        f"  step {best.step_ns / 1e6:.1f} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
+        f"{best.mfu:.1%}; no layout can be more than {gap:.1%} faster",
+        f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
+        f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
+        f"{result.seconds:.1f} s",
+    ]
+    if timeline is not None and best.layout.pp > 1:
+        lines += ["", timeline.picture(), "(of few microbatches; the steady state goes on)"]
+    if compared:
+        lines += ["", "this layout with the plans of", *_rows(compared)]
+    fitting = [found for found in result.tried if found.fits]
+    if len(fitting) > 1:
+        lines += ["", "next to it", *_rows(fitting[:top], by_layout=True)]
+    front = pareto(fitting)
+    if len(front) > 1:
+        lines += ["", "memory of a GPU and step, of the layouts planned (pareto)"]
+        lines += [
+            f"  {_gb(max(f.peak_bytes)):>6} GB  {f.step_ns / 1e6:9.1f} ms  {f.layout}"
+            for f in front
+        ]
+    return "\n".join(lines)
+
+
+def pareto(found: Sequence[Found]) -> list[Found]:
+    """Those for which nothing is both faster and smaller; the smallest first."""
+    best: list[Found] = []
+    for one in sorted(found, key=lambda f: (f.step_ns, max(f.peak_bytes))):
+        if not best or max(one.peak_bytes) < max(best[-1].peak_bytes):
+            best.append(one)
+    return best[::-1]
+
+
+def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
+    guessed = sum("guess" in source or "unknown" in source for source in machine.sources.values())
+    return [
+        f"{model.name}: {model.parameters() / 1e9:.2f}B parameters, {model.layers} layers of width "
+        f"{model.width}, sequences of {model.seq}" + (f" ({model.source})" if model.source else ""),
+        f"{cluster.gpus} x {machine.name}, {cluster.gpus_per_node} a node, "
+        f"{_gb(cluster.memory_bytes)} of {_gb(machine.memory_bytes)} GB each ({machine.status})",
+        f"{cluster.global_batch} sequences a step; bf16, float32 gradients and optimizer, the "
+        "latter divided over replicas",
+        f"every figure is predicted; {guessed} of {len(machine.sources)} figures of the hardware "
+        "are guesses (`overlapc hardware --json` has the sources)",
+    ]
+
+
+def _nothing(result: Result) -> list[str]:
+    if result.interrupted:
+        return ["interrupted before anything was planned"]
+    found = min(result.tried, key=lambda f: f.smallest_bytes)
+    return [
+        f"nothing fits. The smallest memory that works is {_gb(found.smallest_bytes)} GB a GPU, "
+        f"with {found.layout}; stage {found.blocking_stage} blocks.",
+        "More GPUs, a larger tp or pp, a smaller microbatch or shorter sequences would help.",
+    ]
+
+
+def _rows(found: Sequence[Found], by_layout: bool = False) -> list[str]:
+    head = ("", "step ms", "tokens/s", "MFU", "exposed tp", "a2a", "dp", "bubble", "recompute")
+    rows: list[tuple[str, ...]] = [(*head, "hidden", "peak GB", "gap")]
+    for one in found:
+        name = str(one.layout) if by_layout else one.solver
+        if not one.fits:
+            rows.append((name, "does not fit", *[""] * 8, f"> {_gb(one.smallest_bytes)}", ""))
+            continue
+        exposed = dict(one.exposed_ns or {})
+        part = lambda ns, one=one: f"{ns / one.step_ns:.1%}"  # noqa: E731
+        rows.append(
+            (
+                name,
+                f"{one.step_ns / 1e6:.1f}",
+                f"{one.tokens_per_s:,.0f}",
+                f"{one.mfu:.1%}",
+                part(exposed.get("tp", 0)),
+                part(exposed.get("all-to-all", 0)),
+                part(exposed.get("dp", 0)),
+                f"{one.bubble:.1%}",
+                part(one.recompute_ns),
+                part(one.recompute_hidden_ns),
+                " ".join(sorted({_gb(peak) for peak in one.peak_bytes}, reverse=True)[:3]),
+                f"{one.gap:.1%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f}"

@@ -1,0 +1,1 @@
+"""Which layout, schedule and plan is fastest: models, layouts of a cluster, and the search."""

@@ -1,0 +1,282 @@
+"""What a layout takes: the best plan of each stage, all stages in their schedule, and what is left.
+
+A stage of many blocks is planned by a few of them: its time is as many times theirs, and as many
+times more microbatches are in flight. That is exact in memory where every few blocks are treated
+alike, and leaves out what the borders between them could still hide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from overlapc.errors import Infeasible
+from overlapc.ir import Problem, Timeline
+from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.profiler.hardware import Hardware, load_hardware
+from overlapc.schedule import Schedule
+from overlapc.search.layouts import (
+    Cluster,
+    Layout,
+    expert_ranks,
+    microbatches,
+    stage_layers,
+    stage_parameters,
+    static_bytes,
+)
+from overlapc.search.models import Model
+from overlapc.search.units import Unit
+from overlapc.simulate import simulate
+from overlapc.solvers import bound_ns, solve
+from overlapc.solvers.schedules import make_schedule
+from overlapc.stages import stage_cost
+
+# float32 weight and moments read and written, gradient read, bf16 weight written
+_OPTIMIZER_MOVES = 2 * 12 + 4 + 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a layout takes with the plans of one solver; all of it predicted."""
+
+    layout: Layout
+    solver: str
+    step_ns: int = 0
+    bound_ns: int = 0
+    tokens_per_s: float = 0.0
+    mfu: float = 0.0
+    exposed_ns: Mapping[str, int] = None  # type: ignore[assignment]  # by kind, on the slowest rank
+    bubble: float = 0.0  # of the step, on the slowest rank
+    recompute_ns: int = 0
+    recompute_hidden_ns: int = 0
+    gap: float = 0.0  # of the plans, above their bounds
+    peak_bytes: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+    microbatches: int = 0
+    smallest_bytes: int = 0  # of a GPU's memory with which this would fit, where it does not
+    blocking_stage: int = -1
+
+    @property
+    def fits(self) -> bool:
+        return self.smallest_bytes == 0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def parse(found: Mapping[str, Any]) -> Found:
+        layout = Layout(**found["layout"])
+        lists = {key: tuple(found[key]) for key in ("peak_bytes", "layers")}
+        return Found(**{**found, **lists, "layout": layout})
+
+
+@dataclass(frozen=True)
+class _Stage:
+    cost: StageCost
+    timeline: Timeline
+    bound_ns: int
+    times: float  # how many times the captured blocks
+    peak_bytes: int
+
+
+def lower_bound(model: Model, cluster: Cluster, layout: Layout, unit: Unit) -> int:
+    """No plan or schedule of the layout can take less: the slowest stage does each microbatch, and
+    its compute and its collectives each take their time."""
+    layers = stage_layers(model, layout.pp)
+    each = _least(unit.problem) / unit.blocks
+    stages = [count * each for count in layers]
+    stages[-1] += _least(unit.head)
+    machine = load_hardware(cluster.hardware)
+    return round(max(stages) * microbatches(cluster, layout)) + optimizer_ns(model, layout, machine)
+
+
+def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
+    """The same before anything is captured: flops at the full rate."""
+    peak = max(load_hardware(cluster.hardware).peak_flops.values())
+    tokens = cluster.global_batch * model.seq
+    return round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
+
+
+def _least(problem: Problem) -> int:
+    costs = [(op, problem.cost(op.name)) for op in problem.trace.ops]
+    lanes: dict[str, int] = {}
+    for op, cost in costs:
+        lanes[op.lane] = lanes.get(op.lane, 0) + cost.comm_ns
+    return max(sum(cost.compute_ns for _, cost in costs), *lanes.values())
+
+
+def optimizer_ns(model: Model, layout: Layout, machine: Hardware) -> int:
+    most = max(dense + experts for dense, experts in stage_parameters(model, layout))
+    return round(machine.memory_ns(most * _OPTIMIZER_MOVES / layout.dp))
+
+
+def evaluate(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    solver: str = "heu",
+    time_limit_s: float = 10.0,
+) -> tuple[Found, PipelineTimeline | None]:
+    """The layout's step under the solver's plans, and what its pipeline does in a few microbatches;
+    or what memory it lacks."""
+    machine = load_hardware(cluster.hardware)
+    count = microbatches(cluster, layout)
+    few = min(count, 4 * layout.pp)
+    schedule = make_schedule(layout.schedule, layout.pp, few)
+    layers = stage_layers(model, layout.pp)
+    static = static_bytes(model, layout)
+    stages = []
+    for stage in range(layout.pp):
+        try:
+            stages.append(
+                _planned(
+                    model,
+                    cluster,
+                    layout,
+                    unit,
+                    schedule,
+                    stage,
+                    static[stage],
+                    solver,
+                    time_limit_s,
+                )
+            )
+        except Infeasible as error:
+            smallest = static[stage] + error.smallest_bytes
+            found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=stage)
+            return replace(found, layers=tuple(layers), microbatches=count), None
+    costs = [stage.cost for stage in stages]
+    timeline = simulate_pipeline(schedule, costs, trusted=True)
+    step_ns = timeline.step_ns
+    if count > few:  # the steady state goes on
+        fewer = make_schedule(layout.schedule, layout.pp, few - layout.pp)
+        before = simulate_pipeline(fewer, costs, trusted=True).step_ns
+        step_ns += round((step_ns - before) / layout.pp * (count - few))
+    slowest = max(range(layout.pp), key=lambda s: costs[s].forward_ns + costs[s].takes("B"))
+    busy = count * (costs[slowest].forward_ns + costs[slowest].takes("B"))
+    reduction = _reduction_ns(model, layout, machine)
+    exposed_dp = max(0, reduction - min(cost.takes("B") for cost in costs))
+    optimizer = optimizer_ns(model, layout, machine)
+    pipeline_ns = step_ns
+    step_ns += exposed_dp + optimizer
+    plan = stages[slowest].timeline
+    times = stages[slowest].times * count
+    exposed: dict[str, int] = {"dp": exposed_dp}
+    for exposure in plan.exposures:
+        kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
+        exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
+    tokens = cluster.global_batch * model.seq
+    peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
+    per_s = tokens / step_ns * 1e9
+    least = sum(stage.bound_ns for stage in stages)
+    return Found(
+        layout,
+        solver,
+        step_ns,
+        lower_bound(model, cluster, layout, unit),
+        per_s,
+        per_s * model.flops_per_token() / (cluster.gpus * peak),
+        exposed,
+        max(0.0, (pipeline_ns - busy) / step_ns),
+        round(plan.recompute_ns * times),
+        round(_hidden_ns(plan) * times),
+        sum(stage.timeline.step_ns for stage in stages) / max(1, least) - 1,
+        tuple(stage.peak_bytes for stage in stages),
+        tuple(layers),
+        count,
+    ), timeline
+
+
+def _planned(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    schedule: Schedule,
+    stage: int,
+    static: int,
+    solver: str,
+    time_limit_s: float,
+) -> _Stage:
+    """One stage: its blocks under their best plan in the memory that is left, and what is at its
+    ends."""
+    last = stage == layout.pp - 1
+    machine = load_hardware(cluster.hardware)
+    times = stage_layers(model, layout.pp)[stage] / unit.blocks
+    in_flight = schedule.in_flight(stage)
+    boundary = unit.boundary_bytes * (in_flight + 1)  # inputs that stages before have sent
+    head = simulate(unit.head, solve(unit.head, "none")) if last else None
+    # Scores are there when a microbatch's last block is done and its backward begins: instead of
+    # what the plan's own worst moment has.
+    room = cluster.memory_bytes - static - boundary
+    copies = max(1, math.ceil(in_flight * times))
+    problem = replace(unit.problem, in_flight=copies, budget_bytes=max(1, room))
+    try:
+        plan = solve(problem, solver, time_limit_s=time_limit_s)
+    except Infeasible as error:
+        raise Infeasible(cluster.memory_bytes, error.smallest_bytes + boundary) from None
+    timeline = simulate(problem, plan)
+    received = unit.received if layout.pp > 1 else ()
+    cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
+    peak = timeline.peak_bytes + boundary
+    if head is not None:
+        saved = round(cost.saved * times) * in_flight
+        peak = max(peak, saved + boundary + head.peak_bytes)
+        if peak > cluster.memory_bytes - static:
+            raise Infeasible(cluster.memory_bytes, peak)
+    saved = round(cost.saved * times)
+    forward, backward = head.phase_ns if head is not None else (0, 0)
+    scaled = replace(
+        cost,
+        forward_ns=round(cost.forward_ns * times) + forward,
+        input_ns=round(cost.input_ns * times) + backward // 2,
+        weight_ns=round(cost.weight_ns * times) + backward - backward // 2,
+        recompute_ns=round(cost.recompute_ns * times),
+        whole_ns=round(cost.whole_ns * times) + backward,
+        saved=saved,
+        for_weights=round(cost.for_weights * times),
+        working=tuple((k, size + (saved - cost.saved) * (k == "F")) for k, size in cost.working),
+    )
+    return _Stage(scaled, timeline, plan.bound_ns or bound_ns(problem), times, peak + static)
+
+
+def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:
+    if layout.pp == 1:
+        return 0
+    across = layout.tp * layout.dp >= cluster.gpus_per_node
+    # Ranks of a node send at the same time, each its part of the width.
+    size = unit.boundary_bytes // layout.tp if across else unit.boundary_bytes
+    return machine.collective_ns("p2p", size, 2, 1 if across else 2)
+
+
+def _reduction_ns(model: Model, layout: Layout, machine: Hardware) -> int:
+    """Gradients summed over the replicas and weights handed back: a reduce-scatter in float32 and
+    an all-gather in bf16; experts only over the replicas that hold them."""
+    replicas = layout.dp // expert_ranks(model, layout.dp)
+    longest = 0
+    for dense, experts in stage_parameters(model, layout):
+        took = 0
+        for count, ranks in ((dense, layout.dp), (experts, replicas)):
+            near = max(1, min(ranks, machine.gpus_per_node // layout.tp))
+            took += machine.collective_ns("reduce_scatter", count * 4, ranks, near)
+            took += machine.collective_ns("all_gather", count * 2, ranks, near)
+        longest = max(longest, took)
+    return longest
+
+
+def _hidden_ns(timeline: Timeline) -> int:
+    """Recompute that ran while a collective was on its way."""
+    windows = sorted(
+        (span.start_ns, span.end_ns) for span in timeline.spans if span.lane != "compute"
+    )
+    hidden = 0
+    for span in timeline.spans:
+        if span.lane == "compute" and span.issue.startswith("R:"):
+            covered = 0
+            for start, end in windows:
+                covered += max(0, min(end, span.end_ns) - max(start, span.start_ns))
+            hidden += min(covered, span.end_ns - span.start_ns)
+    return hidden

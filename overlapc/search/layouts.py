@@ -1,0 +1,131 @@
+"""Layouts of a model on a cluster: how the ranks are divided, what that takes in memory, and a
+bound on the step that needs no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from overlapc.errors import OptionError
+from overlapc.search.models import Model
+
+# bf16 weight, float32 gradient; float32 weight and both moments are divided over the replicas
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """tp ranks share each matrix, pp hold different layers, dp see different data; a pipeline takes
+    `microbatch` sequences at a time."""
+
+    tp: int
+    pp: int
+    dp: int
+    microbatch: int
+    schedule: str = "1f1b"
+
+    def __str__(self) -> str:
+        text = f"tp={self.tp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
+        return text + (f" {self.schedule}" if self.pp > 1 else "")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind, and what each step has to do on them."""
+
+    hardware: str
+    gpus: int
+    gpus_per_node: int
+    memory_bytes: int  # of one, as much of it as may be used
+    global_batch: int
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user has decided; 0 or none is left open."""
+
+    tp: int = 0
+    pp: int = 0
+    dp: int = 0
+    microbatch: int = 0
+    schedule: str = ""
+
+
+ANY = Fixed()
+
+
+def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
+    """Every layout that divides ranks, heads, layers and batch without a rest."""
+    for tp in divisors(cluster.gpus):
+        if tp > cluster.gpus_per_node or model.heads % tp or model.vocab % tp or model.ffn % tp:
+            continue
+        if model.kv_heads and model.kv_heads % tp and tp % model.kv_heads:
+            continue
+        for pp in divisors(cluster.gpus // tp):
+            dp = cluster.gpus // tp // pp
+            if pp * model.period > model.layers or cluster.global_batch % dp:
+                continue
+            if model.experts and model.experts % expert_ranks(model, dp):
+                continue
+            for microbatch in divisors(cluster.global_batch // dp):
+                if microbatch > 16:
+                    break
+                for schedule in ("1f1b", "zero-bubble") if pp > 1 else ("1f1b",):
+                    layout = Layout(tp, pp, dp, microbatch, schedule)
+                    if all(
+                        not getattr(fixed, key) or getattr(fixed, key) == getattr(layout, key)
+                        for key in ("tp", "pp", "dp", "microbatch", "schedule")
+                    ):
+                        yield layout
+
+
+def expert_ranks(model: Model, dp: int) -> int:
+    """Over how many of the replicas the experts are divided."""
+    return min(model.experts, dp) if model.experts else 1
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def stage_layers(model: Model, pp: int) -> list[int]:
+    """Blocks of each stage, in whole periods; the stages in the middle get what is left over."""
+    periods = model.layers // model.period
+    if periods < pp:
+        raise OptionError(f"{model.name}: {model.layers} layers cannot be divided over {pp} stages")
+    more, first = periods % pp, (pp - periods % pp) // 2
+    counts = [(periods // pp + (first <= s < first + more)) * model.period for s in range(pp)]
+    counts[-1] += model.layers % model.period
+    return counts
+
+
+def stage_parameters(model: Model, layout: Layout) -> list[tuple[int, int]]:
+    """(dense, of experts) that one rank of each stage holds."""
+    found = []
+    experts_here = model.experts // expert_ranks(model, layout.dp) if model.experts else 0
+    for stage, layers in enumerate(stage_layers(model, layout.pp)):
+        moe = layers // model.period if model.experts else 0
+        dense = layers * (model.attention_parameters // layout.tp + 2 * model.norm_parameters)
+        dense += (layers - moe) * model.mlp_parameters(model.ffn) // layout.tp
+        dense += moe * model.experts * model.width
+        if stage == 0:
+            dense += model.vocab * model.width // layout.tp
+        if stage == layout.pp - 1 and not (model.tied and layout.pp == 1):
+            dense += model.vocab * model.width // layout.tp + model.norm_parameters
+        found.append((dense, moe * experts_here * model.mlp_parameters(model.expert_width or 1)))
+    return found
+
+
+def static_bytes(model: Model, layout: Layout) -> list[int]:
+    """What weights, gradients and optimizer take on one rank of each stage. The optimizer's part is
+    divided over all replicas that hold the same weights (a distributed optimizer)."""
+    replicas = layout.dp // expert_ranks(model, layout.dp)
+    return [
+        dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // layout.dp
+        + experts * (WEIGHT_BYTES + GRADIENT_BYTES) + experts * OPTIMIZER_BYTES // replicas
+        for dense, experts in stage_parameters(model, layout)
+    ]  # fmt: skip
+
+
+def microbatches(cluster: Cluster, layout: Layout) -> int:
+    return cluster.global_batch // layout.dp // layout.microbatch

@@ -1,0 +1,158 @@
+"""A model's blocks and ends as modules on one rank of a tensor- and expert-parallel layout, to be
+captured on fake tensors: weights are drawn by nobody."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlapc.layers import CopyToRanks, Exchange, SumOverRanks
+from overlapc.search.models import Model
+
+
+class Ranks:
+    """A process group by name; none for one rank."""
+
+    def __init__(self, name: str | None, count: int) -> None:
+        self.name, self.count = name, count
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x if self.name is None else CopyToRanks.apply(x, self.name)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x if self.name is None else SumOverRanks.apply(x, self.name)
+
+
+class Norm(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(model.width))
+        self.shift = None if model.gated else nn.Parameter(torch.empty(model.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shift is None:
+            return F.rms_norm(x, x.shape[-1:], self.scale)
+        return F.layer_norm(x, x.shape[-1:], self.scale, self.shift)
+
+
+class Attention(nn.Module):
+    """Heads are divided over the ranks."""
+
+    def __init__(self, model: Model, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks, self.head_width = ranks, model.width // model.heads
+        self.heads = model.heads // ranks.count
+        self.kv_heads = max(1, (model.kv_heads or model.heads) // ranks.count)
+        self.qkv = _linear(model.width, (self.heads + 2 * self.kv_heads) * self.head_width)
+        self.out = _linear(self.heads * self.head_width, model.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        sizes = [n * self.head_width for n in (self.heads, self.kv_heads, self.kv_heads)]
+        parts = self.qkv(self.ranks.enter(x)).split(sizes, -1)
+        q, k, v = (p.view(batch, seq, -1, self.head_width).transpose(1, 2) for p in parts)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
+        return self.ranks.leave(self.out(mixed.transpose(1, 2).reshape(batch, seq, -1)))
+
+
+class MLP(nn.Module):
+    def __init__(self, model: Model, ranks: Ranks) -> None:
+        super().__init__()
+        inner = model.ffn // ranks.count
+        self.ranks, self.gated = ranks, model.gated
+        self.up = _linear(model.width, inner * (2 if model.gated else 1))
+        self.down = _linear(inner, model.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ranks.leave(self.down(_act(self.up(self.ranks.enter(x)), self.gated)))
+
+
+class Experts(nn.Module):
+    """A mixture of experts of fixed capacity, as many rows for each; divided over the ranks."""
+
+    def __init__(self, model: Model, ranks: Ranks) -> None:
+        super().__init__()
+        self.model, self.ranks = model, ranks
+        self.held = model.experts // ranks.count
+        inner = model.expert_width * (2 if model.gated else 1)
+        self.router = _linear(model.width, model.experts)
+        self.up = nn.Parameter(torch.empty(self.held, model.width, inner))
+        self.down = nn.Parameter(torch.empty(self.held, model.expert_width, model.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        model, ranks, held = self.model, self.ranks.count, self.held
+        tokens = x.flatten(0, 1)
+        rows = max(1, tokens.shape[0] * model.top_k // model.experts)
+        weights, chosen = F.softmax(self.router(tokens), dim=-1).topk(model.top_k, dim=-1)
+        order = torch.argsort(chosen.flatten(), stable=True)[: model.experts * rows]
+        rows = order.shape[0] // model.experts
+        order = order[: rows * model.experts]
+        there = self.travel(tokens[order // model.top_k], held * rows)
+        parts = there.view(ranks, held, rows, model.width).transpose(0, 1).flatten(1, 2)
+        done = torch.bmm(_act(torch.bmm(parts, self.up), model.gated), self.down)
+        flat = done.view(held, ranks, rows, model.width).transpose(0, 1).reshape(-1, model.width)
+        scaled = self.travel(flat, held * rows) * weights.flatten()[order][:, None]
+        return torch.zeros_like(tokens).index_add(0, order // model.top_k, scaled).view_as(x)
+
+    def travel(self, rows: Tensor, each: int) -> Tensor:
+        if self.ranks.name is None:
+            return rows
+        even = [each] * self.ranks.count
+        return Exchange.apply(rows, even, even, self.ranks.name)
+
+
+class Block(nn.Module):
+    def __init__(self, model: Model, tensor: Ranks, expert: Ranks, has_experts: bool) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = Norm(model), Attention(model, tensor)
+        self.norm = Norm(model)
+        self.rest = Experts(model, expert) if has_experts else MLP(model, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.rest(self.norm(x))
+
+
+class Blocks(nn.Module):
+    """The first blocks of the model; the last of each period has the experts."""
+
+    def __init__(self, model: Model, count: int, tensor: Ranks, expert: Ranks) -> None:
+        super().__init__()
+        period = model.period
+        self.blocks = nn.ModuleList(
+            Block(model, tensor, expert, bool(model.experts) and i % period == period - 1)
+            for i in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Head(nn.Module):
+    """The last norm, a rank's part of the vocabulary's scores, and the loss."""
+
+    def __init__(self, model: Model, tensor: Ranks) -> None:
+        super().__init__()
+        self.norm, self.tensor = Norm(model), tensor
+        self.scores = _linear(model.width, model.vocab // tensor.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(self.tensor.enter(self.norm(x))).float().flatten(0, 1)
+        wanted = torch.zeros(scores.shape[0], dtype=torch.long, device=scores.device)
+        return F.cross_entropy(scores, wanted)
+
+
+def _linear(takes: int, gives: int) -> nn.Linear:
+    return nn.Linear(takes, gives, bias=False)
+
+
+def _act(x: Tensor, gated: bool) -> Tensor:
+    if not gated:
+        return F.gelu(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,255 @@
+"""Best first through all layouts: those whose bound is no better than what was found are left out,
+so the winner is that of trying all."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overlapc.errors import OptionError
+from overlapc.files import read_text, write_text
+from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
+from overlapc.search.layouts import (
+    ANY,
+    Cluster,
+    Fixed,
+    Layout,
+    expert_ranks,
+    layouts,
+    static_bytes,
+)
+from overlapc.search.models import Model
+from overlapc.search.units import Unit, UnitKey, make_unit
+
+_CACHE_VERSION = 1
+
+
+@dataclass
+class Progress:
+    """Where a search stands: the best so far, a bound on what is left, and how much that is."""
+
+    best: Found | None
+    bound_ns: int
+    tried: int
+    left: int
+    elapsed_s: float
+
+
+@dataclass
+class Result:
+    """What a search found. `tried` are all layouts that were planned; `pruned` could not win."""
+
+    best: Found | None
+    tried: list[Found] = field(default_factory=list)
+    pruned: int = 0
+    bound_ns: int = 0  # on every layout, tried or not
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    fixed: Fixed = ANY,
+    solver: str = "heu",
+    *,
+    prune: bool = True,
+    workers: int | None = None,
+    cache: Path | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Result:
+    """The layout whose step is shortest with its stages' best plans. Ctrl-C ends it with the best
+    so far. With `cache`, what was planned is kept in that folder and not planned again."""
+    begin = time.monotonic()
+    every = list(layouts(model, cluster, fixed))
+    if not every:
+        raise OptionError(
+            f"no layout of {model.name} on {cluster.gpus} GPUs has {fixed}; expected sizes that "
+            f"divide {cluster.gpus} GPUs, {model.heads} heads and {cluster.global_batch} sequences"
+        )
+    known = _Cache(cache, model, cluster, solver)
+    run = _Run(model, cluster, solver, known, prune)
+    for layout in every:
+        run.add(layout)
+    workers = workers or min(2, os.cpu_count() or 1)
+    try:
+        with _pool(workers) as pool:
+            try:
+                for _ in run.go(pool, workers):
+                    progress(run.progress(time.monotonic() - begin))
+            except KeyboardInterrupt:
+                run.interrupted = True
+                pool.shutdown(wait=False, cancel_futures=True)
+    except KeyboardInterrupt:
+        run.interrupted = True
+    return Result(
+        run.best,
+        sorted(run.tried, key=_rank),
+        len(every) - len(run.tried),
+        run.bound(),
+        time.monotonic() - begin,
+        run.interrupted,
+    )
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    # Each worker has process groups of its own, so it starts afresh.
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _quiet)
+
+
+def _quiet() -> None:
+    """In a worker: Ctrl-C is the parent's business, and one thread is enough."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _rank(found: Found) -> tuple[bool, int, Layout]:
+    return not found.fits, found.step_ns or found.smallest_bytes, found.layout
+
+
+class _Run:
+    """Layouts by their bounds. One whose blocks were not captured yet has a first, rough bound."""
+
+    def __init__(
+        self, model: Model, cluster: Cluster, solver: str, known: _Cache, prune: bool
+    ) -> None:
+        self.model, self.cluster, self.solver = model, cluster, solver
+        self.known, self.prune = known, prune
+        self.units: dict[UnitKey, Unit] = {}
+        self.waiting: dict[UnitKey, list[Layout]] = {}  # for a capture
+        self.heap: list[tuple[int, Layout]] = []
+        self.running: dict[Future[Any], tuple[int, Layout | UnitKey]] = {}
+        self.best: Found | None = None
+        self.tried: list[Found] = []
+        self.interrupted = False
+
+    def add(self, layout: Layout) -> None:
+        found = self.known.get(layout)
+        if found is not None:
+            self.take(found)
+        elif min(static_bytes(self.model, layout)) >= self.cluster.memory_bytes:
+            static = static_bytes(self.model, layout)
+            stage = max(range(len(static)), key=static.__getitem__)
+            self.take(
+                Found(layout, self.solver, smallest_bytes=static[stage], blocking_stage=stage)
+            )
+        else:
+            bound = first_bound(self.model, self.cluster, layout)
+            heapq.heappush(self.heap, (bound, layout))
+
+    def take(self, found: Found) -> None:
+        self.tried.append(found)
+        if found.fits and (self.best is None or _rank(found) < _rank(self.best)):
+            self.best = found
+
+    def go(self, pool: ProcessPoolExecutor, workers: int) -> Iterator[None]:
+        while self.heap or self.running:
+            while self.heap and len(self.running) < workers:
+                self.start(pool, *heapq.heappop(self.heap))
+            if not self.running:
+                continue
+            done, _ = wait(self.running, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in done:
+                self.end(future)
+            yield
+
+    def start(self, pool: ProcessPoolExecutor, bound: int, layout: Layout) -> None:
+        if self.prune and self.best is not None and bound >= self.best.step_ns:
+            return
+        key = self.key(layout)
+        if key not in self.units:
+            if key not in self.waiting:
+                self.waiting[key] = []
+                self.running[pool.submit(make_unit, key)] = bound, key
+            self.waiting[key].append(layout)
+            return
+        unit = self.units[key]
+        finer = lower_bound(self.model, self.cluster, layout, unit)
+        if finer > bound:
+            heapq.heappush(self.heap, (finer, layout))
+            return
+        task = pool.submit(_evaluated, self.model, self.cluster, layout, unit, self.solver)
+        self.running[task] = bound, layout
+
+    def end(self, future: Future[Any]) -> None:
+        bound, what = self.running.pop(future)
+        result = future.result()
+        if isinstance(what, UnitKey):
+            self.units[what] = result
+            for layout in self.waiting.pop(what):
+                heapq.heappush(self.heap, (bound, layout))
+        else:
+            self.take(result)
+            self.known.put(result)
+
+    def key(self, layout: Layout) -> UnitKey:
+        experts = expert_ranks(self.model, layout.dp)
+        cluster = self.cluster
+        return UnitKey(
+            self.model, cluster.hardware, cluster.gpus, layout.tp, experts, layout.microbatch
+        )
+
+    def bound(self) -> int:
+        """No layout takes less."""
+        left = [bound for bound, _ in self.heap] + [bound for bound, _ in self.running.values()]
+        found = [self.best.step_ns] if self.best is not None else []
+        return min([*left, *found], default=0)
+
+    def progress(self, elapsed_s: float) -> Progress:
+        waiting = sum(map(len, self.waiting.values()))
+        left = len(self.heap) + len(self.running) + waiting
+        return Progress(self.best, self.bound(), len(self.tried), left, elapsed_s)
+
+
+def _evaluated(model: Model, cluster: Cluster, layout: Layout, unit: Unit, solver: str) -> Found:
+    return evaluate(model, cluster, layout, unit, solver)[0]
+
+
+class _Cache:
+    """Layouts that were planned before, in one file for each question."""
+
+    def __init__(self, folder: Path | None, model: Model, cluster: Cluster, solver: str) -> None:
+        from overlapc import __version__
+        from overlapc.profiler.hardware import load_hardware
+
+        self.path: Path | None = None
+        self.known: dict[str, Any] = {}
+        if folder is None:
+            return
+        question = json.dumps(
+            [_CACHE_VERSION, __version__, asdict(model), asdict(cluster), solver], sort_keys=True
+        ) + repr(load_hardware(cluster.hardware))
+        name = f"{model.name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
+        self.path = folder / name.replace(os.sep, "_")
+        if self.path.exists():
+            try:
+                self.known = json.loads(read_text(self.path, "search cache"))
+                for found in self.known.values():
+                    Found.parse(found)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                self.known = {}  # of an older or a broken kind: planned again
+
+    def get(self, layout: Layout) -> Found | None:
+        found = self.known.get(str(layout))
+        return None if found is None else Found.parse(found)
+
+    def put(self, found: Found) -> None:
+        if self.path is None:
+            return
+        self.known[str(found.layout)] = found.as_json()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, json.dumps(self.known))
+
+
+__all__ = ["Progress", "Result", "search"]

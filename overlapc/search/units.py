@@ -1,0 +1,101 @@
+"""What is captured once for many layouts: a few blocks of the model, and its head, on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from overlapc.ir import Problem
+from overlapc.search.models import Model
+
+BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
+
+
+@dataclass(frozen=True)
+class UnitKey:
+    """All that a capture depends on."""
+
+    model: Model
+    hardware: str
+    gpus: int
+    tp: int
+    expert_ranks: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A few blocks as a problem, the head as another, and what travels between stages."""
+
+    blocks: int
+    problem: Problem
+    received: tuple[str, ...]  # its inputs that another stage makes
+    head: Problem
+    boundary_bytes: int
+
+
+def make_unit(key: UnitKey) -> Unit:
+    """Capture the key's blocks and head on fake tensors and ranks, with estimated costs."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from overlapc.profiler.hardware import load_hardware
+    from overlapc.search.modules import Blocks, Head
+
+    model = key.model
+    machine = load_hardware(key.hardware)
+    tensor, expert = _groups(key)
+    dtype = torch.bfloat16 if "bfloat16" in machine.peak_flops else torch.float16
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            count = min(model.layers, max(BLOCKS // model.period, 1) * model.period)
+            x = torch.zeros(key.microbatch, model.seq, model.width, requires_grad=True)
+            blocks = _problem(Blocks(model, count, tensor, expert), x, machine)
+            head = _problem(Head(model, tensor), x, machine)
+    finally:
+        torch.set_default_dtype(before)
+    problem, received = blocks
+    return Unit(count, problem, received, head[0], x.nbytes)
+
+
+def _groups(key: UnitKey) -> Any:
+    """The tensor-parallel ranks are neighbours; the experts' are one of each of these."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from overlapc.search.modules import Ranks
+
+    if not dist.is_initialized() or dist.get_world_size() != key.gpus:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=key.gpus)
+
+    def ranks(members: list[int]) -> Ranks:
+        if len(members) == 1:
+            return Ranks(None, 1)
+        return Ranks(dist.new_group(members).group_name, len(members))
+
+    return ranks(list(range(key.tp))), ranks([r * key.tp for r in range(key.expert_ranks)])
+
+
+def _problem(module: Any, x: Any, machine: Any) -> tuple[Problem, tuple[str, ...]]:
+    from overlapc.merge import accumulate
+    from overlapc.passes.capture import capture
+    from overlapc.passes.parts import parameter_gradients
+    from overlapc.profiler.estimate import estimate
+
+    captured = capture(module, x)
+    problem = Problem(captured.trace, estimate(captured, machine))
+    # A gradient is read once, the float32 sum is read and written: five times its bytes.
+    add_ns = machine.memory_ns(5 * 1024)
+    problem = accumulate(problem, list(parameter_gradients(captured)), add_ns)
+    static = set(captured.static_inputs)
+    placeholders = captured.joint.graph.find_nodes(op="placeholder")
+    received = [
+        node.name
+        for i, node in enumerate(placeholders)
+        if i not in static or "tangents" in node.name
+    ]
+    return Problem(problem.trace, problem.profile), tuple(received)

@@ -1,0 +1,166 @@
+"""The command line: what it prints, its exit codes, and that it never falls over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from overlapc.cli import FAILED, GOOD, USAGE, main
+from overlapc.files import save_plan, save_problem
+from overlapc.schedule import format_schedule
+from overlapc.solvers import solve
+from overlapc.solvers.schedules import one_f_one_b
+from tests.plain.strategies import random_problem
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    problem = next(
+        p
+        for seed in range(200)
+        if (p := random_problem(Random(seed), 8)).trace.lanes and len(p.phases) == 2
+    )
+    found = {name: str(tmp_path / name) for name in ("problem", "first", "second", "rows", "costs")}
+    problem = type(problem)(**{**vars_of(problem), "budget_bytes": None})
+    save_problem(found["problem"], problem)
+    save_plan(found["first"], solve(problem, "none"))
+    save_plan(found["second"], solve(problem, "full"))
+    (tmp_path / "rows").write_text(format_schedule(one_f_one_b(2, 4)))
+    stage = {"forward_ns": 3, "input_ns": 4, "weight_ns": 2, "sent_ns": 1}
+    (tmp_path / "costs").write_text(json.dumps([stage, stage]))
+    return found
+
+
+def vars_of(problem):
+    return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
+
+
+def test_help_is_instant_and_knows_no_torch():
+    code = (
+        "import sys; from overlapc.cli import main; main(['--help']);"
+        "main(['models']); main(['hardware']); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "search" in done.stdout
+    assert "gpt-7b" in done.stdout
+    assert "a100-sxm-80" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "explain problem first",
+        "diff problem first second",
+        "simulate problem second",
+        "simulate rows --costs costs",
+        "show problem second",
+        "show rows",
+        "plan problem --solver heu",
+        "models",
+        "hardware",
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_command_on_good_files(words, as_json, files, capsys):
+    argv = [files.get(word, word) for word in words.split()] + ["--json"] * as_json
+    assert main(argv) == GOOD
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out
+    if as_json:
+        json.loads(out)
+
+
+def test_a_trace_is_written(files, tmp_path, capsys):
+    where = tmp_path / "trace.json"
+    assert main(["simulate", files["rows"], "--trace", str(where)]) == GOOD
+    assert "step" in capsys.readouterr().out
+    assert json.loads(where.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("", USAGE, "COMMAND"),
+        ("magic", USAGE, "invalid choice"),
+        ("search", USAGE, "required"),
+        ("search gpt-7b --gpus 0", USAGE, "positive"),
+        ("search gpt-9b --gpus 8", USAGE, "expected a preset"),
+        ("search nothing.json --gpus 8", USAGE, "config.json"),
+        ("search gpt-7b --gpus 8 --hardware abacus", USAGE, "unknown hardware"),
+        ("search gpt-7b --gpus 8 --memory lots", USAGE, "a number and a unit"),
+        ("search gpt-7b --gpus 8 --solver guess", USAGE, "expected one of"),
+        ("search gpt-7b --gpus 8 --tp 3", USAGE, "no layout"),
+        ("search gpt-7b --gpus 1 --memory 1GB --no-cache", FAILED, ""),
+        ("explain absent first", USAGE, "absent"),
+        ("explain first first", USAGE, "problem"),
+        ("explain problem rows", USAGE, "plan"),
+        ("plan problem --memory 1B", FAILED, "no plan fits"),
+        ("simulate rows --costs first", USAGE, "JSON list"),
+        ("show absent", USAGE, "absent"),
+    ],
+)
+def test_wrong_use_is_an_error_with_a_hint(words, code, said, files, capsys):
+    assert main([files.get(word, word) for word in words.split()]) == code
+    out, err = capsys.readouterr()
+    assert said in err
+    assert "Traceback" not in err
+    if code == FAILED and not said:
+        assert "smallest memory that works" in out
+
+
+WORDS = (
+    "search plan explain diff simulate show models hardware problem first second rows costs --json "
+    "--gpus 8 -1 1e9 --memory 8GB --tp 2 gpt-7b --costs --solver none opt --help --columns "
+    "\N{SNOWMAN} /dev/null --trace ."
+).split(" ") + [""]
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(300), pytest.param(range(300, 10_300), marks=pytest.mark.slow)]
+)
+def test_any_words_end_with_a_code(seeds, files, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for seed in seeds:
+        rng = Random(seed)
+        words = [rng.choice(WORDS) for _ in range(rng.randint(0, 7))]
+        if words[:1] == ["search"]:
+            words = ["search", *words[1:], "--memory", "1MB", "--no-cache"]
+        code = main([files.get(word, word) for word in words])
+        assert code in (GOOD, FAILED, USAGE), words
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert code == GOOD or err or "nothing fits" in out, words
+
+
+def damaged(text: str, rng: Random) -> str:
+    if rng.random() < 0.3:
+        return text[: rng.randrange(len(text))]
+    at, length = rng.randrange(len(text)), rng.randint(0, 6)
+    return (
+        text[:at] + rng.choice(["", "0", "-1", "null", "{", "\0", "x" * 50]) + text[at + length :]
+    )
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 4000), marks=pytest.mark.slow)]
+)
+def test_damaged_configs_are_typed_errors(seeds, tmp_path, capsys):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256, "hidden_act": "silu",
+        "max_position_embeddings": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    for seed in seeds:
+        path.write_text(damaged(json.dumps(config), Random(seed)))
+        code = main(["search", str(path), "--gpus", "2", "--memory", "1kB", "--no-cache"])
+        out, err = capsys.readouterr()
+        assert code in (FAILED, USAGE)
+        assert (code == FAILED) == ("nothing fits" in out), (out, err)
