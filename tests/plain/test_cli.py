@@ -115,11 +115,10 @@ def test_wrong_use_is_an_error_with_a_hint(words, code, said, files, capsys):
         assert "smallest memory that works" in out
 
 
-WORDS = (
-    "search plan explain diff simulate show models hardware problem first second rows costs --json "
-    "--gpus 8 -1 1e9 --memory 8GB --tp 2 gpt-7b --costs --solver none opt --help --columns "
-    "\N{SNOWMAN} /dev/null --trace ."
-).split(" ") + [""]
+TEXT = """search plan explain diff simulate show models hardware problem first second rows costs
+--json --gpus 8 -1 1e9 --memory 8GB --tp 2 gpt-7b --costs --solver none opt --help --columns
+\N{SNOWMAN} /dev/null --trace ."""
+WORDS = [*TEXT.split(), ""]
 
 
 @pytest.mark.parametrize(
