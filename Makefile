@@ -10,7 +10,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALLED := .venv/.overlapc-installed
-BESIDE := tests/torch/test_random_graphs.py
+BESIDE := tests/torch/test_random_graphs.py tests/torch/test_search.py
 
 .PHONY: demo test test-all bench lint clean
 

@@ -1,7 +1,8 @@
-"""Train a small GPT, tensor parallel, with and without overlapc.
+"""Train a small GPT, tensor parallel or as a pipeline, with and without overlapc.
 
 python examples/gpt/train.py --ranks 2 --compare
 python examples/gpt/train.py --ranks 2 --compare --microbatches 8
+python examples/gpt/train.py --pp 2 --schedule 1f1b --compare --microbatches 8
 torchrun --nproc-per-node 2 examples/gpt/train.py --dtensor --steps 50
 """
 
@@ -17,8 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples import common
-from examples.gpt.model import GPT, GPTConfig, parallelize_dtensor
+from examples import common, pipeline
+from examples.gpt.model import (
+    GPT,
+    GPTConfig,
+    cross_entropy,
+    cut_into_stages,
+    parallelize_dtensor,
+)
 
 
 def main() -> None:
@@ -26,7 +33,13 @@ def main() -> None:
     parser.add_argument("--dtensor", action="store_true", help="parallelize with DTensor instead")
     parser.add_argument("--tie-embeddings", action="store_true")
     common.add_arguments(parser)
+    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline: all ranks")
+    parser.add_argument("--schedule", choices=sorted(pipeline.THEIRS), default="1f1b")
     args = parser.parse_args()
+    if args.pp > 1:
+        args.ranks = args.pp
+        if args.dtensor or args.tie_embeddings or args.microbatches < 2:
+            parser.error("--pp takes --microbatches of 2 or more, and no --dtensor or tied weights")
     common.launch(args.ranks)
     group = common.connect(args.link, args.link_mbit, args.device)
 
@@ -45,6 +58,12 @@ def main() -> None:
         return GPT(config, group).to(args.device)
 
     def build_variant(name: str) -> common.Variant:
+        if args.pp > 1:
+            stages = pipeline.stages_here(lambda n: cut_into_stages(GPT(config), n), args)
+            stages.to(args.device)
+            step = pipeline.step_of(name, stages, cross_entropy, args)
+            optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-3)
+            return common.Variant(name, stages, optimizer, add_up=step)
         model, add_up = build(), common.accumulate
         if name == "checkpoint":
             model = common.checkpoint_blocks(model)
@@ -66,6 +85,9 @@ def main() -> None:
     variants = [build_variant(name) for name in args.variants.split(",")]
     common.train(variants, batch, args.steps)
     common.report(variants, batch(0))
+    for variant in variants:
+        if args.pp > 1 and variant.name == "overlapc":
+            common.say("\n" + variant.model.explain().split("\n\n")[0])
     common.leave()
 
 

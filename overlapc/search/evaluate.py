@@ -8,7 +8,7 @@ alike, and leaves out what the borders between them could still hide.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, solve
+from overlapc.solvers.partition import Partition, best_partition, even
 from overlapc.solvers.schedules import make_schedule
 from overlapc.stages import stage_cost
 
@@ -119,31 +120,23 @@ def evaluate(
     unit: Unit,
     solver: str = "heu",
     time_limit_s: float = 10.0,
+    layers: Sequence[int] | None = None,
 ) -> tuple[Found, PipelineTimeline | None]:
     """The layout's step under the solver's plans, and what its pipeline does in a few microbatches;
-    or what memory it lacks."""
+    or what memory it lacks. `layers` are those of each stage, by default an even split."""
     machine = load_hardware(cluster.hardware)
     count = microbatches(cluster, layout)
     few = min(count, 4 * layout.pp)
     schedule = make_schedule(layout.schedule, layout.pp, few)
-    layers = stage_layers(model, layout.pp)
-    static = static_bytes(model, layout)
+    layers = layers or stage_layers(model, layout.pp)
+    static = static_bytes(model, layout, layers)
     stages = []
     for stage in range(layout.pp):
         try:
             stages.append(
-                _planned(
-                    model,
-                    cluster,
-                    layout,
-                    unit,
-                    schedule,
-                    stage,
-                    static[stage],
-                    solver,
-                    time_limit_s,
-                )
-            )
+                _planned(cluster, layout, unit, schedule, stage, layers[stage], static[stage],
+                         solver, time_limit_s)
+            )  # fmt: skip
         except Infeasible as error:
             smallest = static[stage] + error.smallest_bytes
             found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=stage)
@@ -190,13 +183,46 @@ def evaluate(
     ), timeline
 
 
+def partitioned(
+    model: Model, cluster: Cluster, layout: Layout, unit: Unit, solver: str = "heu"
+) -> tuple[Partition, Partition]:
+    """Layers to stages so that the slowest stage with its own best plan is fastest: the even split,
+    and the best there is."""
+    count = microbatches(cluster, layout)
+    schedule = make_schedule(layout.schedule, layout.pp, min(count, 4 * layout.pp))
+    periods = stage_layers(model, 1)[0] // model.period
+    least = _least(unit.problem) / unit.blocks * model.period
+    known: dict[tuple[int, int], int | None] = {}
+    limit: int | None = None
+
+    def time(stage: int, first: int, behind: int) -> int | None:
+        more = model.layers % model.period if behind == periods else 0
+        mine = (behind - first) * model.period + more
+        if limit is not None and (behind - first) * least > limit:
+            return round((behind - first) * least)  # surely too slow, no matter by how much
+        if (stage, mine) not in known:
+            counts = [mine if s == stage else model.period for s in range(layout.pp)]
+            static = static_bytes(model, layout, counts)[stage]
+            try:
+                found = _planned(cluster, layout, unit, schedule, stage, mine, static, solver, 10.0)
+                known[stage, mine] = found.cost.forward_ns + found.cost.takes("B")
+            except Infeasible:
+                known[stage, mine] = None
+        return known[stage, mine]
+
+    split = even(periods, layout.pp, time)
+    limit = split.slowest_ns
+    best = best_partition(periods, layout.pp, time)
+    return split, best
+
+
 def _planned(
-    model: Model,
     cluster: Cluster,
     layout: Layout,
     unit: Unit,
     schedule: Schedule,
     stage: int,
+    layers: int,
     static: int,
     solver: str,
     time_limit_s: float,
@@ -205,7 +231,7 @@ def _planned(
     ends."""
     last = stage == layout.pp - 1
     machine = load_hardware(cluster.hardware)
-    times = stage_layers(model, layout.pp)[stage] / unit.blocks
+    times = layers / unit.blocks
     in_flight = schedule.in_flight(stage)
     boundary = unit.boundary_bytes * (in_flight + 1)  # inputs that stages before have sent
     head = simulate(unit.head, solve(unit.head, "none")) if last else None

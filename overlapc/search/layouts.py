@@ -3,7 +3,7 @@ bound on the step that needs no plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from overlapc.errors import OptionError
@@ -99,11 +99,13 @@ def stage_layers(model: Model, pp: int) -> list[int]:
     return counts
 
 
-def stage_parameters(model: Model, layout: Layout) -> list[tuple[int, int]]:
-    """(dense, of experts) that one rank of each stage holds."""
+def stage_parameters(
+    model: Model, layout: Layout, layers_of: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """(dense, of experts) that one rank of each stage holds; with an even split by default."""
     found = []
     experts_here = model.experts // expert_ranks(model, layout.dp) if model.experts else 0
-    for stage, layers in enumerate(stage_layers(model, layout.pp)):
+    for stage, layers in enumerate(layers_of or stage_layers(model, layout.pp)):
         moe = layers // model.period if model.experts else 0
         dense = layers * (model.attention_parameters // layout.tp + 2 * model.norm_parameters)
         dense += (layers - moe) * model.mlp_parameters(model.ffn) // layout.tp
@@ -116,14 +118,14 @@ def stage_parameters(model: Model, layout: Layout) -> list[tuple[int, int]]:
     return found
 
 
-def static_bytes(model: Model, layout: Layout) -> list[int]:
+def static_bytes(model: Model, layout: Layout, layers_of: Sequence[int] | None = None) -> list[int]:
     """What weights, gradients and optimizer take on one rank of each stage. The optimizer's part is
     divided over all replicas that hold the same weights (a distributed optimizer)."""
     replicas = layout.dp // expert_ranks(model, layout.dp)
     return [
         dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // layout.dp
         + experts * (WEIGHT_BYTES + GRADIENT_BYTES) + experts * OPTIMIZER_BYTES // replicas
-        for dense, experts in stage_parameters(model, layout)
+        for dense, experts in stage_parameters(model, layout, layers_of)
     ]  # fmt: skip
 
 

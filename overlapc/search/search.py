@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from overlapc.search.models import Model
 from overlapc.search.units import Unit, UnitKey, make_unit
 
 _CACHE_VERSION = 1
+_TRIES = 60  # layouts to look at for the least memory that works
 
 
 @dataclass
@@ -86,6 +87,8 @@ def search(
             try:
                 for _ in run.go(pool, workers):
                     progress(run.progress(time.monotonic() - begin))
+                if run.best is None:
+                    run.find_smallest(pool)
             except KeyboardInterrupt:
                 run.interrupted = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -192,6 +195,29 @@ class _Run:
         else:
             self.take(result)
             self.known.put(result)
+
+    def find_smallest(self, pool: ProcessPoolExecutor) -> None:
+        """Nothing fits: the least memory that surely works. What was found so far may be too little
+        still, of a stage behind the one that blocked, or of weights alone."""
+        sizes = [(found.smallest_bytes, found.layout) for found in self.tried]
+        heapq.heapify(sizes)
+        for _ in range(_TRIES):
+            size, layout = heapq.heappop(sizes)
+            key = self.key(layout)
+            if key not in self.units:
+                self.units[key] = pool.submit(make_unit, key).result()
+            cluster = replace(self.cluster, memory_bytes=size)
+            task = pool.submit(
+                _evaluated, self.model, cluster, layout, self.units[key], self.solver
+            )
+            found: Found = task.result()
+            if found.fits:
+                self.tried = [
+                    replace(t, smallest_bytes=max(size + (t.layout != layout), t.smallest_bytes))
+                    for t in self.tried
+                ]
+                return
+            heapq.heappush(sizes, (found.smallest_bytes, layout))
 
     def key(self, layout: Layout) -> UnitKey:
         experts = expert_ranks(self.model, layout.dp)

@@ -23,7 +23,7 @@ from overlapc.errors import OptionError
 
 # (stage, first layer, the layer behind its last) -> ns, or None if no plan fits
 StageTime = Callable[[int, int, int], "int | None"]
-_EXACT = 5000  # segments up to which all may be asked for
+_EXACT = 100_000  # segments up to which all may be asked for
 
 
 @dataclass(frozen=True)

@@ -103,3 +103,13 @@ def test_an_impossible_division_of_experts_is_refused() -> None:
     result = run("moe", "--experts", "3")
     assert result.returncode != 0
     assert "3 experts cannot be divided among 2 ranks" in result.stderr
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("merged", marks=pytest.mark.slow)])
+def test_a_pipeline_beside_pytorchs(schedule: str) -> None:
+    options = ["--pp", "2", "--schedule", schedule, "--microbatches", "4", "--steps", "3"]
+    result = train("gpt", *options, "--compare")
+    table = rows(result)
+    assert list(table) == ["eager", "checkpoint", "overlapc"]
+    assert table["overlapc"][-2:] == ["equal", "equal"]
+    assert "bubble" in result.stderr  # below the picture of the pipeline

@@ -94,13 +94,15 @@ def alike(name: str, count: int) -> list[Batch]:
 def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """Merge, whether it pays or not, with another choice and pace for each number."""
 
-    def solved(problem: Problem, lone: Plan, microbatches: int) -> tuple[Plan, Plan | None]:
+    def solved(
+        problem: Problem, lone: Plan, microbatches: int, lag: int
+    ) -> tuple[Plan, Plan | None]:
         if microbatches < 2:
             return lone, None
         needs = Needs(problem.trace)
         kept = keep_sets(problem, needs, 6)
         choice = needs.complete(kept[which % len(kept)])
-        merged = merge(problem)
+        merged = merge(problem, lag)
         order = merged_order(merged_work(merged, choice), NEVER, PACES[which % len(PACES)])
         own = list(schedules(problem, choice, None))
         plan = Plan(problem.trace.digest, "forced", choice.saved, order)

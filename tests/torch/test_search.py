@@ -1,0 +1,174 @@
+"""The search: its winner is that of trying everything, and its arithmetic is the models'."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from overlapc.cli import FAILED, GOOD, main
+from overlapc.errors import FileError, OptionError
+from overlapc.search.evaluate import evaluate, first_bound, lower_bound
+from overlapc.search.layouts import (
+    Cluster,
+    Fixed,
+    Layout,
+    layouts,
+    stage_layers,
+    stage_parameters,
+    static_bytes,
+)
+from overlapc.search.models import PRESETS, Model, find_model, from_config
+from overlapc.search.modules import Blocks, Head, Ranks
+from overlapc.search.search import search
+from overlapc.search.units import UnitKey, make_unit
+
+TINY = Model("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
+EXPERTS = replace(TINY, name="tiny-moe", experts=4, top_k=2, expert_width=512, moe_every=2)
+CLUSTER = Cluster("a100-sxm-80", 4, 8, 300_000_000, 16)
+PAIR = replace(CLUSTER, gpus=2, global_batch=4)
+
+
+def key(model: Model, layout: Layout) -> UnitKey:
+    ranks = min(model.experts, layout.dp) or 1
+    return UnitKey(model, CLUSTER.hardware, CLUSTER.gpus, layout.tp, ranks, layout.microbatch)
+
+
+@pytest.mark.parametrize("model", [TINY, EXPERTS, replace(TINY, gated=True, kv_heads=2)])
+def test_parameters_are_those_of_the_modules(model):
+    one = Ranks(None, 1)
+    with FakeTensorMode():
+        blocks = sum(p.numel() for p in Blocks(model, model.layers, one, one).parameters())
+        head = sum(p.numel() for p in Head(model, one).parameters())
+    assert blocks + head + model.vocab * model.width == model.parameters()
+    assert sum(map(sum, stage_parameters(model, Layout(1, 1, 1, 1)))) == model.parameters()
+    over_stages = sum(map(sum, stage_parameters(model, Layout(1, 4, 1, 1))))
+    assert over_stages == model.parameters()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_have_the_size_in_their_name(name):
+    model = PRESETS[name]
+    size = name.split("-")[1].removesuffix("b")
+    if name == "mixtral-8x7b":
+        assert model.parameters() == pytest.approx(46.7e9, rel=0.01)
+    elif size.replace(".", "").isdigit():
+        assert model.parameters() == pytest.approx(float(size) * 1e9, rel=0.1)
+    assert model.flops_per_token() > 0
+
+
+def test_megatrons_bytes_of_weights_gradients_and_optimizer():
+    """18 bytes a parameter, and 6 + 12 / dp with a distributed optimizer."""
+    for name in ("gpt-7b", "gpt-13b", "gpt-175b"):
+        model = PRESETS[name]
+        (alone,) = static_bytes(model, Layout(1, 1, 1, 1))
+        assert alone == 18 * model.parameters()
+        (shared,) = static_bytes(model, Layout(1, 1, 8, 1))
+        assert shared == pytest.approx(7.5 * model.parameters(), rel=1e-6)
+
+
+def test_layouts_divide_everything():
+    found = list(layouts(EXPERTS, CLUSTER))
+    assert len(found) == len(set(found)) > 10
+    for layout in found:
+        assert layout.tp * layout.pp * layout.dp == CLUSTER.gpus
+        assert CLUSTER.global_batch % (layout.dp * layout.microbatch) == 0
+        assert sum(stage_layers(EXPERTS, layout.pp)) == EXPERTS.layers
+    assert {layout.tp for layout in layouts(TINY, CLUSTER, Fixed(tp=2))} == {2}
+
+
+@pytest.mark.parametrize("model", [TINY, EXPERTS])
+def test_no_plan_beats_the_bounds(model):
+    tried = 0
+    for layout in list(layouts(model, CLUSTER))[::7]:
+        unit = make_unit(key(model, layout))
+        for solver in ("none", "full", "heu"):
+            found, _ = evaluate(model, CLUSTER, layout, unit, solver)
+            if found.fits:
+                tried += 1
+                assert found.step_ns >= lower_bound(model, CLUSTER, layout, unit)
+                assert found.step_ns >= first_bound(model, CLUSTER, layout)
+                assert max(found.peak_bytes) <= CLUSTER.memory_bytes
+            else:
+                assert found.smallest_bytes > CLUSTER.memory_bytes
+    assert tried > 3
+
+
+def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
+    quick = search(TINY, PAIR, cache=tmp_path)
+    every = search(TINY, PAIR, prune=False)
+    assert quick.best == every.best
+    assert quick.bound_ns <= quick.best.step_ns
+    assert every.pruned == 0
+    (file,) = tmp_path.iterdir()
+    known = json.loads(file.read_text())
+    again = search(TINY, PAIR, cache=tmp_path)
+    assert again.best == quick.best
+    assert json.loads(file.read_text()).keys() >= known.keys()
+    file.write_text("{broken")  # planned anew
+    assert search(TINY, PAIR, Fixed(tp=2), cache=tmp_path).best is not None
+
+
+def test_what_does_not_fit_says_what_would():
+    small = replace(PAIR, memory_bytes=10_000_000)
+    result = search(TINY, small)
+    assert result.best is None
+    least = min(found.smallest_bytes for found in result.tried)
+    assert search(TINY, replace(small, memory_bytes=least)).best is not None
+    with pytest.raises(OptionError, match="no layout"):
+        search(TINY, CLUSTER, Fixed(tp=3))
+
+
+def test_a_config_of_huggingface(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = find_model(str(tmp_path))
+    assert found.parameters() == find_model("llama-7b").parameters()
+    path.write_text(json.dumps(config | {"hidden_size": "wide"}))
+    with pytest.raises(FileError, match="hidden_size is 'wide'"):
+        from_config(path)
+
+
+def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config.write_text(json.dumps(small | {"vocab_size": 512, "max_position_embeddings": 256}))
+    argv = ["search", str(config), "--gpus", "2", "--batch", "8", "--pp", "2", "--memory", "200MB"]
+    argv += ["--cache", str(tmp_path / "cache"), "--compare", "none,full,heu"]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == GOOD
+    out, err = capsys.readouterr()
+    assert "the fastest: tp=1 pp=2 dp=1" in out
+    assert "Et*2|t*2L" in out
+    assert "rank 1: " in out
+    assert err == ""
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "search.json",
+        "schedule.txt",
+        "trace.json",
+    }
+    assert main(["show", str(tmp_path / "out" / "schedule.txt")]) == GOOD
+    assert main([*argv, "--json"]) == GOOD
+    out, _ = capsys.readouterr()
+    found = json.loads(out[out.index("{") :])
+    assert [row["solver"] for row in found["compared"]] == ["none", "full", "heu"]
+    assert main(["search", str(config), "--gpus", "1", "--memory", "3MB", "--no-cache"]) == FAILED
+    assert "smallest memory that works" in capsys.readouterr().out
+
+
+def test_captures_leave_the_default_dtype_alone():
+    make_unit(key(TINY, Layout(2, 1, 2, 1)))
+    assert torch.get_default_dtype() == torch.float32
