@@ -109,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         "--costs", type=Path, help="for a schedule: JSON, a list of stages' costs"
     )
     simulate.add_argument("--trace", type=Path, help="write a Perfetto trace here")
+    report = command("report", _page, "make an HTML page of what a search found")
+    report.add_argument("search", help="what `overlapc search --json` printed")
+    report.add_argument("--out", type=Path, required=True, help="the page, a .html file")
     show = command("show", _show, "draw a plan's or a schedule's timeline as text")
     show.add_argument("file", help="a problem file, or a schedule file")
     show.add_argument("plan", nargs="?", help="the plan, for a problem")
@@ -122,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 def _search(args: argparse.Namespace) -> int:
     from overlapc.planning import parse_budget
     from overlapc.profiler.hardware import load_hardware
+    from overlapc.report.trace import pipeline_json
     from overlapc.report.verdict import verdict
     from overlapc.search.evaluate import evaluate
     from overlapc.search.layouts import Cluster, Fixed
@@ -137,8 +141,8 @@ def _search(args: argparse.Namespace) -> int:
     compared = [name for name in args.compare.split(",") if name]
     for name in (args.solver, *compared):
         if name not in SOLVERS or name == "torch":
-            known = ", ".join(known for known in SOLVERS if known != "torch")
-            raise _usage(f"solver {name!r}: expected one of {known}")
+            names = ", ".join(known for known in SOLVERS if known != "torch")
+            raise _usage(f"solver {name!r}: expected one of {names}")
     memory = parse_budget(args.memory or f"{machine.memory_bytes * 92 // 100}B", 0, 0)
     cluster = Cluster(
         args.hardware, args.gpus, machine.gpus_per_node, memory, args.batch or 8 * args.gpus
@@ -162,15 +166,17 @@ def _search(args: argparse.Namespace) -> int:
     )
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    rows, timeline = [], None
+    rows: list[Any] = []
+    outcome = None
     if result.best is not None and not result.interrupted:
-        unit = make_unit(_key(model, cluster, result.best.layout))
-        for name in compared:
-            found, ran = evaluate(model, cluster, result.best.layout, unit, name)
-            rows.append(found)
-            timeline = ran if name == args.solver else timeline
-        if timeline is None:
-            timeline = evaluate(model, cluster, result.best.layout, unit, args.solver)[1]
+        layout = result.best.layout
+        unit = make_unit(_key(model, cluster, layout))
+        outcome = evaluate(model, cluster, layout, unit, args.solver)
+        for solver in compared:
+            same = solver == args.solver
+            known = outcome if same else evaluate(model, cluster, layout, unit, solver)
+            rows.append(known.found)
+    timeline = None if outcome is None else outcome.timeline
     document = {
         "overlapc_search": 1,
         "model": asdict(model),
@@ -184,15 +190,22 @@ def _search(args: argparse.Namespace) -> int:
         "best": None if result.best is None else result.best.as_json(),
         "tried": [found.as_json() for found in result.tried],
         "compared": [found.as_json() for found in rows],
+        "pipeline": None if timeline is None else pipeline_json(timeline),
+        "explain": "" if outcome is None else _explained(outcome),
+        "hardware_sources": dict(machine.sources),
     }
-    if args.out is not None and result.best is not None:
-        _write_out(args.out, document, result.best, timeline)
+    if args.out is not None and outcome is not None:
+        _write_out(args.out, document, outcome)
     if args.json:
         print(json.dumps(document, indent=1))
     else:
         print(verdict(model, cluster, machine, result, rows, timeline, args.top))
-        if args.out is not None and result.best is not None:
-            print(f"\nwritten: {args.out}/search.json, schedule.txt, trace.json (open in Perfetto)")
+        if args.out is not None and outcome is not None:
+            print(
+                f"\nwritten to {args.out}: report.html, search.json, schedule.txt, trace.json (open"
+            )
+            print("it in Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:")
+            print(f"overlapc explain {args.out}/problem.txt {args.out}/plan.txt")
     return GOOD if result.best is not None else FAILED
 
 
@@ -204,18 +217,28 @@ def _key(model: Any, cluster: Any, layout: Any) -> Any:
     return UnitKey(model, cluster.hardware, cluster.gpus, layout.tp, experts, layout.microbatch)
 
 
-def _write_out(folder: Path, document: Any, best: Any, timeline: Any) -> None:
-    from overlapc.files import write_text
+def _explained(outcome: Any) -> str:
+    stage = outcome.slowest
+    text: str = _report(stage.problem, stage.plan, "a few blocks of the slowest stage").explain()
+    return text
+
+
+def _write_out(folder: Path, document: Any, outcome: Any) -> None:
+    from overlapc.files import save_plan, save_problem, write_text
+    from overlapc.report.page import page
     from overlapc.report.trace import chrome_trace
     from overlapc.schedule import format_schedule
     from overlapc.solvers.schedules import make_schedule
 
     _make_folder(folder)
     write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
+    best, slowest = outcome.found, outcome.slowest
     schedule = make_schedule(best.layout.schedule, best.layout.pp, best.microbatches)
     write_text(folder / "schedule.txt", format_schedule(schedule))
-    if timeline is not None:
-        write_text(folder / "trace.json", json.dumps(chrome_trace(timeline)))
+    write_text(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
+    write_text(folder / "report.html", page(document))
+    save_problem(folder / "problem.txt", slowest.problem)
+    save_plan(folder / "plan.txt", slowest.plan)
 
 
 def _make_folder(folder: Path) -> None:
@@ -445,6 +468,21 @@ def _show(args: argparse.Namespace) -> int:
         print(timeline.picture(args.columns))
     else:
         print(picture(timeline, args.columns))
+    return GOOD
+
+
+def _page(args: argparse.Namespace) -> int:
+    from overlapc.files import read_text, write_text
+    from overlapc.report.page import page
+
+    try:
+        document = json.loads(read_text(args.search, "search"))
+    except ValueError as error:
+        raise _usage(f"{args.search}: {error}; expected what `search --json` printed") from None
+    if not isinstance(document, dict):
+        raise _usage(f"{args.search}: found {type(document).__name__}, expected a JSON object")
+    write_text(args.out, page(document))
+    print(json.dumps({"written": str(args.out)}) if args.json else f"written: {args.out}")
     return GOOD
 
 

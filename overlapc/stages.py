@@ -54,11 +54,9 @@ def stage_cost(
         budget_bytes=None,
     )
     action = turns(trace, plan.order)
-    parted = [text for kind in ("", *TURNS) for text in plan.order if action.get(text, "") == kind]
-    in_parts, whole = (
-        simulate(alone, replace(plan, order=tuple(order))) for order in (parted, plan.order)
-    )
-    took = _durations(in_parts, action)
+    apart = in_parts(trace, plan)
+    parted, whole = (simulate(alone, one) for one in (apart, plan))
+    took = _durations(parted, action)
     held = _held(trace, plan, action, received)
     inputs = {name: trace.value[name].bytes for name in received}
     coming = sum(size for name, size in inputs.items() if not name.startswith("tangents"))
@@ -78,7 +76,7 @@ def stage_cost(
         "W": 0,
         "B": held["F"] - boundary + gradient,
     }
-    working = {kind: most(in_parts, parted, kind) for kind in "FRIW"}
+    working = {kind: most(parted, apart.order, kind) for kind in "FRIW"}
     working["B"] = most(whole, plan.order, TURNS)
     return StageCost(
         forward_ns=took["F"],
@@ -96,6 +94,13 @@ def stage_cost(
     )
 
 
+def in_parts(trace: Trace, plan: Plan) -> Plan:
+    """The plan with its backward as three actions, one after the other."""
+    action = turns(trace, plan.order)
+    order = [text for kind in ("", *TURNS) for text in plan.order if action.get(text, "") == kind]
+    return replace(plan, order=tuple(order))
+
+
 def _is_forwards(trace: Trace, name: str) -> bool:
     producer = trace.value[name].producer
     return bool(producer) and trace.op[producer].is_forward
@@ -103,16 +108,20 @@ def _is_forwards(trace: Trace, name: str) -> bool:
 
 def _durations(timeline: Timeline, action: Mapping[str, str]) -> dict[str, int]:
     """From the begin of an action's first op to that of the next action's."""
+    border = timeline.phase_ns[0]
     begins: dict[str, int] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start_ns):
-        if span.lane == COMPUTE and span.rank == 0:
-            begins.setdefault(action.get(span.issue, "F"), span.start_ns)
-    found = {}
+        if span.lane == COMPUTE and span.rank == 0 and span.issue in action:
+            begins.setdefault(action[span.issue], max(border, span.start_ns))
+    if begins:
+        begins[min(begins, key=TURNS.index)] = border
+    found = {"F": border}
     end = timeline.step_ns
-    for kind in reversed("FRIW"):
-        begin = 0 if kind == "F" else min(begins.get(kind, end), end)
+    for kind in reversed(TURNS):
+        begin = min(begins.get(kind, end), end)
         found[kind] = end - begin
         end = begin
+    found["I"] += end - border  # nothing takes time but what is waited for
     return found
 
 

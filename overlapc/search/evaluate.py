@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Problem, Timeline
+from overlapc.ir import Plan, Problem, Timeline
 from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule
@@ -32,7 +32,7 @@ from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, solve
 from overlapc.solvers.partition import Partition, best_partition, even
 from overlapc.solvers.schedules import make_schedule
-from overlapc.stages import stage_cost
+from overlapc.stages import in_parts, stage_cost
 
 # float32 weight and moments read and written, gradient read, bf16 weight written
 _OPTIMIZER_MOVES = 2 * 12 + 4 + 2
@@ -74,12 +74,29 @@ class Found:
 
 
 @dataclass(frozen=True)
-class _Stage:
-    cost: StageCost
+class Stage:
+    """A planned stage: a few of its blocks, and what all of them take."""
+
+    problem: Problem
+    plan: Plan
     timeline: Timeline
+    cost: StageCost
     bound_ns: int
     times: float  # how many times the captured blocks
     peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found, and how it came about; without stages where nothing fits."""
+
+    found: Found
+    timeline: PipelineTimeline | None = None  # of few microbatches
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def slowest(self) -> Stage:
+        return max(self.stages, key=lambda s: s.cost.forward_ns + s.cost.takes("B"))
 
 
 def lower_bound(model: Model, cluster: Cluster, layout: Layout, unit: Unit) -> int:
@@ -121,7 +138,7 @@ def evaluate(
     solver: str = "heu",
     time_limit_s: float = 10.0,
     layers: Sequence[int] | None = None,
-) -> tuple[Found, PipelineTimeline | None]:
+) -> Outcome:
     """The layout's step under the solver's plans, and what its pipeline does in a few microbatches;
     or what memory it lacks. `layers` are those of each stage, by default an even split."""
     machine = load_hardware(cluster.hardware)
@@ -140,7 +157,7 @@ def evaluate(
         except Infeasible as error:
             smallest = static[stage] + error.smallest_bytes
             found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=stage)
-            return replace(found, layers=tuple(layers), microbatches=count), None
+            return Outcome(replace(found, layers=tuple(layers), microbatches=count))
     costs = [stage.cost for stage in stages]
     timeline = simulate_pipeline(schedule, costs, trusted=True)
     step_ns = timeline.step_ns
@@ -165,7 +182,7 @@ def evaluate(
     peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
     per_s = tokens / step_ns * 1e9
     least = sum(stage.bound_ns for stage in stages)
-    return Found(
+    found = Found(
         layout,
         solver,
         step_ns,
@@ -180,7 +197,8 @@ def evaluate(
         tuple(stage.peak_bytes for stage in stages),
         tuple(layers),
         count,
-    ), timeline
+    )
+    return Outcome(found, timeline, tuple(stages))
 
 
 def partitioned(
@@ -226,7 +244,7 @@ def _planned(
     static: int,
     solver: str,
     time_limit_s: float,
-) -> _Stage:
+) -> Stage:
     """One stage: its blocks under their best plan in the memory that is left, and what is at its
     ends."""
     last = stage == layout.pp - 1
@@ -245,6 +263,8 @@ def _planned(
     except Infeasible as error:
         raise Infeasible(cluster.memory_bytes, error.smallest_bytes + boundary) from None
     timeline = simulate(problem, plan)
+    splits = any(action.kind == "I" for action in schedule.actions)
+    ran = simulate(problem, in_parts(problem.trace, plan)) if splits else timeline
     received = unit.received if layout.pp > 1 else ()
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
     peak = timeline.peak_bytes + boundary
@@ -266,7 +286,8 @@ def _planned(
         for_weights=round(cost.for_weights * times),
         working=tuple((k, size + (saved - cost.saved) * (k == "F")) for k, size in cost.working),
     )
-    return _Stage(scaled, timeline, plan.bound_ns or bound_ns(problem), times, peak + static)
+    proven = plan.bound_ns or bound_ns(problem)
+    return Stage(problem, plan, ran, scaled, proven, times, peak + static)
 
 
 def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:

@@ -239,7 +239,7 @@ class _Run:
 
 
 def _evaluated(model: Model, cluster: Cluster, layout: Layout, unit: Unit, solver: str) -> Found:
-    return evaluate(model, cluster, layout, unit, solver)[0]
+    return evaluate(model, cluster, layout, unit, solver).found
 
 
 class _Cache:

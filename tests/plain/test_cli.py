@@ -104,6 +104,8 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("plan problem --memory 1B", FAILED, "no plan fits"),
         ("simulate rows --costs first", USAGE, "JSON list"),
         ("show absent", USAGE, "absent"),
+        ("report absent --out page.html", USAGE, "absent"),
+        ("report costs --out page.html", USAGE, "JSON object"),
     ],
 )
 def test_wrong_use_is_an_error_with_a_hint(words, code, said, files, capsys):

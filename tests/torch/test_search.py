@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_no_plan_beats_the_bounds(model):
     for layout in list(layouts(model, CLUSTER))[::7]:
         unit = make_unit(key(model, layout))
         for solver in ("none", "full", "heu"):
-            found, _ = evaluate(model, CLUSTER, layout, unit, solver)
+            found = evaluate(model, CLUSTER, layout, unit, solver).found
             if found.fits:
                 tried += 1
                 assert found.step_ns >= lower_bound(model, CLUSTER, layout, unit)
@@ -143,6 +144,35 @@ def test_a_config_of_huggingface(tmp_path):
         from_config(path)
 
 
+class Page(HTMLParser):
+    """What is open, what was said in it, and what it would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_page(text: str) -> None:
+    """Every tag is closed in its turn, and nothing comes from elsewhere."""
+    found = Page()
+    found.feed(text)
+    assert found.open == []
+    assert {"table", "svg", "rect", "circle", "script"} <= found.seen
+    assert found.loads == ["data:,"]
+    assert "http" not in text
+
+
 def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     config = tmp_path / "config.json"
     small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -155,11 +185,14 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert "Et*2|t*2L" in out
     assert "rank 1: " in out
     assert err == ""
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "search.json",
-        "schedule.txt",
-        "trace.json",
-    }
+    folder = tmp_path / "out"
+    names = "report.html search.json schedule.txt trace.json problem.txt plan.txt"
+    assert {p.name for p in folder.iterdir()} == set(names.split())
+    assert main(["explain", str(folder / "problem.txt"), str(folder / "plan.txt")]) == GOOD
+    again = tmp_path / "again.html"
+    assert main(["report", str(folder / "search.json"), "--out", str(again)]) == GOOD
+    assert again.read_text() == (folder / "report.html").read_text()
+    check_page(again.read_text())
     assert main(["show", str(tmp_path / "out" / "schedule.txt")]) == GOOD
     assert main([*argv, "--json"]) == GOOD
     out, _ = capsys.readouterr()
