@@ -19,6 +19,7 @@ from overlapc import __version__
 from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule, OverlapcError
 
 GOOD, FAILED, USAGE = 0, 1, 2
+_MOST = 1_000_000
 COMPARED = "none,full,selective,checkmate,heu"
 
 
@@ -502,8 +503,8 @@ def _positive(text: str) -> int:
         number = int(text)
     except ValueError:
         number = 0
-    if not 0 < number < 1 << 40:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive whole number")
+    if not 0 < number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {_MOST}")
     return number
 
 

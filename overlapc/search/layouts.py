@@ -3,6 +3,7 @@ bound on the step that needs no plan."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,9 @@ def expert_ranks(model: Model, dp: int) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """All of them, in order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def stage_layers(model: Model, pp: int) -> list[int]:

@@ -33,9 +33,10 @@ class Model:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "ffn", "vocab", "seq", "moe_every"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            most = 10_000 if name == "layers" else 1 << 32
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise OptionError(
-                    f"model {self.name}: {name}={value!r}, expected a positive integer"
+                    f"model {self.name}: {name}={value!r}, expected a whole number from 1 to {most}"
                 )
         if self.width % self.heads or (self.kv_heads and self.heads % self.kv_heads):
             raise OptionError(

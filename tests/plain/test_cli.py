@@ -11,8 +11,11 @@ from random import Random
 import pytest
 
 from overlapc.cli import FAILED, GOOD, USAGE, main
+from overlapc.errors import FileError, OptionError
 from overlapc.files import save_plan, save_problem
 from overlapc.schedule import format_schedule
+from overlapc.search.layouts import Cluster, layouts, static_bytes
+from overlapc.search.models import find_model
 from overlapc.solvers import solve
 from overlapc.solvers.schedules import one_f_one_b
 from tests.plain.strategies import random_problem
@@ -90,7 +93,7 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("", USAGE, "COMMAND"),
         ("magic", USAGE, "invalid choice"),
         ("search", USAGE, "required"),
-        ("search gpt-7b --gpus 0", USAGE, "positive"),
+        ("search gpt-7b --gpus 0", USAGE, "whole number"),
         ("search gpt-9b --gpus 8", USAGE, "expected a preset"),
         ("search nothing.json --gpus 8", USAGE, "config.json"),
         ("search gpt-7b --gpus 8 --hardware abacus", USAGE, "unknown hardware"),
@@ -152,16 +155,37 @@ def damaged(text: str, rng: Random) -> str:
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 4000), marks=pytest.mark.slow)]
 )
-def test_damaged_configs_are_typed_errors(seeds, tmp_path, capsys):
+def test_damaged_configs_are_typed_errors(seeds, tmp_path):
     config = {
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256, "hidden_act": "silu",
-        "max_position_embeddings": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     path = tmp_path / "config.json"
+    cluster = Cluster("a100-sxm-80", 8, 8, 1000, 64)
+    refused = []
     for seed in seeds:
         path.write_text(damaged(json.dumps(config), Random(seed)))
-        code = main(["search", str(path), "--gpus", "2", "--memory", "1kB", "--no-cache"])
-        out, err = capsys.readouterr()
-        assert code in (FAILED, USAGE)
-        assert (code == FAILED) == ("nothing fits" in out), (out, err)
+        try:
+            model = find_model(str(path))
+            for layout in layouts(model, cluster):
+                assert min(static_bytes(model, layout)) > 0
+        except (FileError, OptionError) as error:
+            refused.append(str(error))
+    assert 0 < len(refused) < len(seeds)
+    assert all("expected" in said for said in refused)
+
+
+def test_a_broken_config_is_wrong_use(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    assert main(["search", str(path), "--gpus", "2"]) == USAGE
+    assert "expected a HuggingFace config.json" in capsys.readouterr().err
