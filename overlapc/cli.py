@@ -7,6 +7,7 @@ when a command needs it, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -113,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     report = command("report", _page, "make an HTML page of what a search found")
     report.add_argument("search", help="what `overlapc search --json` printed")
     report.add_argument("--out", type=Path, required=True, help="the page, a .html file")
+    verify = command(
+        "verify", _verify, "run a plan here against eager PyTorch: gradients, time, peak"
+    )
+    add = verify.add_argument
+    add("model", help="module:function that returns a model and a tuple of inputs")
+    add("--memory", help='budget of a step, as "8GB", or a fraction of eager\'s, as 0.5')
+    add("--solver", default="overlap")
+    add("--plan", help="a plan file to apply instead of solving")
     show = command("show", _show, "draw a plan's or a schedule's timeline as text")
     show.add_argument("file", help="a problem file, or a schedule file")
     show.add_argument("plan", nargs="?", help="the plan, for a problem")
@@ -470,6 +479,34 @@ def _show(args: argparse.Namespace) -> int:
     else:
         print(picture(timeline, args.columns))
     return GOOD
+
+
+def _verify(args: argparse.Namespace) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports each start
+    from overlapc.runtime.verify import verify
+
+    memory: Any = args.memory
+    if memory is not None:
+        with contextlib.suppress(ValueError):  # text with a unit
+            memory = float(memory)
+    found = verify(args.model, memory_budget=memory, solver=args.solver, plan=args.plan)
+    if os.environ.get("RANK", "0") != "0":
+        pass  # the first rank tells
+    elif args.json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        verdict = "equal, bit by bit" if found.equal else f"DIFFER: {', '.join(found.different)}"
+        rows = [("", "step ms", "peak MiB", "gradients")]
+        for name, ns, size, said in (
+            ("eager, measured", found.eager_ns, found.eager_peak_bytes, "reference"),
+            ("planned, measured", found.planned_ns, found.planned_peak_bytes, verdict),
+            ("planned, predicted", found.predicted_ns, found.predicted_peak_bytes, ""),
+        ):
+            rows.append((name, f"{ns / 1e6:.3f}", f"{size / 2**20:.2f}", said))
+        print(_table(rows))
+        for reason in found.unchanged:
+            print(f"runs as plain PyTorch: {reason}")
+    return GOOD if found.equal else FAILED
 
 
 def _page(args: argparse.Namespace) -> int:

@@ -125,6 +125,15 @@ class GPT(nn.Module):
         return cross_entropy(self.head(self.norm(x)), targets)
 
 
+def tiny() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """A small model and a batch, for `overlapc verify examples.gpt.model:tiny`; tensor parallel
+    under torchrun."""
+    config = GPTConfig(layers=2, width=128, max_seq=64, dropout=0.1)
+    tokens = torch.randint(0, 256, (2, 4, 64), generator=torch.Generator().manual_seed(0))
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return GPT(config, group), (tokens[0], tokens[1])
+
+
 class Stage(nn.Module):
     """A part of the model for one place of a pipeline: some blocks, and what is at the ends."""
 

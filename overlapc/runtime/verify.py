@@ -1,0 +1,131 @@
+"""A model under its plan against eager, in this process: gradients, time and memory."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from overlapc.api import optimize
+from overlapc.errors import OptionError, OverlapcError
+from overlapc.profiler.memory import measure_peak
+
+_STEPS = 7
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was seen. Times are medians of steps taken in turn, in ns; gradients are compared bit by
+    bit, on this rank."""
+
+    equal: bool
+    different: tuple[str, ...]  # parameters whose gradients are not eager's
+    eager_ns: int
+    planned_ns: int
+    predicted_ns: int
+    eager_peak_bytes: int
+    planned_peak_bytes: int
+    predicted_peak_bytes: int
+    unchanged: tuple[str, ...]  # why a graph runs as plain PyTorch
+
+
+def verify(where: str, **options: Any) -> Verified:
+    """`where` is "module:function"; the function gives a model and its inputs, and the model the
+    loss. Under torchrun every rank runs it. Options are those of `optimize`."""
+    make = _find(where)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        model, inputs = make()
+    except OverlapcError:
+        raise
+    except Exception as error:
+        raise OptionError(
+            f"{where} failed: {error!r}; expected it to return a model and a tuple of inputs"
+        ) from error
+    if not isinstance(model, nn.Module) or not isinstance(inputs, tuple):
+        raise OptionError(
+            f"{where} returned a {type(model).__name__} and a {type(inputs).__name__}, expected an "
+            "nn.Module and a tuple of inputs"
+        )
+    planned = optimize(copy.deepcopy(model), **options)
+
+    def step(one: nn.Module) -> None:
+        torch.manual_seed(0)
+        loss = one(*inputs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise OptionError(f"the model of {where} gives no loss; expected one number")
+        loss.backward()
+
+    gradients, times, peaks = [], [], []
+    for one in (model, planned):
+        step(one)
+        gradients.append({n: p.grad for n, p in one.named_parameters()})  # zero_grad drops them
+        peaks.append(min(_peak(one, step) for _ in range(2)))
+    for one in [model, planned] * _STEPS:
+        one.zero_grad()
+        _settle()
+        start = time.perf_counter_ns()
+        step(one)
+        _settle()
+        times.append(time.perf_counter_ns() - start)
+    different = tuple(
+        name for name, expected in gradients[0].items() if not _same(expected, gradients[1][name])
+    )
+    timelines = [report.timeline for report in planned.reports]
+    return Verified(
+        not different,
+        different,
+        round(statistics.median(times[::2])),
+        round(statistics.median(times[1::2])),
+        sum(timeline.step_ns for timeline in timelines),
+        peaks[0],
+        peaks[1],
+        max((timeline.peak_bytes for timeline in timelines), default=0),
+        tuple(planned.unchanged),
+    )
+
+
+def _find(where: str) -> Callable[[], Any]:
+    name, _, function = where.partition(":")
+    if not name or not function:
+        raise OptionError(f"{where!r}: expected module:function, as examples.gpt.model:tiny")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OptionError(f"{where!r}: {error}; expected module:function from here") from error
+    if not callable(found):
+        raise OptionError(f"{where!r} is no function; expected one that returns model and inputs")
+    make: Callable[[], Any] = found
+    return make
+
+
+def _peak(one: nn.Module, step: Callable[[nn.Module], None]) -> int:
+    one.zero_grad()
+    device = next((p.device for p in one.parameters()), torch.device("cpu"))
+    return measure_peak(lambda: step(one), device)
+
+
+def _same(expected: Tensor | None, found: Tensor | None) -> bool:
+    if expected is None or found is None:
+        return expected is found
+    return torch.equal(expected, found)
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()

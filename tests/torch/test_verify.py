@@ -1,0 +1,59 @@
+"""`overlapc verify`: a plan against eager, from the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from overlapc.cli import FAILED, GOOD, USAGE, main
+from overlapc.runtime import verify as verifying
+
+HERE = "tests.torch.test_verify"
+
+
+def no_loss():
+    return nn.Linear(4, 4), (torch.ones(2, 4),)
+
+
+def nothing():
+    return None
+
+
+def broken():
+    raise RuntimeError("no data")
+
+
+def test_a_plan_is_equal_and_its_peak_as_predicted(capsys):
+    argv = ["verify", "examples.gpt.model:tiny", "--memory", "0.6", "--json"]
+    assert main(argv) == GOOD
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"]
+    assert found["different"] == []
+    assert found["predicted_peak_bytes"] == pytest.approx(found["planned_peak_bytes"], rel=0.05)
+    assert found["planned_peak_bytes"] < found["eager_peak_bytes"]
+
+
+def test_a_difference_is_a_failed_check(capsys, monkeypatch):
+    monkeypatch.setattr(verifying, "_same", lambda expected, found: False)
+    assert main(["verify", "examples.gpt.model:tiny"]) == FAILED
+    assert "DIFFER: embed.weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("tests", "module:function"),
+        ("no.such:thing", "No module named"),
+        (f"{HERE}:missing", "no attribute"),
+        (f"{HERE}:HERE", "no function"),
+        (f"{HERE}:nothing", "expected it to return a model"),
+        (f"{HERE}:broken", "no data"),
+        (f"{HERE}:no_loss", "gives no loss"),
+    ],
+)
+def test_wrong_use_is_told(where, said, capsys):
+    assert main(["verify", where]) == USAGE
+    assert said in capsys.readouterr().err
