@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench, slowest
-from examples.common import Text, leave, same, say
+from examples.common import Text, leave, measure_exposed, same, say
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 
@@ -44,6 +44,7 @@ class Variant:
     step: TrainStep
     step_ms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    exposed_ms: float = 0.0  # standing in waits for collectives, on the slower rank
     bitwise_equal: bool | None = None
 
     @property
@@ -99,6 +100,8 @@ def rank_main(args: argparse.Namespace) -> None:
             bench.model.zero_grad()
             peaks.append(measure_peak(lambda: variant.step(batches)))
         variant.peak_bytes = int(slowest(min(peaks)))
+        seen = [measure_exposed(lambda: run(bench, variant, batches)) for _ in range(3)]
+        variant.exposed_ms = slowest(statistics.median(seen)) * 1e3
         return variant
 
     cache = str(Path(tempfile.mkdtemp()) / "costs")  # measured once
@@ -122,6 +125,7 @@ def rank_main(args: argparse.Namespace) -> None:
                 "name": v.name,
                 "step_ms": v.step_ms,
                 "peak_bytes": v.peak_bytes,
+                "exposed_ms": v.exposed_ms,
                 "bitwise_equal": v.bitwise_equal,
                 "predicted": v.predicted,
             }
@@ -143,14 +147,14 @@ def print_table(variants: list[Variant]) -> None:
     base = next(v for v in variants if v.name == BASE)
     print("                 measured                                 predicted")
     print(
-        f"{'variant':14} {'step ms':>8} {'vs megatron':>20} {'MiB':>7} {'grads':>6}"
+        f"{'variant':14} {'step ms':>8} {'vs megatron':>20} {'MiB':>7} {'exposed':>8} {'grads':>6}"
         f" {'step ms':>8} {'MiB':>7} {'compute':>8} {'comm':>7}"
     )
     for v in variants:
         p = v.predicted
         print(
             f"{v.name:14} {statistics.median(v.step_ms):8.0f} {ratio(base.step_ms, v.step_ms):>20}"
-            f" {v.peak_bytes / 2**20:7.1f}"
+            f" {v.peak_bytes / 2**20:7.1f} {v.exposed_ms:8.0f}"
             f" {'equal' if v.bitwise_equal else 'DIFFER':>6} {p['step_ms']:8.0f}"
             f" {p['peak_bytes'] / 2**20:7.1f} {p['compute_ms']:8.0f} {p['comm_ms']:7.0f}"
         )
