@@ -62,8 +62,10 @@ def losses(result: subprocess.CompletedProcess[str], variant: str) -> list[float
     ("example", "options"),
     [
         pytest.param("gpt", [], id="gpt"),
-        pytest.param("gpt", ["--dtensor", "--tie-embeddings"], id="gpt-dtensor"),
-        pytest.param("moe", ["--top-k", "2"], id="moe"),
+        pytest.param(
+            "gpt", ["--dtensor", "--tie-embeddings"], id="gpt-dtensor", marks=pytest.mark.slow
+        ),
+        pytest.param("moe", ["--top-k", "2"], id="moe", marks=pytest.mark.slow),
     ],
 )
 def test_eager_learns_and_checkpointing_changes_nothing(example: str, options: list[str]) -> None:

@@ -221,7 +221,7 @@ def in_two_dimensions(rank: int, ranks: int, kind: str, name: str) -> Any:
     ("kind", "name"),
     [
         ("tp", "1f1b"),
-        ("tp", "merged"),
+        pytest.param("tp", "merged", marks=pytest.mark.slow),
         pytest.param("ep", "1f1b", marks=pytest.mark.slow),
         pytest.param("ep", "merged", marks=pytest.mark.slow),
     ],
@@ -451,7 +451,7 @@ def peaks(rank: int, ranks: int, name: str, budget: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
-        ("1f1b", "9MB"),
+        pytest.param("1f1b", "9MB", marks=pytest.mark.slow),
         ("1f1b", "1GB"),
         pytest.param("zero-bubble-v", "1GB", marks=pytest.mark.slow),
     ],

@@ -113,6 +113,7 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
     assert search(TINY, PAIR, Fixed(tp=2), cache=tmp_path).best is not None
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
     small = replace(PAIR, memory_bytes=10_000_000)
     result = search(TINY, small)
