@@ -9,13 +9,15 @@ import json
 import multiprocessing
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import OptionError
+from overlapc.errors import FileError, OptionError, OverlapcError
 from overlapc.files import read_text, write_text
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
@@ -94,6 +96,11 @@ def search(
                 pool.shutdown(wait=False, cancel_futures=True)
     except KeyboardInterrupt:
         run.interrupted = True
+    except BrokenProcessPool as error:
+        raise OverlapcError(
+            f"a process of the search ended by itself ({error}); expected it to plan on: see above "
+            "for why, most often too little memory here, and start it again"
+        ) from None
     return Result(
         run.best,
         sorted(run.tried, key=_rank),
@@ -263,7 +270,7 @@ class _Cache:
                 self.known = json.loads(read_text(self.path, "search cache"))
                 for found in self.known.values():
                     Found.parse(found)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (FileError, ValueError, TypeError, KeyError, AttributeError):
                 self.known = {}  # of an older or a broken kind: planned again
 
     def get(self, layout: Layout) -> Found | None:
@@ -274,8 +281,12 @@ class _Cache:
         if self.path is None:
             return
         self.known[str(found.layout)] = found.as_json()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, json.dumps(self.known))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, json.dumps(self.known))
+        except (OSError, FileError) as error:  # no reason to end a search
+            warnings.warn(f"overlapc keeps nothing of this search: {error}", stacklevel=2)
+            self.path = None
 
 
 __all__ = ["Progress", "Result", "search"]
