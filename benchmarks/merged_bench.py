@@ -105,7 +105,8 @@ def rank_main(args: argparse.Namespace) -> None:
         return variant
 
     cache = str(Path(tempfile.mkdtemp()) / "costs")  # measured once
-    limit = TrainStep(bench.model, solver="full", cache=cache).plan(batches).peak_bytes
+    everything = TrainStep(bench.model, solver="full", cache=cache, memory_budget="1TB")
+    limit = everything.plan(batches).peak_bytes
     variants = [made(BASE, solver="megatron", memory_budget=limit)]
     for level in args.levels.split(","):
         budget = int(limit * float(level))
