@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from overlapc.errors import OptionError
 from overlapc.ir import Problem
 from overlapc.search.models import Model
 
@@ -35,8 +36,10 @@ class Unit:
 
 
 def make_unit(key: UnitKey) -> Unit:
-    """Capture the key's blocks and head on fake tensors and ranks, with estimated costs."""
+    """Capture the key's blocks and head on fake tensors and ranks, with estimated costs. The
+    process has no process groups before and after."""
     import torch
+    import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from overlapc.profiler.hardware import load_hardware
@@ -56,6 +59,7 @@ def make_unit(key: UnitKey) -> Unit:
             head = _problem(Head(model, tensor), x, machine)
     finally:
         torch.set_default_dtype(before)
+        dist.destroy_process_group()
     problem, received = blocks
     return Unit(count, problem, received, head[0], x.nbytes)
 
@@ -67,10 +71,12 @@ def _groups(key: UnitKey) -> Any:
 
     from overlapc.search.modules import Ranks
 
-    if not dist.is_initialized() or dist.get_world_size() != key.gpus:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=key.gpus)
+    if dist.is_initialized():
+        raise OptionError(
+            "the search captures models on fake ranks, but this process is a rank of a job "
+            "already: run it in a process of its own"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=key.gpus)
 
     def ranks(members: list[int]) -> Ranks:
         if len(members) == 1:
