@@ -122,8 +122,8 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
         f'<p class="best">{_text(layout_name(best))}: {_ms(best["step_ns"])} ms a step, '
         f"{best['tokens_per_s']:,.0f} tokens/s, MFU {best['mfu']:.1%}</p>",
         f"<p>{best['microbatches']} microbatches, layers {'|'.join(map(str, best['layers']))}. No "
-        f"other layout can be more than {gap:.1%} faster: {len(document['tried'])} were planned, "
-        f"{document['pruned']} cannot win. {document['seconds']:.0f} s.</p>",
+        f"layout that fits is more than {gap:.1%} faster, by bound: {len(document['tried'])} were "
+        f"planned, {document['pruned']} cannot win. {document['seconds']:.0f} s.</p>",
         note,
     ]
 

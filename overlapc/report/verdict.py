@@ -33,7 +33,7 @@ def verdict(
         "",
         f"{kept}: {best.layout}",
         f"  step {best.step_ns / 1e6:.1f} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
-        f"{best.mfu:.1%}; no layout can be more than {gap:.1%} faster",
+        f"{best.mfu:.1%}; no layout that fits is more than {gap:.1%} faster, by bound",
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",

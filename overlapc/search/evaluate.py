@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from overlapc.errors import Infeasible
@@ -48,7 +48,7 @@ class Found:
     bound_ns: int = 0
     tokens_per_s: float = 0.0
     mfu: float = 0.0
-    exposed_ns: Mapping[str, int] = None  # type: ignore[assignment]  # by kind, on the slowest rank
+    exposed_ns: Mapping[str, int] = field(default_factory=dict)  # by kind, on the slowest rank
     bubble: float = 0.0  # of the step, on the slowest rank
     recompute_ns: int = 0
     recompute_hidden_ns: int = 0

@@ -234,9 +234,10 @@ class _Run:
         )
 
     def bound(self) -> int:
-        """No layout takes less."""
+        """No layout that fits takes less, whatever its plans: those planned have bounds of their
+        own, below what the solver found; those left out are no better than the best found."""
         left = [bound for bound, _ in self.heap] + [bound for bound, _ in self.running.values()]
-        found = [self.best.step_ns] if self.best is not None else []
+        found = [found.bound_ns for found in self.tried if found.fits]
         return min([*left, *found], default=0)
 
     def progress(self, elapsed_s: float) -> Progress:
