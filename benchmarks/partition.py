@@ -13,15 +13,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from concurrent.futures import Executor
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab import write_results
 from overlapc.profiler.hardware import load_hardware
-from overlapc.search.evaluate import partitioned
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.models import PRESETS
+from overlapc.search.partition import partitioned
+from overlapc.search.pool import planners
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.solvers.partition import Partition
 
@@ -31,6 +35,43 @@ TP, MICROBATCH, SEQUENCES = 8, 4, 64
 def row(name: str, found: Partition) -> str:
     slowest = "does not fit" if found.slowest_ns is None else f"{found.slowest_ns / 1e6:9.2f} ms"
     return f"  {name:5} {slowest}  {found.layout()}{'  (proven)' if found.optimal else ''}"
+
+
+def measure(
+    hardware: str, name: str, stages: int, rooms: list[float], pool: Executor
+) -> list[dict[str, Any]]:
+    model, layout = PRESETS[f"gpt-{name.lower()}"], Layout(TP, stages, 1, MICROBATCH)
+    begin = time.perf_counter()
+    unit = make_unit(UnitKey(model, hardware, TP * stages, TP, 1, MICROBATCH))
+    captured = time.perf_counter() - begin
+    rows = []
+    for room in rooms:
+        memory = max(static_bytes(model, layout)) + int(room * 1e9)
+        per_node = load_hardware(hardware).gpus_per_node
+        cluster = Cluster(hardware, TP * stages, per_node, memory, SEQUENCES)
+        begin = time.perf_counter()
+        split, best = partitioned(model, cluster, layout, unit, pool)
+        took = time.perf_counter() - begin
+        print(
+            f"{name} on {stages} stages of {TP} {hardware}, {memory / 1e9:.1f} GB: "
+            f"{took:.1f} s, and {captured:.1f} s to capture"
+        )
+        print(f"{row('even', split)}\n{row('best', best)}", flush=True)
+        rows.append(
+            {
+                "model": name,
+                "stages": stages,
+                "hardware": hardware,
+                "memory_bytes": memory,
+                "capture_seconds": captured,
+                "seconds": took,
+                "even_ns": split.slowest_ns,
+                "best_ns": best.slowest_ns,
+                "best_layout": best.layout(),
+                "proven": best.optimal,
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -45,42 +86,12 @@ def main() -> None:
         help="left for activations beside what the largest stage holds",
     )
     args = parser.parse_args()
+    rooms = [float(word) for word in args.room_gb.split(",")]
+    cases = product(args.hardware.split(","), args.models.split(","), args.stages.split(","))
     rows = []
-    for hardware in args.hardware.split(","):
-        for name in args.models.split(","):
-            model = PRESETS[f"gpt-{name.lower()}"]
-            for stages in map(int, args.stages.split(",")):
-                layout = Layout(TP, stages, 1, MICROBATCH)
-                gpus = TP * stages
-                per_node = load_hardware(hardware).gpus_per_node
-                begin = time.perf_counter()
-                unit = make_unit(UnitKey(model, hardware, gpus, TP, 1, MICROBATCH))
-                captured = time.perf_counter() - begin
-                for room in map(float, args.room_gb.split(",")):
-                    memory = max(static_bytes(model, layout)) + int(room * 1e9)
-                    cluster = Cluster(hardware, gpus, per_node, memory, SEQUENCES)
-                    begin = time.perf_counter()
-                    split, best = partitioned(model, cluster, layout, unit)
-                    took = time.perf_counter() - begin
-                    print(
-                        f"{name} on {stages} stages of {TP} {hardware}, {memory / 1e9:.1f} GB: "
-                        f"{took:.1f} s, and {captured:.1f} s to capture"
-                    )
-                    print(f"{row('even', split)}\n{row('best', best)}", flush=True)
-                    rows.append(
-                        {
-                            "model": name,
-                            "stages": stages,
-                            "hardware": hardware,
-                            "memory_bytes": memory,
-                            "capture_seconds": captured,
-                            "seconds": took,
-                            "even_ns": split.slowest_ns,
-                            "best_ns": best.slowest_ns,
-                            "best_layout": best.layout(),
-                            "proven": best.optimal,
-                        }
-                    )
+    with planners() as pool:
+        for hardware, name, stages in cases:
+            rows += measure(hardware, name, int(stages), rooms, pool)
     write_results("partition", {"what": "predicted; seconds are measured", "rows": rows})
 
 

@@ -30,7 +30,6 @@ from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, solve
-from overlapc.solvers.partition import Partition, best_partition, even
 from overlapc.solvers.schedules import make_schedule
 from overlapc.stages import in_parts, stage_cost
 
@@ -85,6 +84,11 @@ class Stage:
     times: float  # how many times the captured blocks
     peak_bytes: int
 
+    @property
+    def microbatch_ns(self) -> int:
+        """Forward and backward of one."""
+        return self.cost.forward_ns + self.cost.takes("B")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -96,16 +100,16 @@ class Outcome:
 
     @property
     def slowest(self) -> Stage:
-        return max(self.stages, key=lambda s: s.cost.forward_ns + s.cost.takes("B"))
+        return max(self.stages, key=lambda stage: stage.microbatch_ns)
 
 
 def lower_bound(model: Model, cluster: Cluster, layout: Layout, unit: Unit) -> int:
     """No plan or schedule of the layout can take less: the slowest stage does each microbatch, and
     its compute and its collectives each take their time."""
     layers = stage_layers(model, layout.pp)
-    each = _least(unit.problem) / unit.blocks
+    each = least_ns(unit.problem) / unit.blocks
     stages = [count * each for count in layers]
-    stages[-1] += _least(unit.head)
+    stages[-1] += least_ns(unit.head)
     machine = load_hardware(cluster.hardware)
     return round(max(stages) * microbatches(cluster, layout)) + optimizer_ns(model, layout, machine)
 
@@ -117,7 +121,7 @@ def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
     return round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
 
 
-def _least(problem: Problem) -> int:
+def least_ns(problem: Problem) -> int:
     costs = [(op, problem.cost(op.name)) for op in problem.trace.ops]
     lanes: dict[str, int] = {}
     for op, cost in costs:
@@ -146,16 +150,13 @@ def evaluate(
     few = min(count, 4 * layout.pp)
     schedule = make_schedule(layout.schedule, layout.pp, few)
     layers = layers or stage_layers(model, layout.pp)
-    static = static_bytes(model, layout, layers)
     stages = []
     for stage in range(layout.pp):
+        place = Place.of(model, cluster, layout, unit, schedule, stage, layers)
         try:
-            stages.append(
-                _planned(cluster, layout, unit, schedule, stage, layers[stage], static[stage],
-                         solver, time_limit_s)
-            )  # fmt: skip
+            stages.append(planned(place, unit, solver, time_limit_s))
         except Infeasible as error:
-            smallest = static[stage] + error.smallest_bytes
+            smallest = place.static_bytes + error.smallest_bytes
             found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=stage)
             return Outcome(replace(found, layers=tuple(layers), microbatches=count))
     costs = [stage.cost for stage in stages]
@@ -165,15 +166,15 @@ def evaluate(
         fewer = make_schedule(layout.schedule, layout.pp, few - layout.pp)
         before = simulate_pipeline(fewer, costs, trusted=True).step_ns
         step_ns += round((step_ns - before) / layout.pp * (count - few))
-    slowest = max(range(layout.pp), key=lambda s: costs[s].forward_ns + costs[s].takes("B"))
-    busy = count * (costs[slowest].forward_ns + costs[slowest].takes("B"))
+    outcome = Outcome(Found(layout, solver), timeline, tuple(stages))
+    busy = count * outcome.slowest.microbatch_ns
     reduction = _reduction_ns(model, layout, machine)
     exposed_dp = max(0, reduction - min(cost.takes("B") for cost in costs))
     optimizer = optimizer_ns(model, layout, machine)
     pipeline_ns = step_ns
     step_ns += exposed_dp + optimizer
-    plan = stages[slowest].timeline
-    times = stages[slowest].times * count
+    plan = outcome.slowest.timeline
+    times = outcome.slowest.times * count
     exposed: dict[str, int] = {"dp": exposed_dp}
     for exposure in plan.exposures:
         kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
@@ -198,73 +199,76 @@ def evaluate(
         tuple(layers),
         count,
     )
-    return Outcome(found, timeline, tuple(stages))
+    return replace(outcome, found=found)
 
 
-def partitioned(
-    model: Model, cluster: Cluster, layout: Layout, unit: Unit, solver: str = "heu"
-) -> tuple[Partition, Partition]:
-    """Layers to stages so that the slowest stage with its own best plan is fastest: the even split,
-    and the best there is."""
-    count = microbatches(cluster, layout)
-    schedule = make_schedule(layout.schedule, layout.pp, min(count, 4 * layout.pp))
-    periods = stage_layers(model, 1)[0] // model.period
-    least = _least(unit.problem) / unit.blocks * model.period
-    known: dict[tuple[int, int], int | None] = {}
-    limit: int | None = None
+@dataclass(frozen=True)
+class Place:
+    """A stage before it is planned: how many layers where, and what they leave of the memory."""
 
-    def time(stage: int, first: int, behind: int) -> int | None:
-        more = model.layers % model.period if behind == periods else 0
-        mine = (behind - first) * model.period + more
-        if limit is not None and (behind - first) * least > limit:
-            return round((behind - first) * least)  # surely too slow, no matter by how much
-        if (stage, mine) not in known:
-            counts = [mine if s == stage else model.period for s in range(layout.pp)]
-            static = static_bytes(model, layout, counts)[stage]
-            try:
-                found = _planned(cluster, layout, unit, schedule, stage, mine, static, solver, 10.0)
-                known[stage, mine] = found.cost.forward_ns + found.cost.takes("B")
-            except Infeasible:
-                known[stage, mine] = None
-        return known[stage, mine]
+    cluster: Cluster
+    layout: Layout
+    stage: int
+    layers: int
+    in_flight: int
+    static_bytes: int
+    boundary_bytes: int  # of inputs that stages before have sent
+    in_pieces: bool  # the schedule has input and weight gradients apart
 
-    split = even(periods, layout.pp, time)
-    limit = split.slowest_ns
-    best = best_partition(periods, layout.pp, time)
-    return split, best
+    @staticmethod
+    def of(
+        model: Model,
+        cluster: Cluster,
+        layout: Layout,
+        unit: Unit,
+        schedule: Schedule,
+        stage: int,
+        layers: Sequence[int],
+    ) -> Place:
+        """With so many layers in each stage."""
+        in_flight = schedule.in_flight(stage)
+        return Place(
+            cluster,
+            layout,
+            stage,
+            layers[stage],
+            in_flight,
+            static_bytes(model, layout, layers)[stage],
+            unit.boundary_bytes * (in_flight + 1),
+            any(action.kind == "I" for action in schedule.actions),
+        )
+
+    @property
+    def room(self) -> int:
+        """Scores are there when a microbatch's last block is done and its backward begins: instead
+        of what the plan's own worst moment has."""
+        return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.layout.pp - 1
+
+    def problem(self, unit: Unit) -> Problem:
+        """As many blocks as were captured stand for all."""
+        copies = max(1, math.ceil(self.in_flight * self.layers / unit.blocks))
+        return replace(unit.problem, in_flight=copies, budget_bytes=max(1, self.room))
 
 
-def _planned(
-    cluster: Cluster,
-    layout: Layout,
-    unit: Unit,
-    schedule: Schedule,
-    stage: int,
-    layers: int,
-    static: int,
-    solver: str,
-    time_limit_s: float,
-) -> Stage:
+def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
     """One stage: its blocks under their best plan in the memory that is left, and what is at its
     ends."""
-    last = stage == layout.pp - 1
+    cluster, layout, in_flight = place.cluster, place.layout, place.in_flight
     machine = load_hardware(cluster.hardware)
-    times = layers / unit.blocks
-    in_flight = schedule.in_flight(stage)
-    boundary = unit.boundary_bytes * (in_flight + 1)  # inputs that stages before have sent
-    head = simulate(unit.head, solve(unit.head, "none")) if last else None
-    # Scores are there when a microbatch's last block is done and its backward begins: instead of
-    # what the plan's own worst moment has.
-    room = cluster.memory_bytes - static - boundary
-    copies = max(1, math.ceil(in_flight * times))
-    problem = replace(unit.problem, in_flight=copies, budget_bytes=max(1, room))
+    times = place.layers / unit.blocks
+    static, boundary = place.static_bytes, place.boundary_bytes
+    head = simulate(unit.head, solve(unit.head, "none")) if place.last else None
+    problem = place.problem(unit)
     try:
         plan = solve(problem, solver, time_limit_s=time_limit_s)
     except Infeasible as error:
         raise Infeasible(cluster.memory_bytes, error.smallest_bytes + boundary) from None
     timeline = simulate(problem, plan)
-    splits = any(action.kind == "I" for action in schedule.actions)
-    ran = simulate(problem, in_parts(problem.trace, plan)) if splits else timeline
+    ran = simulate(problem, in_parts(problem.trace, plan)) if place.in_pieces else timeline
     received = unit.received if layout.pp > 1 else ()
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
     peak = timeline.peak_bytes + boundary

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import multiprocessing
 import os
 import time
 import warnings
@@ -30,6 +29,7 @@ from overlapc.search.layouts import (
     static_bytes,
 )
 from overlapc.search.models import Model
+from overlapc.search.pool import WORKERS, planners
 from overlapc.search.units import Unit, UnitKey, make_unit
 
 _CACHE_VERSION = 1
@@ -66,7 +66,7 @@ def search(
     solver: str = "heu",
     *,
     prune: bool = True,
-    workers: int | None = None,
+    workers: int = WORKERS,
     cache: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
@@ -83,9 +83,8 @@ def search(
     run = _Run(model, cluster, solver, known, prune)
     for layout in every:
         run.add(layout)
-    workers = workers or min(2, os.cpu_count() or 1)
     try:
-        with _pool(workers) as pool:
+        with planners(workers) as pool:
             try:
                 for _ in run.go(pool, workers):
                     progress(run.progress(time.monotonic() - begin))
@@ -109,19 +108,6 @@ def search(
         time.monotonic() - begin,
         run.interrupted,
     )
-
-
-def _pool(workers: int) -> ProcessPoolExecutor:
-    # Each worker has process groups of its own, so it starts afresh.
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _quiet)
-
-
-def _quiet() -> None:
-    """In a worker: Ctrl-C is the parent's business, and one thread is enough."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _rank(found: Found) -> tuple[bool, int, Layout]:

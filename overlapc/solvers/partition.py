@@ -2,28 +2,32 @@
 
 What a stage takes is what its *own best plan* takes, under its own memory and with as many
 microbatches in flight as its place asks for: early stages hold more, so they recompute more, so
-they should have fewer layers. Who asks gives that as a function; it is called once for each
-segment that could still be part of a better partition.
+they should have fewer layers. Who asks gives that as a function, and bounds on it that take less
+to tell.
 
-    best_partition   exact, by dynamic programming over borders
-    moved            layers moved one at a time from the slowest stage to a neighbour: an upper
-                     bound to begin with, and all there is where segments are too many
+    best_partition   exact, by dynamic programming over borders, again with each new answer until
+                     the best partition is one of answers alone
+    moved            layers moved one at a time from the slowest stage to another: all there is
+                     where segments are too many, or nothing fits
     even             as many layers for each stage, as they come
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import add
 
 from overlapc.errors import OptionError
 
 # (stage, first layer, the layer behind its last) -> ns, or None if no plan fits
 StageTime = Callable[[int, int, int], "int | None"]
+Run = Callable[..., Iterable["int | None"]]  # as `map`, which asks for one after the other
+_Segment = tuple[int, ...]
+_Weight = tuple[int, int]
 _EXACT = 100_000  # segments up to which all may be asked for
+_TOGETHER = 2  # asked for at a time
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ class Partition:
         """How many each stage has."""
         return tuple(b - a for a, b in pairwise(self.borders))
 
+    @property
+    def segments(self) -> list[_Segment]:
+        return [(stage, *pair) for stage, pair in enumerate(pairwise(self.borders))]
+
     def layout(self) -> str:
         return layout(self.layers)
 
@@ -61,13 +69,13 @@ def layout(counts: Sequence[int]) -> str:
     return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
 
 
-def even(layers: int, stages: int, time: StageTime) -> Partition:
+def even(layers: int, stages: int, time: StageTime, run: Run = map) -> Partition:
     """What is left over goes to the stages in the middle, away from embedding and head."""
     _check(layers, stages)
     more = layers % stages
     first = (stages - more) // 2
     counts = [layers // stages + (first <= s < first + more) for s in range(stages)]
-    return _timed(_borders(counts), time)
+    return _timed(_borders(counts), time, run)
 
 
 def moved(layers: int, stages: int, time: StageTime) -> Partition:
@@ -90,64 +98,82 @@ def moved(layers: int, stages: int, time: StageTime) -> Partition:
         best = found
 
 
-def best_partition(layers: int, stages: int, time: StageTime) -> Partition:
+def best_partition(
+    layers: int, stages: int, time: StageTime, *bounds: StageTime, run: Run = map
+) -> Partition:
     """The partition whose slowest stage is fastest; of equals, the least time in all.
 
     Every stage has at least one layer. With too many segments it is that of `moved`, not proven.
+    `bounds`, the quickest to tell first, are at most what the next and at last `time` tells, and
+    None only where that is: a segment is asked for only while a partition with it could be the
+    best. Equals are then those of which all segments were asked for.
     """
     _check(layers, stages)
-    known: dict[tuple[int, int, int], int | None] = {}
-
-    def ask(stage: int, first: int, behind: int) -> int | None:
-        key = stage, first, behind
-        if key not in known:
-            known[key] = time(stage, first, behind)
-        return known[key]
-
-    start = moved(layers, stages, ask)
     room = layers - stages + 1  # most layers of one stage
     if stages * room * (room + 1) // 2 > _EXACT:
-        return start
-    quickest = _cheapest(layers, stages, ask, start.slowest_ns, max)
-    if quickest is None:
-        return start  # nothing fits: what fits best
-    slowest, _ = quickest
-    least = _cheapest(layers, stages, ask, slowest, add)
-    assert least is not None
-    return replace(_timed(least[1], ask), optimal=True)
+        return moved(layers, stages, time)
+    ways = (*bounds, time)
+    known: dict[_Segment, tuple[int, int | None]] = {}  # how many ways were asked, and the answer
+
+    def ask(*segment: int) -> int | None:
+        if segment not in known:
+            known[segment] = 1, ways[0](*segment)
+        return known[segment][1]
+
+    def slowest(*segment: int) -> _Weight | None:
+        took = ask(*segment)
+        return None if took is None else (took, 0)
+
+    def in_all(*segment: int) -> _Weight | None:
+        took = ask(*segment)
+        if took is None or took > limit:
+            return None
+        return int(known[segment][0] < len(ways)), took  # as few guesses as can be, then time
+
+    while True:
+        quickest = _lightest(layers, stages, slowest, lambda a, b: max(a, b))
+        if quickest is None:
+            return moved(layers, stages, time)  # nothing fits: what fits best
+        (limit, _), _ = quickest
+        found = _lightest(layers, stages, in_all, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+        assert found is not None
+        best = _timed(found[1], ask)
+        guesses = [s for s in best.segments if known[s][0] < len(ways)]
+        if not guesses:
+            return replace(best, optimal=True)
+        longest = sorted(guesses, key=lambda s: -(known[s][1] or 0))[:_TOGETHER]
+        answers = run(lambda s: ways[known[s][0]](*s), longest)
+        for segment, answer in zip(longest, list(answers), strict=True):
+            known[segment] = known[segment][0] + 1, answer
 
 
-def _cheapest(
+def _lightest(
     layers: int,
     stages: int,
-    ask: StageTime,
-    limit: int | None,
-    join: Callable[[int, int], int],
-) -> tuple[int, tuple[int, ...]] | None:
-    """The least joined time of all stages, none above the limit, and its borders."""
+    weigh: Callable[..., _Weight | None],
+    join: Callable[[_Weight, _Weight], _Weight],
+) -> tuple[_Weight, tuple[int, ...]] | None:
+    """The least joined weight of all stages, and its borders."""
     # the layer behind -> the best way to give the layers before it to the stages so far
-    reached: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    reached: dict[int, tuple[_Weight, tuple[int, ...]]] = {0: ((0, 0), (0,))}
     for stage in range(stages):
         left = stages - stage - 1
-        further: dict[int, tuple[int, tuple[int, ...]]] = {}
+        further: dict[int, tuple[_Weight, tuple[int, ...]]] = {}
         for first, (before, borders) in reached.items():
             for behind in range(first + 1, layers - left + 1) if left else [layers]:
-                took = ask(stage, first, behind)
-                if took is None or (limit is not None and took > limit):
+                weight = weigh(stage, first, behind)
+                if weight is None:
                     continue
-                found = join(before, took), (*borders, behind)
+                found = join(before, weight), (*borders, behind)
                 if behind not in further or found < further[behind]:
                     further[behind] = found
         reached = further
     return reached.get(layers)
 
 
-def _timed(borders: tuple[int, ...], time: StageTime) -> Partition:
-    return Partition(borders, tuple(time(s, *pair) for s, pair in enumerate(_pairs(borders))))
-
-
-def _pairs(borders: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(pairwise(borders))
+def _timed(borders: tuple[int, ...], time: StageTime, run: Run = map) -> Partition:
+    segments = ((stage, *pair) for stage, pair in enumerate(pairwise(borders)))
+    return Partition(borders, tuple(run(lambda segment: time(*segment), segments)))
 
 
 def _borders(counts: list[int]) -> tuple[int, ...]:

@@ -56,6 +56,42 @@ def test_the_best_is_the_best_of_all():
             assert sum(other.layers) == layers
 
 
+def test_bounds_save_questions_and_change_no_answer():
+    asked_without, asked_with = 0, 0
+    for seed in range(300):
+        rng = Random(seed)
+        stages = rng.randint(2, 4)
+        layers = rng.randint(stages + 2, 12)
+        time = random_time(rng, layers, stages)
+        off = [[rng.random() for _ in range(layers + 1)] for _ in range(stages)]
+
+        def bound(*segment: int, time=time, off=off) -> int | None:
+            took = time(*segment)
+            return None if took is None else int(took * (0.7 + 0.3 * off[segment[0]][segment[1]]))
+
+        def rough(*segment: int, time=time) -> int | None:
+            return int(0.6 * (time(*segment) or 0))
+
+        asked: set[tuple[int, ...]] = set()
+
+        def noted(*segment: int, time=time, asked=asked) -> int | None:
+            asked.add(segment)
+            return time(*segment)
+
+        plain = best_partition(layers, stages, noted)
+        if plain.slowest_ns is None:
+            continue
+        asked_without += len(asked)
+        asked.clear()
+        found = best_partition(layers, stages, noted, rough, bound)
+        asked_with += len(asked)
+        assert found.slowest_ns == plain.slowest_ns
+        assert found.optimal
+        assert sum(found.layers) == layers
+        assert set(found.segments) <= asked
+    assert asked_with < 0.4 * asked_without
+
+
 def test_early_stages_that_hold_more_get_fewer_layers():
     def time(stage, first, behind):
         embedding = 10 * (first == 0) + 30 * (behind == 24)

@@ -24,6 +24,8 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import PRESETS, Model, find_model, from_config
 from overlapc.search.modules import Blocks, Head, Ranks
+from overlapc.search.partition import partitioned
+from overlapc.search.pool import planners
 from overlapc.search.search import search
 from overlapc.search.units import UnitKey, make_unit
 
@@ -206,3 +208,24 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
 def test_captures_leave_the_default_dtype_alone():
     make_unit(key(TINY, Layout(2, 1, 2, 1)))
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.slow
+def test_the_best_partition_is_the_best_of_all():
+    layout = Layout(1, 3, 1, 4)
+    model = replace(TINY, layers=7)
+    unit = make_unit(key(model, layout))
+    room = max(static_bytes(model, layout)) + 24_000_000  # early stages must recompute
+    cluster = Cluster(CLUSTER.hardware, 3, 8, room, 16)
+    with planners() as pool:
+        split, best = partitioned(model, cluster, layout, unit, pool)
+    slowest = {}
+    for first in range(1, 6):
+        for second in range(1, 7 - first):
+            layers = (first, second, 7 - first - second)
+            outcome = evaluate(model, cluster, layout, unit, layers=layers)
+            if outcome.found.fits:
+                slowest[layers] = outcome.slowest.microbatch_ns
+    assert best.optimal
+    assert best.slowest_ns == slowest[best.layers] == min(slowest.values())
+    assert split.slowest_ns == slowest.get(split.layers)

@@ -1,0 +1,84 @@
+"""Layers to the stages of a layout, each stage with its own best plan."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import cache
+
+from overlapc.errors import Infeasible
+from overlapc.search.evaluate import Place, least_ns, planned
+from overlapc.search.layouts import Cluster, Layout, microbatches, stage_layers
+from overlapc.search.models import Model
+from overlapc.search.units import Unit
+from overlapc.simulate import simulate
+from overlapc.solvers import bound_ns, solve
+from overlapc.solvers.partition import Partition, best_partition, even
+from overlapc.solvers.schedules import make_schedule
+
+_ROUNDED = 4  # ns that the parts of a stage lose when each is rounded
+_TOGETHER = 2  # stages planned at a time, as `best_partition` asks for
+
+
+def partitioned(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    pool: Executor,
+    solver: str = "heu",
+) -> tuple[Partition, Partition]:
+    """The even split, and the one whose slowest stage is fastest; plans are made in the pool."""
+    count = microbatches(cluster, layout)
+    schedule = make_schedule(layout.schedule, layout.pp, min(count, 4 * layout.pp))
+    periods = stage_layers(model, 1)[0] // model.period
+    head_ns = simulate(unit.head, solve(unit.head, "none")).step_ns
+    compute_ns = least_ns(unit.problem) / unit.blocks
+    too_many = [model.layers + 1] * layout.pp  # as few layers of the stage do not fit, nor do more
+
+    def place(stage: int, first: int, behind: int) -> Place | None:
+        more = model.layers % model.period if behind == periods else 0
+        counts = [model.period] * layout.pp
+        counts[stage] = (behind - first) * model.period + more
+        if counts[stage] >= too_many[stage]:
+            return None
+        return Place.of(model, cluster, layout, unit, schedule, stage, counts)
+
+    def by_compute(*segment: int) -> int | None:
+        found = place(*segment)
+        if found is None or found.room < 0:
+            return None
+        return int(compute_ns * found.layers) + head_ns * found.last - _ROUNDED
+
+    def by_memory(*segment: int) -> int | None:
+        found = place(*segment)
+        return None if found is None else bounded(found)
+
+    @cache
+    def bounded(found: Place) -> int:
+        bound = bound_ns(found.problem(unit)) * found.layers // unit.blocks
+        return bound + head_ns * found.last - _ROUNDED
+
+    def by_plan(*segment: int) -> int | None:
+        found = place(*segment)
+        if found is None:
+            return None
+        took = solved(found)
+        if took is None:
+            too_many[found.stage] = min(too_many[found.stage], found.layers)
+        return took
+
+    @cache
+    def solved(found: Place) -> int | None:
+        return pool.submit(_microbatch_ns, found, unit, solver).result()
+
+    with ThreadPoolExecutor(_TOGETHER) as threads:
+        split = even(periods, layout.pp, by_plan, threads.map)
+        ways = by_plan, by_compute, by_memory
+        return split, best_partition(periods, layout.pp, *ways, run=threads.map)
+
+
+def _microbatch_ns(place: Place, unit: Unit, solver: str) -> int | None:
+    try:
+        return planned(place, unit, solver, time_limit_s=10.0).microbatch_ns
+    except Infeasible:
+        return None
