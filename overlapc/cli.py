@@ -138,9 +138,9 @@ def _search(args: argparse.Namespace) -> int:
     from overlapc.report.trace import pipeline_json
     from overlapc.report.verdict import verdict
     from overlapc.search.evaluate import evaluate
-    from overlapc.search.layouts import Cluster, Fixed
+    from overlapc.search.layouts import Cluster, Fixed, stage_layers
     from overlapc.search.models import find_model
-    from overlapc.search.search import Progress, search
+    from overlapc.search.search import Progress, rank, search
     from overlapc.search.units import make_unit
     from overlapc.solvers import SOLVERS
 
@@ -181,11 +181,15 @@ def _search(args: argparse.Namespace) -> int:
     if result.best is not None and not result.interrupted:
         layout = result.best.layout
         unit = make_unit(_key(model, cluster, layout))
-        outcome = evaluate(model, cluster, layout, unit, args.solver)
+        split = result.best.layers
+        outcome = evaluate(model, cluster, layout, unit, args.solver, layers=split)
         for solver in compared:
-            same = solver == args.solver
-            known = outcome if same else evaluate(model, cluster, layout, unit, solver)
-            rows.append(known.found)
+            if solver == args.solver:
+                rows.append(outcome.found)
+                continue
+            splits = {split, tuple(stage_layers(model, layout.pp))}
+            tries = [evaluate(model, cluster, layout, unit, solver, layers=s).found for s in splits]
+            rows.append(min(tries, key=rank))
     timeline = None if outcome is None else outcome.timeline
     document = {
         "overlapc_search": 1,

@@ -104,14 +104,15 @@ class Outcome:
 
 
 def lower_bound(model: Model, cluster: Cluster, layout: Layout, unit: Unit) -> int:
-    """No plan or schedule of the layout can take less: the slowest stage does each microbatch, and
-    its compute and its collectives each take their time."""
-    layers = stage_layers(model, layout.pp)
-    each = least_ns(unit.problem) / unit.blocks
-    stages = [count * each for count in layers]
-    stages[-1] += least_ns(unit.head)
+    """No plan, schedule or division of the layers over the stages can take less: the slowest stage
+    does each microbatch, and its compute and its collectives each take their time."""
+    block, head = least_ns(unit.problem) / unit.blocks, least_ns(unit.head)
+    most = -(-(model.layers // model.period) // layout.pp) * model.period
+    slowest = max(
+        most * block, model.period * block + head, (model.layers * block + head) / layout.pp
+    )
     machine = load_hardware(cluster.hardware)
-    return round(max(stages) * microbatches(cluster, layout)) + optimizer_ns(model, layout, machine)
+    return round(slowest * microbatches(cluster, layout)) + optimizer_ns(model, layout, machine)
 
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:

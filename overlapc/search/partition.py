@@ -27,7 +27,8 @@ def partitioned(
     pool: Executor,
     solver: str = "heu",
 ) -> tuple[Partition, Partition]:
-    """The even split, and the one whose slowest stage is fastest; plans are made in the pool."""
+    """The even split of the model's periods, and the one whose slowest stage is fastest; plans are
+    made in the pool."""
     count = microbatches(cluster, layout)
     schedule = make_schedule(layout.schedule, layout.pp, min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period
@@ -75,6 +76,12 @@ def partitioned(
         split = even(periods, layout.pp, by_plan, threads.map)
         ways = by_plan, by_compute, by_memory
         return split, best_partition(periods, layout.pp, *ways, run=threads.map)
+
+
+def stage_counts(model: Model, partition: Partition) -> tuple[int, ...]:
+    """Layers of each stage of a partition of periods."""
+    *counts, last = (periods * model.period for periods in partition.layers)
+    return *counts, last + model.layers % model.period
 
 
 def _microbatch_ns(place: Place, unit: Unit, solver: str) -> int | None:

@@ -1,5 +1,6 @@
 """Best first through all layouts: those whose bound is no better than what was found are left out,
-so the winner is that of trying all."""
+so the winner is that of trying all. Layers are split evenly till then, and for the winner as is
+best."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,7 @@ from overlapc.search.layouts import (
     static_bytes,
 )
 from overlapc.search.models import Model
+from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners
 from overlapc.search.units import Unit, UnitKey, make_unit
 
@@ -90,6 +92,8 @@ def search(
                     progress(run.progress(time.monotonic() - begin))
                 if run.best is None:
                     run.find_smallest(pool)
+                elif run.best.layout.pp > 1:
+                    run.divide(pool)
             except KeyboardInterrupt:
                 run.interrupted = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -102,7 +106,7 @@ def search(
         ) from None
     return Result(
         run.best,
-        sorted(run.tried, key=_rank),
+        sorted(run.tried, key=rank),
         len(every) - len(run.tried),
         run.bound(),
         time.monotonic() - begin,
@@ -110,7 +114,8 @@ def search(
     )
 
 
-def _rank(found: Found) -> tuple[bool, int, Layout]:
+def rank(found: Found) -> tuple[bool, int, Layout]:
+    """To sort by: what fits first, the fastest first."""
     return not found.fits, found.step_ns or found.smallest_bytes, found.layout
 
 
@@ -146,7 +151,7 @@ class _Run:
 
     def take(self, found: Found) -> None:
         self.tried.append(found)
-        if found.fits and (self.best is None or _rank(found) < _rank(self.best)):
+        if found.fits and (self.best is None or rank(found) < rank(self.best)):
             self.best = found
 
     def go(self, pool: ProcessPoolExecutor, workers: int) -> Iterator[None]:
@@ -189,6 +194,26 @@ class _Run:
             self.take(result)
             self.known.put(result)
 
+    def divide(self, pool: ProcessPoolExecutor) -> None:
+        """Until here every layout had an even split: the best gets the best split."""
+        even = self.best
+        assert even is not None
+        unit = self.unit(self.key(even.layout), pool)
+        solver = "heu" if self.solver == "opt" else self.solver  # opt takes seconds a stage
+        where = self.model, self.cluster, even.layout, unit
+        _, division = partitioned(*where, pool, solver)
+        layers = stage_counts(self.model, division)
+        if division.slowest_ns is None or layers == even.layers:
+            return
+        found: Found = pool.submit(_evaluated, *where, self.solver, layers).result()
+        if found.fits and found.step_ns < even.step_ns:
+            self.tried[self.tried.index(even)] = self.best = found
+
+    def unit(self, key: UnitKey, pool: ProcessPoolExecutor) -> Unit:
+        if key not in self.units:
+            self.units[key] = pool.submit(make_unit, key).result()
+        return self.units[key]
+
     def find_smallest(self, pool: ProcessPoolExecutor) -> None:
         """Nothing fits: the least memory that surely works. What was found so far may be too little
         still, of a stage behind the one that blocked, or of weights alone."""
@@ -196,14 +221,11 @@ class _Run:
         heapq.heapify(sizes)
         for _ in range(_TRIES):
             size, layout = heapq.heappop(sizes)
-            key = self.key(layout)
-            if key not in self.units:
-                self.units[key] = pool.submit(make_unit, key).result()
             cluster = replace(self.cluster, memory_bytes=size)
-            task = pool.submit(
-                _evaluated, self.model, cluster, layout, self.units[key], self.solver
-            )
-            found: Found = task.result()
+            unit = self.unit(self.key(layout), pool)
+            found: Found = pool.submit(
+                _evaluated, self.model, cluster, layout, unit, self.solver
+            ).result()
             if found.fits:
                 self.tried = [
                     replace(t, smallest_bytes=max(size + (t.layout != layout), t.smallest_bytes))
@@ -232,8 +254,15 @@ class _Run:
         return Progress(self.best, self.bound(), len(self.tried), left, elapsed_s)
 
 
-def _evaluated(model: Model, cluster: Cluster, layout: Layout, unit: Unit, solver: str) -> Found:
-    return evaluate(model, cluster, layout, unit, solver).found
+def _evaluated(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    solver: str,
+    layers: Sequence[int] | None = None,
+) -> Found:
+    return evaluate(model, cluster, layout, unit, solver, layers=layers).found
 
 
 class _Cache:
