@@ -122,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", help='budget of a step, as "8GB", or a fraction of eager\'s, as 0.5')
     add("--solver", default="overlap")
     add("--plan", help="a plan file to apply instead of solving")
+    profile = command(
+        "profile", _profile, "measure this machine, under torchrun its links too, into a file"
+    )
+    add = profile.add_argument
+    add("--out", type=Path, required=True, help="the profile, a .toml for `search --hardware`")
+    add("--base", help="a profile for what is not measured; by default one of the same kind")
+    add("--seconds", type=float, default=30.0, help="to measure for, about")
     show = command("show", _show, "draw a plan's or a schedule's timeline as text")
     show.add_argument("file", help="a problem file, or a schedule file")
     show.add_argument("plan", nargs="?", help="the plan, for a problem")
@@ -511,6 +518,57 @@ def _verify(args: argparse.Namespace) -> int:
         for reason in found.unchanged:
             print(f"runs as plain PyTorch: {reason}")
     return GOOD if found.equal else FAILED
+
+
+def _profile(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from overlapc.files import write_text
+    from overlapc.profiler.hardware import format_hardware, load_hardware
+    from overlapc.profiler.machine import measure_machine
+
+    if not 0 < args.seconds <= _MOST:
+        raise _usage(f"--seconds {args.seconds}: expected more than 0 and at most {_MOST}")
+    if args.out.suffix != ".toml":
+        raise _usage(f"--out {args.out}: expected a name that ends in .toml")
+    cuda = torch.cuda.is_available()
+    base = load_hardware(args.base or ("a100-sxm-80" if cuda else "cpu-gloo"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        found = measure_machine(args.out.stem, base, args.seconds)
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+    if os.environ.get("RANK", "0") != "0":
+        return GOOD  # the first rank tells
+    write_text(args.out, format_hardware(found))
+    guessed = [key for key, source in found.sources.items() if source.startswith("not measured")]
+    figures = {
+        "written": str(args.out),
+        "peak_flops": dict(found.peak_flops),
+        "memory_bytes_per_s": found.memory_bytes_per_s,
+        "launch_ns": found.launch_ns,
+        "ranks": ranks,
+        "not_measured": guessed,
+    }
+    if args.json:
+        print(json.dumps(figures, indent=1))
+        return GOOD
+    for dtype, rate in found.peak_flops.items():
+        print(f"{dtype:10} {rate / 1e12:10.3f} TFLOP/s")
+    print(f"memory     {found.memory_bytes_per_s / 1e9:10.1f} GB/s")
+    print(f"launch     {found.launch_ns / 1e3:10.1f} us")
+    link = found.intra if "intra.alpha_ns" not in guessed else found.inter
+    for kind, table in link.busbw.items() if ranks > 1 else ():
+        size, rate = table[-1]
+        print(f"{kind:16} {rate / 1e9:6.2f} GB/s of {ranks} ranks at {size / 2**20:.0f} MiB")
+    print(f"written: {args.out}; as {base.name}, not measured: {len(guessed)} figures")
+    return GOOD
 
 
 def _page(args: argparse.Namespace) -> int:

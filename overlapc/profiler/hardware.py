@@ -8,6 +8,7 @@ describe a machine of your own, copy the nearest file and give `load_hardware` i
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Hardware", "LinkSpec", "known_hardware", "load_hardware"]
+__all__ = ["Hardware", "LinkSpec", "format_hardware", "known_hardware", "load_hardware"]
 
 _FOLDER = Path(__file__).with_name("hardware")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -142,6 +143,42 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"hardware file {path} is not TOML: {error}") from error
     return _Reader(path, data).hardware()
+
+
+def format_hardware(machine: Hardware) -> str:
+    """The machine as a file that `load_hardware` reads."""
+
+    def figure(key: str, value: object) -> str:
+        name, source = key.split(".", 1)[1], json.dumps(machine.sources[key])
+        return f"{name} = {{ value = {json.dumps(value)}, source = {source} }}"
+
+    lines = [f"name = {json.dumps(machine.name)}", f"status = {json.dumps(machine.status)}"]
+    lines += ["", "# flops per second", "[peak_flops]"]
+    lines += [figure(f"peak_flops.{dtype}", rate) for dtype, rate in machine.peak_flops.items()]
+    lines += ["", "[memory]", figure("memory.bytes", machine.memory_bytes)]
+    lines += [
+        figure("memory.bytes_per_s", machine.memory_bytes_per_s),
+        figure("memory.efficiency", machine.memory_efficiency),
+    ]
+    lines += ["", "[compute]", figure("compute.launch_ns", machine.launch_ns)]
+    lines += [
+        "# [smallest of m, n, k, part of the peak]",
+        figure("compute.matmul_efficiency", machine.matmul_efficiency),
+        figure("compute.attention_efficiency", machine.attention_efficiency),
+    ]
+    lines += ["", "[node]", figure("node.gpus", machine.gpus_per_node)]
+    for name, link in (("intra", machine.intra), ("inter", machine.inter)):
+        lines += ["", f"[{name}]", figure(f"{name}.alpha_ns", link.alpha_ns)]
+        lines += [
+            figure(f"{name}.bytes_per_s", link.bytes_per_s),
+            figure(f"{name}.slowdown.compute_permille", link.slowdown.compute_permille),
+            figure(f"{name}.slowdown.comm_permille", link.slowdown.comm_permille),
+        ]
+        for kind, part in link.efficiency.items():
+            lines.append(figure(f"{name}.efficiency.{kind}", part))
+        for kind, table in link.busbw.items():
+            lines.append(figure(f"{name}.busbw.{kind}", table))
+    return "\n".join(lines) + "\n"
 
 
 class _Reader:

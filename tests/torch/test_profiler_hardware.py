@@ -9,17 +9,32 @@ from pathlib import Path
 import pytest
 
 from overlapc.errors import FileError, OptionError
-from overlapc.profiler.hardware import _FOLDER, interpolate, known_hardware, load_hardware
+from overlapc.profiler.hardware import (
+    _FOLDER,
+    format_hardware,
+    interpolate,
+    known_hardware,
+    load_hardware,
+)
 
 EXPECTED = {
-    "a100-pcie-80", "a100-sxm-40", "a100-sxm-80", "ascend-910b", "b200", "cpu-gloo",
-    "h100-sxm", "h200-sxm", "l20", "rtx4090", "v100-sxm2-32",
+    "a100-pcie-40", "a100-pcie-80", "a100-sxm-40", "a100-sxm-80", "a800-sxm-80", "ascend-910b",
+    "b200", "cpu-gloo", "h100-sxm", "h200-sxm", "l20", "l40", "rtx4090", "v100-sxm2-32",
 }  # fmt: skip
 
 
 def test_the_machines_we_ship() -> None:
     assert set(known_hardware()) == EXPECTED
     assert "unverified" in load_hardware("ascend-910b").status
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+    machine = load_hardware(name)
+    path = tmp_path / "again.toml"
+    path.write_text(format_hardware(machine))
+    again = load_hardware(path)
+    assert (again, again.sources) == (machine, machine.sources)
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))

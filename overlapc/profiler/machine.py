@@ -1,0 +1,212 @@
+"""Measure a machine as `hardware/*.toml` describe one: what `overlapc profile` does.
+
+On one process its compute and memory; under torchrun also the link between the ranks. What was
+not measured is taken from a known machine, and its source says so.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from overlapc.emulate.model import Kind, Link
+from overlapc.profiler.clock import Clock, device_name
+from overlapc.profiler.hardware import Hardware, LinkSpec, Table
+from overlapc.profiler.link_model import Collective
+from overlapc.profiler.links import measure_links
+
+__all__ = ["measure_machine"]
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_KINDS: tuple[Kind, ...] = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p",
+)  # fmt: skip
+_SUMS = ("all_reduce", "reduce_scatter")
+_SMALLEST = 1 << 14  # bytes of a collective that is nearly all latency
+
+
+def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardware:
+    """This machine. All ranks of the default process group, if there is one, call it together,
+    and measure their compute at the same time, as they run."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    said = f"measured: {device_name(device)}, torch {torch.__version__}"
+    if not cuda:
+        said += f", {torch.get_num_threads()} threads"
+    sources = {key: f"not measured: as {base.name} ({text})" for key, text in base.sources.items()}
+    share = 0.4 if ranks > 1 else 1.0
+    found = _Compute(device, budget_s * share).measure(base, sources, said)
+    sources["memory.bytes"] = sources["node.gpus"] = said
+    found = replace(
+        found,
+        name=name,
+        status=f"{said}; what was not measured is of {base.name}",
+        memory_bytes=_memory_bytes(device) // (1 if cuda else here),
+        gpus_per_node=here if ranks > 1 else max(1, torch.cuda.device_count()),
+        sources=sources,
+    )
+    if ranks > 1:
+        inside = here == ranks
+        link = _link(
+            device, ranks, budget_s * (1 - share), "intra" if inside else "inter", sources, said
+        )
+        found = replace(found, intra=link) if inside else replace(found, inter=link)
+    return found
+
+
+class _Compute:
+    def __init__(self, device: torch.device, budget_s: float) -> None:
+        self.device, self.clock = device, Clock(device)
+        self.cuda = device.type == "cuda"
+        self.each_ns = int(budget_s * 1e9 / 20)  # about as many things are timed
+
+    def measure(self, base: Hardware, sources: dict[str, str], said: str) -> Hardware:
+        sizes = [1 << power for power in (range(6, 14) if self.cuda else range(4, 11))]
+        often = torch.bfloat16 if self.cuda else torch.float32
+        rates = {n: self.matmul_rate(n, often) for n in sizes}
+        best = max(rates, key=lambda n: rates[n])
+        peaks = self.peaks(best)
+        peak = peaks["bfloat16" if self.cuda else "float32"] = rates[best]
+        for key in [key for key in sources if key.startswith("peak_flops.")]:
+            del sources[key]
+        sources |= {f"peak_flops.{dtype}": f"{said}: square matmul of {best}" for dtype in peaks}
+        sources["compute.matmul_efficiency"] = f"{said}: {often}, square, of what {best} reaches"
+        sources["compute.launch_ns"] = f"{said}: add of 16 floats"
+        sources["compute.attention_efficiency"] = f"{said}: causal, forward"
+        copied, added = self.copy_rate(), self.add_rate()
+        sources["memory.bytes_per_s"] = f"{said}: copy of {self.large_bytes >> 20} MiB"
+        sources["memory.efficiency"] = f"{said}: x + x into new memory, of the copy rate"
+        return replace(
+            base,
+            peak_flops=peaks,
+            memory_bytes_per_s=copied,
+            memory_efficiency=min(1.0, _short(added / copied)),
+            launch_ns=max(1, self.launch_ns()),
+            matmul_efficiency=tuple((float(n), _short(rate / peak)) for n, rate in rates.items()),
+            attention_efficiency=min(1.0, _short(self.attention_rate(often) / peak)),
+        )
+
+    def time_ns(self, run: Callable[[], Any]) -> float:
+        """Median of as many runs as the budget allows; the first two warm up."""
+        run()
+        begin = self.clock.mark()
+        run()
+        (_, once) = self.clock.read([begin, self.clock.mark()])
+        count = max(3, min(200, self.each_ns // max(1, once)))
+        marks = [self.clock.mark()]
+        for _ in range(count):
+            run()
+            marks.append(self.clock.mark())
+        read = self.clock.read(marks)
+        return max(1.0, statistics.median(b - a for a, b in pairwise(read)))
+
+    def matmul_rate(self, n: int, dtype: torch.dtype) -> float:
+        a = torch.full((n, n), 1 / n, dtype=dtype, device=self.device)
+        out = torch.empty_like(a)
+        return _short(2 * n**3 / self.time_ns(lambda: torch.mm(a, a, out=out)) * 1e9)
+
+    def peaks(self, n: int) -> dict[str, float]:
+        found = {}
+        for name in _DTYPES:
+            if name == "float16" and not self.cuda:
+                n = min(n, 256)  # there may be no fast kernel
+            found[name] = self.matmul_rate(n, getattr(torch, name))
+        if self.cuda:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            try:
+                found["tf32"] = self.matmul_rate(n, torch.float32)
+            finally:
+                torch.set_float32_matmul_precision(before)
+        return found
+
+    @property
+    def large_bytes(self) -> int:
+        return 1 << (28 if self.cuda else 26)
+
+    def copy_rate(self) -> float:
+        x = torch.ones(self.large_bytes // 4, device=self.device)
+        out = torch.empty_like(x)
+        return _short(2 * x.nbytes / self.time_ns(lambda: out.copy_(x)) * 1e9)
+
+    def add_rate(self) -> float:
+        x = torch.ones(self.large_bytes // 4, device=self.device)
+        return 2 * x.nbytes / self.time_ns(lambda: x + x) * 1e9
+
+    def launch_ns(self) -> int:
+        x = torch.ones(16, device=self.device)
+        return round(self.time_ns(lambda: x + x))
+
+    def attention_rate(self, dtype: torch.dtype) -> float:
+        batch, heads, seq, width = (4, 16, 2048, 128) if self.cuda else (1, 4, 512, 64)
+        q = torch.full((batch, heads, seq, width), 0.1, dtype=dtype, device=self.device)
+        # Counted as PyTorch's own formula does, which leaves the causal half in.
+        flops = 4 * batch * heads * seq * seq * width
+        with torch.no_grad():
+            run = lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)  # noqa: E731
+            return flops / self.time_ns(run) * 1e9
+
+
+def _link(
+    device: torch.device,
+    ranks: int,
+    budget_s: float,
+    which: str,
+    sources: dict[str, str],
+    said: str,
+) -> LinkSpec:
+    """The link under the default process group, by a table of bus bandwidths."""
+    group = dist.distributed_c10d._get_default_group().group_name
+    largest = 1 << (28 if device.type == "cuda" else 24)
+    sizes = [_SMALLEST, *(largest >> shift for shift in (6, 3, 0))]
+    calls = [
+        Collective(group, kind, "float32" if kind in _SUMS else "", size)
+        for kind in _KINDS
+        for size in sizes
+    ]
+    model = measure_links(calls, device=device, repeats=5, budget_s=budget_s)
+    busbw: dict[str, Table] = {}
+    latencies = {}
+    for curve in model.curves:
+        points = [(size, ns) for size, ns in curve.points if size >= largest >> 6]
+        busbw[curve.kind] = tuple(
+            (float(size), _short(Link.wire_bytes(curve.kind, size, ranks) / max(1, ns) * 1e9))
+            for size, ns in points
+        )
+        latencies[curve.kind] = curve.points[0][1]
+    said = f"{said}, {ranks} ranks, {model.conditions['backend']}"
+    for key in [key for key in sources if key.startswith(f"{which}.")]:
+        del sources[key]
+    sources[f"{which}.alpha_ns"] = f"{said}: all_reduce of {_SMALLEST} bytes"
+    sources[f"{which}.bytes_per_s"] = f"{said}: the best of the table of all_reduce"
+    sources |= {f"{which}.busbw.{kind}": f"{said}: {model.conditions['runs']}" for kind in busbw}
+    for side in ("compute", "comm"):
+        sources[f"{which}.slowdown.{side}_permille"] = f"{said}: {model.conditions['slowdown']}"
+    return LinkSpec(
+        alpha_ns=latencies["all_reduce"],
+        bytes_per_s=max(rate for _, rate in busbw["all_reduce"]),
+        efficiency={},
+        busbw=busbw,
+        slowdown=model.slowdown,
+    )
+
+
+def _short(number: float) -> float:
+    """Four digits: no measurement has more."""
+    return float(f"{number:.4g}")
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,60 @@
+"""`overlapc profile`: this machine as a hardware file, alone and with the link between ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from overlapc.cli import GOOD, USAGE, main
+from overlapc.emulate import Link, init_link
+from overlapc.profiler.hardware import Hardware, load_hardware
+from overlapc.profiler.machine import measure_machine
+from tests.multiprocess.spawn import run_ranks
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
+
+LINK = Link(alpha_s=0.004, bytes_per_s=200e6)
+
+
+def test_one_process_measures_what_it_can_and_says_what_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "here.toml"
+    assert main(["profile", "--out", str(path), "--seconds", "2", "--json"]) == GOOD
+    told = json.loads(capsys.readouterr().out)
+    found = load_hardware(path)
+    assert told["peak_flops"] == dict(found.peak_flops)
+    assert found.name == "here"
+    assert max(part for _, part in found.matmul_efficiency) == 1
+    for key, source in found.sources.items():
+        link = key.startswith(("intra.", "inter."))
+        assert source.startswith("not measured" if link else "measured"), key
+        assert (key in told["not_measured"]) == link
+
+
+def measured(rank: int, ranks: int) -> Hardware:
+    init_link(LINK)
+    return measure_machine("pair", load_hardware("cpu-gloo"), budget_s=15)
+
+
+def test_ranks_measure_the_link_between_them() -> None:
+    one, two = run_ranks(measured, 2, timeout_s=120)
+    assert one.intra == two.intra
+    assert one.gpus_per_node == 2
+    assert set(one.intra.busbw) == {
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p",
+    }  # fmt: skip
+    for kind in ("all_reduce", "all_gather", "all_to_all"):
+        for size in (1 << 21, 1 << 24):
+            expected = LINK.seconds(kind, size, 2) * 1e9  # type: ignore[arg-type]
+            found = one.intra.collective_ns(kind, size, 2)  # type: ignore[arg-type]
+            assert 0.85 * expected < found < 2 * expected, (kind, size)
+    assert one.sources["intra.alpha_ns"].startswith("measured")
+    assert one.sources["inter.alpha_ns"].startswith("not measured")
+
+
+def test_a_profile_wants_a_toml_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--out", "here.json"]) == USAGE
+    assert "expected a name that ends in .toml" in capsys.readouterr().err
