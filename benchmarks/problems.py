@@ -176,7 +176,8 @@ def _moe(stage: Stage) -> Any:
     from examples.gpt.model import MLP, Attention, GPTConfig, Shard
     from overlapc.layers import Exchange
 
-    width, heads, held, expert_width, top_k, ranks = MOE_SHAPES[stage.model]
+    width, heads, held, expert_width, top_k, _ = MOE_SHAPES[stage.model]
+    ranks = stage.ranks
     config = GPTConfig(width=width, heads=heads, max_seq=stage.seq)
     shard = Shard(None)
     rows = stage.batch * stage.seq * top_k // (held * ranks)  # capacity factor 1

@@ -1,0 +1,133 @@
+"""What the commands print, word for word, and the page in a real browser where there is one.
+
+`OVERLAPC_GOLDEN=write pytest tests/plain/test_golden.py` writes the texts anew; read the diff.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from overlapc.cli import GOOD, main
+from overlapc.files import load_problem, save_plan, save_problem
+from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.profiler.hardware import load_hardware
+from overlapc.report.page import page
+from overlapc.report.verdict import verdict
+from overlapc.schedule import format_schedule
+from overlapc.search.evaluate import Found
+from overlapc.search.layouts import Cluster
+from overlapc.search.models import Model
+from overlapc.search.search import Result
+from overlapc.solvers import solve
+from overlapc.solvers.schedules import make_schedule, one_f_one_b
+
+GOLDEN = Path(__file__).parent / "golden"
+PROBLEM = Path(__file__).parent / "problems" / "7B-2L-x4-s2048-b8-a100-pcie-80-f1-m0.35.txt"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+COMMANDS = {
+    "models": "models",
+    "hardware": "hardware",
+    "explain": "explain problem full",
+    "diff": "diff problem none full",
+    "simulate": "simulate problem full",
+    "simulate_rows": "simulate rows --costs costs",
+    "show": "show problem full",
+    "show_rows": "show rows",
+    "plan": "plan problem --solver none",
+}
+
+
+def check(name: str, text: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("OVERLAPC_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text(), f"{path} differs; OVERLAPC_GOLDEN=write writes it anew"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("golden")
+    problem = replace(load_problem(PROBLEM), budget_bytes=20_000_000_000)
+    save_problem(folder / "problem", problem)
+    for solver in ("none", "full"):
+        save_plan(folder / solver, solve(problem, solver))
+    (folder / "rows").write_text(format_schedule(one_f_one_b(3, 5)))
+    stage = {"forward_ns": 30_000, "input_ns": 40_000, "weight_ns": 20_000, "sent_ns": 1000}
+    (folder / "costs").write_text(json.dumps([stage] * 3))
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_texts(
+    name: str,
+    files: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(files)
+    assert main(COMMANDS[name].split()) == GOOD
+    out, err = capsys.readouterr()
+    assert err == ""
+    check(name, out)
+
+
+def test_the_verdict_of_a_search() -> None:
+    found = json.loads((GOLDEN / "search.json").read_text())
+    best = Found.parse(found["best"])
+    rows = make_schedule(best.layout.schedule, best.layout.pp, best.microbatches)
+    cost = StageCost(forward_ns=30_000, input_ns=40_000, weight_ns=20_000, sent_ns=1000)
+    text = verdict(
+        Model(**found["model"]),
+        Cluster(**found["cluster"]),
+        load_hardware(found["cluster"]["hardware"]),
+        Result(
+            best,
+            [Found.parse(each) for each in found["tried"]],
+            found["pruned"],
+            found["bound_ns"],
+            found["seconds"],
+        ),
+        [Found.parse(each) for each in found["compared"]],
+        simulate_pipeline(rows, [cost] * best.layout.pp),
+        top=3,
+    )
+    check("verdict", text + "\n")
+
+
+# Says what is wider than the window, and whether the wheel zooms.
+_PROBE = """
+<script>
+  const svg = document.querySelector("svg.zoom"), before = svg.getAttribute("viewBox");
+  svg.dispatchEvent(new WheelEvent("wheel", {deltaY: -100, clientX: 50, cancelable: true}));
+  const zooms = svg.getAttribute("viewBox") !== before;
+  const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  document.title = "wider by " + wide + ", zooms " + zooms;
+</script>
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    text = page(json.loads((GOLDEN / "search.json").read_text()))
+    path = tmp_path / "report.html"
+    path.write_text(text.replace("</body>", _PROBE + "</body>"))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+         f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
+         "--virtual-time-budget=3000", "--dump-dom", path.as_uri()],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    title = re.search("<title>(.*?)</title>", done.stdout)
+    assert title is not None
+    assert title[1] == "wider by 0, zooms true"
