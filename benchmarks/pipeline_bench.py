@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import slowest
 from examples.common import Text, checkpoint_blocks, leave, same, say
-from examples.gpt.model import GPT, GPTConfig, cross_entropy, cut_into_stages
+from examples.gpt.model import GPT, GPTConfig, cross_entropy
+from examples.pipeline import cut_into_stages
 from overlapc.errors import Infeasible
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.pipeline import Pipeline

@@ -1,5 +1,5 @@
-"""The training step of a pipeline, by overlapc and by `torch.distributed.pipelining`, for a
-comparison as in `common.py`."""
+"""Either example as a pipeline: its model in stages, and its training step by overlapc and by
+`torch.distributed.pipelining`, for a comparison as in `common.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 import overlapc
-from examples.common import Batch, checkpoint_blocks
+from examples.common import Batch, Variant, checkpoint_blocks, say
 from overlapc.solvers.schedules import make_schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -33,7 +33,42 @@ THEIRS: dict[str, Any] = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zero-bubble-v": ScheduleZBVZeroBubble,
 }
+VOCAB = 256  # bytes
 SEVERAL = ("interleaved", "zero-bubble", "zero-bubble-v")  # that take a list of stages
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--pp", type=int, default=1, help="stages of a pipeline, over as many of the ranks")
+    add("--schedule", choices=sorted(THEIRS), default="1f1b", help="of the pipeline")
+
+
+class Stage(nn.Module):
+    """A part of an example's model for one place of a pipeline: some blocks, and what is at the
+    ends."""
+
+    def __init__(self, model: nn.Module, blocks: range) -> None:
+        super().__init__()
+        self.is_first, self.is_last = blocks.start == 0, blocks.stop == len(model.blocks)
+        if self.is_first:
+            self.embed, self.position = model.embed, model.position
+        self.blocks = nn.ModuleList(model.blocks[i] for i in blocks)
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            x = self.embed(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.is_last else x
+
+
+def cut_into_stages(model: nn.Module, stages: int) -> list[Stage]:
+    """As even as it goes; the first stages have one block more where it does not."""
+    counts = [len(part) for part in torch.arange(len(model.blocks)).tensor_split(stages)]
+    ends = [sum(counts[: i + 1]) for i in range(stages)]
+    return [Stage(model, range(end - n, end)) for n, end in zip(counts, ends, strict=True)]
 
 
 class Stages(nn.ModuleList):
@@ -48,15 +83,17 @@ class Stages(nn.ModuleList):
         return self.count - 1 in self.numbers
 
 
-def stages_here(cut: Callable[[int], list[nn.Module]], args: argparse.Namespace) -> Stages:
-    """This rank's part of a model that `cut(n)` makes n stages of."""
-    schedule = make_schedule(args.schedule, dist.get_world_size(), args.microbatches)
-    every = cut(schedule.stages)
-    mine = {s: every[s] for s, rank in schedule.rank_of.items() if rank == dist.get_rank()}
+def stages_here(model: nn.Module, group: dist.ProcessGroup, args: argparse.Namespace) -> Stages:
+    """The part of the model that is this rank's of the pipeline over `group`."""
+    schedule = make_schedule(args.schedule, group.size(), args.microbatches)
+    every = cut_into_stages(model, schedule.stages)
+    mine = {s: every[s] for s, rank in schedule.rank_of.items() if rank == group.rank()}
     return Stages(dict(sorted(mine.items())), schedule.stages)
 
 
-def step_of(name: str, stages: Stages, loss: Loss, args: argparse.Namespace) -> Callable[..., Any]:
+def step_of(
+    name: str, stages: Stages, loss: Loss, group: dist.ProcessGroup, args: argparse.Namespace
+) -> Callable[..., Any]:
     """How the variant of that name adds up gradients: PyTorch's runtime, or ours."""
     numbered = dict(zip(stages.numbers, stages, strict=True))
     if name == "overlapc":
@@ -65,13 +102,14 @@ def step_of(name: str, stages: Stages, loss: Loss, args: argparse.Namespace) -> 
             args.schedule,
             args.microbatches,
             loss if stages.is_last else None,
+            group=group,
             memory_budget=args.memory_budget,
             solver=args.solver,
         )
         stages.explain = pipeline.explain
         run = lambda given, wanted: pipeline(given, wanted)  # noqa: E731
     else:
-        run = _theirs(name, numbered, stages.count, loss, args)
+        run = _theirs(name, numbered, stages.count, loss, group, args)
 
     def add_up(model: nn.Module, microbatches: list[Batch]) -> list[Tensor]:
         given, wanted = map(list, zip(*microbatches, strict=True))
@@ -79,20 +117,37 @@ def step_of(name: str, stages: Stages, loss: Loss, args: argparse.Namespace) -> 
         found = run(given, wanted)
         if found:
             losses = torch.stack([each.detach().cpu() for each in found])
-        dist.all_reduce(losses)
+        dist.all_reduce(losses, group=group)
         return list(losses)
 
     return add_up
 
 
+def show(variants: list[Variant]) -> None:
+    """The picture of all ranks, as overlapc predicts it."""
+    for variant in variants:
+        if variant.name == "overlapc":
+            say("\n" + variant.model.explain().split("\n\n")[0])
+
+
 def _theirs(
-    name: str, numbered: dict[int, nn.Module], count: int, loss: Loss, args: argparse.Namespace
+    name: str,
+    numbered: dict[int, nn.Module],
+    count: int,
+    loss: Loss,
+    group: dist.ProcessGroup,
+    args: argparse.Namespace,
 ) -> Callable[..., list[Tensor]]:
     device = torch.device(args.device)
-    made = [
-        PipelineStage(checkpoint_blocks(m) if name == "checkpoint" else m, s, count, device)
-        for s, m in numbered.items()
-    ]
+    # Shapes are told, for their runtime finds them on meta tensors, which route no tokens.
+    tokens = torch.empty(args.batch, args.seq, dtype=torch.long, device="meta")
+    between = torch.empty(args.batch, args.seq, args.width, device="meta", requires_grad=True)
+    made = []
+    for s, stage in numbered.items():
+        given = between if s else tokens
+        gives = between if s < count - 1 else between[..., :1].expand(-1, -1, VOCAB)
+        module = checkpoint_blocks(stage) if name == "checkpoint" else stage
+        made.append(PipelineStage(module, s, count, device, given, gives, group=group))
     schedule = THEIRS[args.schedule](
         made if args.schedule in SEVERAL else made[0],
         args.microbatches,

@@ -134,36 +134,9 @@ def tiny() -> tuple[GPT, tuple[Tensor, Tensor]]:
     return GPT(config, group), (tokens[0], tokens[1])
 
 
-class Stage(nn.Module):
-    """A part of the model for one place of a pipeline: some blocks, and what is at the ends."""
-
-    def __init__(self, model: GPT, blocks: range) -> None:
-        super().__init__()
-        self.is_first, self.is_last = blocks.start == 0, blocks.stop == len(model.blocks)
-        if self.is_first:
-            self.embed, self.position = model.embed, model.position
-        self.blocks = nn.ModuleList(model.blocks[i] for i in blocks)
-        if self.is_last:
-            self.norm, self.head = model.norm, model.head
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_first:
-            x = self.embed(x) + self.position(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) if self.is_last else x
-
-
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The loss behind the last stage."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def cut_into_stages(model: GPT, stages: int) -> list[Stage]:
-    """As even as it goes; the first stages have one block more where it does not."""
-    counts = [len(part) for part in torch.arange(len(model.blocks)).tensor_split(stages)]
-    ends = [sum(counts[: i + 1]) for i in range(stages)]
-    return [Stage(model, range(end - n, end)) for n, end in zip(counts, ends, strict=True)]
 
 
 def parallelize_dtensor(model: GPT, mesh: DeviceMesh) -> GPT:

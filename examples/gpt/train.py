@@ -19,13 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples import common, pipeline
-from examples.gpt.model import (
-    GPT,
-    GPTConfig,
-    cross_entropy,
-    cut_into_stages,
-    parallelize_dtensor,
-)
+from examples.gpt.model import GPT, GPTConfig, cross_entropy, parallelize_dtensor
 
 
 def main() -> None:
@@ -33,8 +27,7 @@ def main() -> None:
     parser.add_argument("--dtensor", action="store_true", help="parallelize with DTensor instead")
     parser.add_argument("--tie-embeddings", action="store_true")
     common.add_arguments(parser)
-    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline: all ranks")
-    parser.add_argument("--schedule", choices=sorted(pipeline.THEIRS), default="1f1b")
+    pipeline.add_arguments(parser)
     args = parser.parse_args()
     if args.pp > 1:
         args.ranks = args.pp
@@ -59,9 +52,8 @@ def main() -> None:
 
     def build_variant(name: str) -> common.Variant:
         if args.pp > 1:
-            stages = pipeline.stages_here(lambda n: cut_into_stages(GPT(config), n), args)
-            stages.to(args.device)
-            step = pipeline.step_of(name, stages, cross_entropy, args)
+            stages = pipeline.stages_here(GPT(config), group, args).to(args.device)
+            step = pipeline.step_of(name, stages, cross_entropy, group, args)
             optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-3)
             return common.Variant(name, stages, optimizer, add_up=step)
         model, add_up = build(), common.accumulate
@@ -85,9 +77,8 @@ def main() -> None:
     variants = [build_variant(name) for name in args.variants.split(",")]
     common.train(variants, batch, args.steps)
     common.report(variants, batch(0))
-    for variant in variants:
-        if args.pp > 1 and variant.name == "overlapc":
-            common.say("\n" + variant.model.explain().split("\n\n")[0])
+    if args.pp > 1:
+        pipeline.show(variants)
     common.leave()
 
 

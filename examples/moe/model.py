@@ -152,7 +152,7 @@ class MoEGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def average_gradients(model: MoEGPT, group: dist.ProcessGroup) -> None:
+def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make the gradients those of the mean loss over all ranks' batches.
 
     Expert weights already collected the tokens of every rank; what is whole on each rank is

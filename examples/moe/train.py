@@ -1,7 +1,9 @@
-"""Train a small mixture-of-experts GPT, expert parallel, with and without overlapc.
+"""Train a small mixture-of-experts GPT, expert parallel, also in a pipeline, with and without
+overlapc.
 
 python examples/moe/train.py --ranks 2 --compare
 python examples/moe/train.py --ranks 2 --compare --microbatches 4
+python examples/moe/train.py --ranks 4 --pp 2 --compare --microbatches 4
 torchrun --nproc-per-node 2 examples/moe/train.py --top-k 1 --steps 50
 """
 
@@ -12,12 +14,25 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples import common
+from examples import common, pipeline
+from examples.gpt.model import cross_entropy
 from examples.moe.model import MoEConfig, MoEGPT, average_gradients
+
+
+def dimensions(stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's group of experts, neighbours, and its pipeline, over one rank of each group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks % stages:
+        raise SystemExit(f"--pp {stages} does not divide {ranks} ranks")
+    each = ranks // stages
+    across = [dist.new_group(list(range(s * each, (s + 1) * each))) for s in range(stages)]
+    along = [dist.new_group(list(range(e, ranks, each))) for e in range(each)]
+    return across[rank // each], along[rank % each]
 
 
 def main() -> None:
@@ -25,9 +40,13 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--top-k", type=int, default=2)
     common.add_arguments(parser)
+    pipeline.add_arguments(parser)
     args = parser.parse_args()
+    if args.pp > 1 and (args.ranks % args.pp or args.microbatches < 2):
+        parser.error("--pp takes a --ranks that it divides, and --microbatches of 2 or more")
     common.launch(args.ranks)
-    group = common.connect(args.link, args.link_mbit, args.device)
+    common.connect(args.link, args.link_mbit, args.device)
+    group, along = dimensions(args.pp)
 
     config = MoEConfig(
         layers=args.layers,
@@ -38,7 +57,15 @@ def main() -> None:
         max_seq=args.seq,
     )
 
+    def averaged(model: nn.Module) -> None:
+        average_gradients(model, group)
+
     def build_variant(name: str) -> common.Variant:
+        if args.pp > 1:
+            stages = pipeline.stages_here(MoEGPT(config, group), along, args).to(args.device)
+            step = pipeline.step_of(name, stages, cross_entropy, along, args)
+            optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-3)
+            return common.Variant(name, stages, optimizer, averaged, step)
         model: nn.Module = MoEGPT(config, group).to(args.device)
         add_up = common.accumulate
         if name == "checkpoint":
@@ -46,7 +73,7 @@ def main() -> None:
         if name == "overlapc":
             model, add_up = common.optimized(model, args)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return common.Variant(name, model, optimizer, lambda m: average_gradients(m, group), add_up)
+        return common.Variant(name, model, optimizer, averaged, add_up)
 
     text = common.Text()
 
@@ -61,6 +88,8 @@ def main() -> None:
     variants = [build_variant(name) for name in args.variants.split(",")]
     common.train(variants, batch, args.steps)
     common.report(variants, batch(0))
+    if args.pp > 1:
+        pipeline.show(variants)
     common.leave()
 
 

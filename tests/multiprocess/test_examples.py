@@ -115,3 +115,13 @@ def test_a_pipeline_beside_pytorchs(schedule: str) -> None:
     assert list(table) == ["eager", "checkpoint", "overlapc"]
     assert table["overlapc"][-2:] == ["equal", "equal"]
     assert "bubble" in result.stderr  # below the picture of the pipeline
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_experts() -> None:
+    options = ["--ranks", "4", "--pp", "2", "--microbatches", "4", "--steps", "3"]
+    result = train("moe", *options, "--compare")
+    table = rows(result)
+    assert list(table) == ["eager", "checkpoint", "overlapc"]
+    assert table["overlapc"][-2:] == ["equal", "equal"]
+    assert "bubble" in result.stderr
