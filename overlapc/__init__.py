@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from overlapc.runtime.hosted import PipelineSchedule
     from overlapc.runtime.pipeline import Pipeline
     from overlapc.runtime.train_step import TrainStep
+    from overlapc.search.chosen import load_search
     from overlapc.solvers import solve
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _LATER = {
     "Report": "overlapc.planning",
     "TrainStep": "overlapc.runtime.train_step",
     "capture": "overlapc.api",
+    "load_search": "overlapc.search.chosen",
     "optimize": "overlapc.api",
     "plan": "overlapc.api",
     "rewrite": "overlapc.api",
@@ -54,6 +56,7 @@ __all__ = [
     "capture",
     "check",
     "load_plan",
+    "load_search",
     "optimize",
     "plan",
     "rewrite",

@@ -224,9 +224,11 @@ def _search(args: argparse.Namespace) -> int:
         if args.out is not None and outcome is not None:
             print(
                 f"\nwritten to {args.out}: report.html, search.json, schedule.txt, trace.json (open"
+                " it\nin Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
+                f"overlapc explain {args.out}/problem.txt {args.out}/plan.txt\n"
+                f'To train with it: overlapc.load_search("{args.out}/search.json") has schedule, '
+                "layers and\nmemory budgets as overlapc.Pipeline and overlapc.optimize take them."
             )
-            print("it in Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:")
-            print(f"overlapc explain {args.out}/problem.txt {args.out}/plan.txt")
     return GOOD if result.best is not None else FAILED
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from overlapc.errors import OptionError
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.hosted import PipelineSchedule
 from overlapc.runtime.pipeline import Pipeline
+from overlapc.search.chosen import load_search
 from overlapc.solvers.schedules import make_schedule
 from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import run_ranks
@@ -30,6 +32,7 @@ from tests.torch.exact import bits
 pytestmark = pytest.mark.multiprocess
 
 WIDTH, ROWS = 16, 6
+SEARCH = Path(__file__).parents[1] / "plain" / "golden" / "search.json"
 
 
 class Stage(nn.Module):
@@ -286,6 +289,29 @@ def tied_and_replicated(rank: int, ranks: int) -> list[str]:
 
 def test_tied_weights_and_data_parallel_replicas() -> None:
     assert run_ranks(tied_and_replicated, 4, timeout_s=120) == [[]] * 4
+
+
+def as_a_search_chose(rank: int, ranks: int) -> list[str]:
+    dist.init_process_group("gloo")
+    chosen = load_search(SEARCH)
+    module, twins = make(rank, 1, 0.0), [make(stage, 1, 0.0) for stage in range(2)]
+    given, targets = batches(chosen.microbatches)
+    pipeline = Pipeline(
+        {rank: module}, chosen.schedule, chosen.microbatches, loss if rank else None,
+        memory_budget=chosen.memory_budgets[rank], solver=chosen.solver, profile="estimate",
+    )  # fmt: skip
+    pipeline(given, targets)
+    for x, target in zip(given, targets, strict=True):
+        loss(twins[1](twins[0](x)), target).backward()
+    pairs = zip(module.named_parameters(), twins[rank].parameters(), strict=True)
+    wrong = [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_what_a_search_wrote_is_run() -> None:
+    assert run_ranks(as_a_search_chose, 2, timeout_s=120) == [[]] * 2
 
 
 def one_stays_away(rank: int, ranks: int) -> Any:

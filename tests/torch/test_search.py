@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlapc.cli import FAILED, GOOD, main
 from overlapc.errors import FileError, OptionError
+from overlapc.schedule import format_schedule
+from overlapc.search.chosen import load_search
 from overlapc.search.evaluate import evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
     Cluster,
@@ -197,6 +199,14 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert again.read_text() == (folder / "report.html").read_text()
     check_page(again.read_text())
     assert main(["show", str(tmp_path / "out" / "schedule.txt")]) == GOOD
+    chosen = load_search(folder / "search.json")
+    assert format_schedule(chosen.schedule) == (folder / "schedule.txt").read_text()
+    assert (chosen.tp, chosen.pp, chosen.dp, chosen.layers) == (1, 2, 1, (2, 2))
+    assert chosen.microbatch * chosen.microbatches == 8
+    assert all(150_000_000 < budget < 200_000_000 for budget in chosen.memory_budgets)
+    (folder / "search.json").write_text("{}")
+    with pytest.raises(FileError, match="expected the search"):
+        load_search(folder / "search.json")
     assert main([*argv, "--json"]) == GOOD
     out, _ = capsys.readouterr()
     found = json.loads(out[out.index("{") :])

@@ -1,0 +1,75 @@
+"""What `overlapc search` wrote, as training code takes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from overlapc.errors import FileError
+from overlapc.files import StrPath, read_text
+from overlapc.schedule import Schedule
+from overlapc.search.evaluate import Found
+from overlapc.search.layouts import GRADIENT_BYTES, Cluster, stage_parameters, static_bytes
+from overlapc.search.models import Model
+from overlapc.solvers.schedules import make_schedule
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The layout a search found best. Plans are made for your own model's graphs, with costs of
+    your own machines, when training begins: the search says what each stage may hold.
+
+        chosen = overlapc.load_search("out/search.json")
+        step = overlapc.Pipeline(
+            {rank: stage}, chosen.schedule, chosen.microbatches, loss,
+            memory_budget=chosen.memory_budgets[rank], solver=chosen.solver,
+        )
+
+    or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    microbatch: int  # sequences
+    microbatches: int  # of a step, for each of the dp replicas
+    schedule: Schedule
+    layers: tuple[int, ...]  # of each stage
+    memory_budgets: tuple[int, ...]  # of each stage: what weights and optimizer leave
+    solver: str
+
+
+def load_search(path: StrPath) -> Chosen:
+    """The winner of a search, from the `search.json` in its `--out` folder."""
+    text = read_text(path, "search")
+    try:
+        document = json.loads(text)
+        if not isinstance(document, dict) or document.get("overlapc_search") != 1:
+            raise ValueError("found no search of version 1")
+        if document["best"] is None:
+            raise ValueError("nothing fitted in this search")
+        found = Found.parse(document["best"])
+        model, cluster = Model(**document["model"]), Cluster(**document["cluster"])
+        layout, layers = found.layout, found.layers
+        parameters = stage_parameters(model, layout, layers)
+        static = static_bytes(model, layout, layers)
+        schedule = make_schedule(layout.schedule, layout.pp, found.microbatches)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(
+            f"{path} is not what a search found: {error!r}; expected the search.json that "
+            "`overlapc search --out` wrote"
+        ) from None
+    return Chosen(
+        layout.tp,
+        layout.pp,
+        layout.dp,
+        layout.microbatch,
+        found.microbatches,
+        schedule,
+        layers,
+        tuple(
+            cluster.memory_bytes - held + GRADIENT_BYTES * (dense + experts)
+            for held, (dense, experts) in zip(static, parameters, strict=True)
+        ),
+        found.solver,
+    )
