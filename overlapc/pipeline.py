@@ -57,6 +57,17 @@ class StageCost:
     def works(self) -> Mapping[str, int]:
         return dict(self.working)
 
+    def allocates(self, kind: str, remade: bool = False) -> int:
+        """What an action takes at its worst moment, above what is held when it begins. `remade`:
+        recompute is an action of its own, and done."""
+        works = self.works
+        if kind == "I" and not remade:
+            return max(works.get("R", 0), self.remade + works.get("I", 0))
+        if kind == "B" and remade:
+            rest = self.for_weights - self.saved - self.remade
+            return max(works.get("I", 0), works.get("W", 0) + rest)
+        return works.get(kind, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Ran:
@@ -206,9 +217,9 @@ def _peak(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> int:
         freed, works = 0, held
         for action in step:
             cost = costs[action.stage]
-            again = cost.remade if (action.stage, action.microbatch) in remade else 0
-            all_of_it = cost.saved + again
-            works += cost.works.get(action.kind, 0)
+            again = (action.stage, action.microbatch) in remade
+            all_of_it = cost.saved + again * cost.remade
+            works += cost.allocates(action.kind, again)
             if action.kind == "F":
                 held += cost.saved
             elif action.kind == "R":

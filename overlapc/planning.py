@@ -18,7 +18,7 @@ from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline, Trace
 from overlapc.merge import accumulate, merge
 from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
-from overlapc.schedule import Schedule, Step, check_schedule
+from overlapc.schedule import Schedule, Step, check_schedule, is_pair
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
 from overlapc.solvers.choice import Needs, plan_on_demand
@@ -101,11 +101,13 @@ class StepReport:
 @dataclass(frozen=True)
 class StageFigures:
     """What ranks tell each other of a planned stage: what a microbatch takes, what a merged step
-    does (0: nothing is merged), and how much memory all microbatches may hold."""
+    does (0: nothing is merged), how much memory all microbatches may hold, and whether its forward
+    draws random numbers."""
 
     cost: StageCost
     merged_ns: int
     limit: int
+    random: bool = False
 
     @staticmethod
     def of(cost: StageCost, report: StepReport, beside_bytes: int) -> StageFigures:
@@ -115,33 +117,38 @@ class StageFigures:
             cost,
             0 if report.merged is None else report.merged.timeline.step_ns,
             (problem.budget_bytes or 0) - problem.resident_bytes + beside_bytes,
+            any(op.random for op in problem.trace.ops),
         )
 
     @staticmethod
     def parse(found: Mapping[str, Any]) -> StageFigures:
         working = tuple((kind, size) for kind, size in found["cost"]["working"])
         cost = StageCost(**{**found["cost"], "working": working})
-        return StageFigures(cost, found["merged_ns"], found["limit"])
+        return StageFigures(**{**found, "cost": cost})
 
 
 def plan_rows(
     schedule: Schedule, figures: Sequence[StageFigures], place: bool = True
 ) -> tuple[Schedule, PipelineTimeline]:
     """The rows with recompute and weight gradients in their places, and what all ranks are
-    predicted to do. A rank may hold what its stages' budgets allow, or what it holds anyway."""
+    predicted to do. A rank may hold what its stages' budgets allow, or what it holds anyway.
+    Where several stages share a rank's random numbers they keep the order in which they draw."""
     costs = [stage.cost for stage in figures]
+    remade = {(a.stage, a.microbatch) for a in schedule.actions if a.kind == "R"}
 
     def merged_ns(step: Step) -> int:
         figure = figures[step[0].stage]
-        alone = sum(figure.cost.takes(action.kind) for action in step)
-        return figure.merged_ns or alone
+        if is_pair(step) and figure.merged_ns:
+            return figure.merged_ns
+        return sum(costs[a.stage].takes(a.kind, (a.stage, a.microbatch) in remade) for a in step)
 
     if place:
         limits = list(simulate_pipeline(schedule, costs).peak_bytes)
         for rank in range(len(limits)):
             mine = [f.limit for s, f in enumerate(figures) if schedule.rank_of[s] == rank]
             limits[rank] = max(limits[rank], sum(mine))
-        schedule = placed(schedule, costs, limits)
+        shared = schedule.stages > len(schedule.rows) and any(f.random for f in figures)
+        schedule = placed(schedule, costs, limits, keep_order=shared)
     return schedule, simulate_pipeline(schedule, costs, merged_ns)
 
 

@@ -121,6 +121,11 @@ def format_step(step: Step) -> str:
     return str(step[0]) if len(step) == 1 else f"({';'.join(map(str, step))})"
 
 
+def is_pair(step: Step) -> bool:
+    """Is it a forward and a whole backward of one stage, which may run as one graph?"""
+    return [a.kind for a in step] == ["F", "B"] and step[0].stage == step[1].stage
+
+
 def format_schedule(schedule: Schedule) -> str:
     """The text form: a line for each rank."""
     lines = [_VERSION, f"name {schedule.name}"]

@@ -74,10 +74,10 @@ class PipelineSchedule:
         targets = self._chunks(target) if self._last else []
         found = self.pipeline(list(zip(*inputs, strict=True)), targets)
         if self._scale:
-            for module in self.pipeline.modules.values():
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.div_(self._count)
+            modules = self.pipeline.modules.values()
+            for parameter in {id(p): p for m in modules for p in m.parameters()}.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._count)
         if losses is not None and self._last:
             losses[:] = found
 

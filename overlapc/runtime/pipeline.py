@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.errors import Infeasible, OptionError
+from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.passes.capture import Captured, capture, without_ties
 from overlapc.passes.parts import cut, parameter_gradients
 from overlapc.pipeline import AHEAD, PipelineTimeline, describe
@@ -59,12 +59,14 @@ class Pipeline:
                     then is all of it: clear it between calls.)
     tied            weights that several stages have, as {stage: parameter's name}: each gets the
                     sum of their gradients
-    timeout_s       how long to wait for another rank
+    timeout_s       how long to wait for another rank, beside what a step is predicted to take: more
+                    than a rank may do between two steps (write a checkpoint, say)
 
     Calling it with the inputs and targets of all microbatches (each a tuple or a tensor; needed
-    on the first and the last stage's rank) adds up gradients in `.grad`, in the order of
-    microbatches, and returns the losses, on the last stage's rank. The first call plans; later
-    ones must bring microbatches of the same shapes.
+    on the first and the last stage's rank) adds up gradients in `.grad`, in the order of the
+    schedule's backwards (of microbatches, in those with a name), and returns the losses, on the
+    last stage's rank. The first call plans; later ones must bring microbatches of the same shapes.
+    Runs on CPUs, over gloo.
     """
 
     def __init__(
@@ -101,8 +103,19 @@ class Pipeline:
                 f"loss={loss}: expected one on the rank of the last stage, {last}, and only there"
             )
         _check_tied(tied, stages, schedule.stages)
-        for module in stages.values():
+        for stage, module in stages.items():
             refuse_hooks(module, "Pipeline")
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if tensor.device.type != "cpu":
+                    raise OptionError(
+                        f"stage {stage}'s {name} is on {tensor.device}: a Pipeline runs on CPUs so "
+                        "far, expected all of it there"
+                    )
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            raise OptionError(
+                "the loss has parameters, which belong to no stage: expected them in the last "
+                "stage's module"
+            )
         self.schedule = schedule
         self.modules = dict(stages)
         self.reports: dict[int, StepReport] = {}
@@ -126,15 +139,28 @@ class Pipeline:
                 )
         first = [_tuple(each) for each in inputs] if 0 in self.modules else []
         behind = [_tuple(each) for each in targets] if last in self.modules else []
+        for what, given in (("inputs", first), ("targets", behind)):
+            flat = [leaf for args in given for leaf in args if isinstance(leaf, Tensor)]
+            if any(leaf.requires_grad for leaf in flat):
+                raise OptionError(
+                    f"{what} that require a gradient, which no stage would hand back: expected "
+                    "detached ones"
+                )
         like = [alike(given) if given else None for given in (first, behind)]
-        planned_for = like, [mode(module) for module in self.modules.values()]
-        if not self._stages:
+        modes = [mode(module) for module in self.modules.values()]
+        if self._planned_for is None:
             self._prepare(first, behind)
-            self._planned_for = planned_for
-        elif planned_for != self._planned_for:
+            self._planned_for = like, modes
+        elif like != self._planned_for[0]:
             raise OptionError(
-                f"this pipeline was planned for microbatches and modes {self._planned_for}, found "
-                f"{planned_for}: make another Pipeline for these"
+                f"this pipeline was planned for microbatches {self._planned_for[0]}, found "
+                f"{like}: make another Pipeline for these"
+            )
+        elif modes != self._planned_for[1]:
+            raise OptionError(
+                "since this pipeline was planned, a stage was given other parameters or buffers, "
+                "another mode (train, eval, requires_grad) or another autocast: make another "
+                "Pipeline for these"
             )
         row = self.schedule.rows[self.rank]
         return Run(self.schedule, row, self._stages, self.modules, self._links).run(first, behind)
@@ -173,35 +199,37 @@ class Pipeline:
                         assert self._loss is not None
                         module = _WithLoss(module, self._loss, len(given))
                         given = (*given, *targets[0])
-                    module = without_ties(module)
-                    with busy("tracing"):
-                        captured = capture(module, *given)
-                        found[stage] = captured, Inputs.of(captured, module, stage == last), given
+                    else:
+                        module = _Sends(module)
+                    found[stage] = (*_traced(stage, without_ties(module), given, last), given)
                     told = found[stage][1].result_shape().encode()
                 answers = exchange.gather(f"the output of stage {stage}", told)
                 shapes[stage] = _parse_shape(answers[schedule.rank_of[stage]].decode())
         sent_ns = {stage: self._sent_ns(stage, shapes[stage]) for stage in range(last)}
         figures: dict[int, Any] = {}
-        held = {}
+        reports: dict[int, StepReport] = {}
+        stages: dict[int, Stage] = {}
         for stage, (captured, places, given) in found.items():
-            held[stage] = self._beside(stage, shapes)
-            try:
-                captured, report = self._planned(stage, captured, places, given, held[stage])
-            except Infeasible as error:  # the others must know
-                figures[stage] = [error.budget_bytes, error.smallest_bytes]
-                continue
-            parts = cut(captured, report.lone.plan)
-            merged = parts.merged(report.merged.plan) if report.merged is not None else None
-            self.reports[stage] = report
-            incoming = None if stage == 0 else shapes[stage - 1]
-            outgoing = None if stage == last else shapes[stage]
-            self._stages[stage] = Stage(
-                places, parts.forward, parts.backward, parts.pieces(), merged, incoming, outgoing
-            )
-            sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
-            received = self._received(stage, places)
-            cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
-            figures[stage] = asdict(StageFigures.of(cost, report, held[stage]))
+            with busy("planning its stages"):
+                held = self._beside(stage, shapes)
+                try:
+                    captured, report = self._planned(stage, captured, places, given, held)
+                except Infeasible as error:  # the others must know
+                    figures[stage] = [error.budget_bytes, error.smallest_bytes]
+                    continue
+                parts = cut(captured, report.lone.plan)
+                merged = parts.merged(report.merged.plan) if report.merged is not None else None
+                reports[stage] = report
+                incoming = None if stage == 0 else shapes[stage - 1]
+                outgoing = None if stage == last else shapes[stage]
+                stages[stage] = Stage(
+                    places, parts.forward, parts.backward, parts.pieces(), merged, incoming,
+                    outgoing,
+                )  # fmt: skip
+                sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
+                received = self._received(stage, places)
+                cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
+                figures[stage] = asdict(StageFigures.of(cost, report, held))
         with Exchange(ranks, timeout_s) as exchange:
             told = json.dumps(figures).encode()
             of_ranks = map(json.loads, exchange.gather("what stages take", told))
@@ -211,8 +239,12 @@ class Pipeline:
                 if isinstance(figure, list):
                     raise Infeasible(figure[0], figure[1], f"stage {stage}")
                 every.append(StageFigures.parse(figure))
-            self.schedule, self.timeline = plan_rows(schedule, every, self._place)
-            exchange.agree("the rows", format_schedule(self.schedule), "report this as a bug")
+            with busy("placing rows"):
+                rows, timeline = plan_rows(schedule, every, self._place)
+            exchange.agree("the rows", format_schedule(rows), "report this as a bug")
+        self.schedule, self.timeline = rows, timeline
+        self.reports, self._stages = reports, stages
+        self._links.step_s = timeline.step_ns / 1e9
 
     def _received(self, stage: int, places: Inputs) -> list[str]:
         """The stage's inputs that other stages make."""
@@ -286,6 +318,42 @@ def _check_tied(
                 )
             if stage in stages and name not in dict(stages[stage].named_parameters()):
                 raise OptionError(f"tied: stage {stage} has no parameter {name!r}")
+        here = [stages[s].get_parameter(name) for s, name in names.items() if s in stages]
+        if len({id(parameter) for parameter in here}) < len(here):
+            raise OptionError(
+                f"tied={dict(names)}: stages of this rank have the same Parameter there, which "
+                "gets both gradients anyway: leave it out, or give each stage one of its own"
+            )
+
+
+def _traced(
+    stage: int, module: nn.Module, given: tuple[Any, ...], last: int
+) -> tuple[Captured, Inputs]:
+    try:
+        with busy("tracing"):
+            captured = capture(module, *given)
+            inputs = Inputs.of(captured, module, stage == last)
+    except CaptureError as error:
+        hint = "a stage gives one tensor, and has something to train itself or before it"
+        raise CaptureError(f"stage {stage}: {error.reason}; {hint}", error.place) from error
+    if stage < last and len(inputs.returned) != 1:
+        raise CaptureError(
+            f"stage {stage} gives {len(inputs.returned)} results, expected one tensor: stages hand "
+            "on one"
+        )
+    return captured, inputs
+
+
+class _Sends(nn.Module):
+    """A stage whose result is sent as it lies in memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        result = self.module(*args)
+        return result.contiguous() if isinstance(result, Tensor) else result
 
 
 class _WithLoss(nn.Module):

@@ -1,9 +1,9 @@
 """One rank's row of a pipeline, run: the parts of its stages, and what travels between ranks.
 
 What a stage makes for another rank is sent when it is there, while the rank goes on; what a rank
-needs is asked for a few steps ahead. Whoever waits longer than `timeout_s`, or whose peer is gone,
-raises a RankError that names the action. When a stage's last gradients are there they are on their
-way to the other ranks that need them while the rank goes on.
+needs is asked for a few steps ahead. Whoever waits longer than `Links.patience_s`, or whose peer is
+gone, raises a RankError that names the action. When a stage's last gradients are there they are on
+their way to the other ranks that need them while the rank goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlapc.errors import InvalidSchedule, RankError
 from overlapc.passes.parts import Part
 from overlapc.pipeline import AHEAD
 from overlapc.runtime.train_step import Inputs
-from overlapc.schedule import Action, Schedule, Step, format_step
+from overlapc.schedule import Action, Schedule, Step, format_step, is_pair
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Key = tuple[int, bool, int]  # what travels: the stage that gets it, is it an activation, microbatch
@@ -103,6 +103,12 @@ class Links:
     timeout_s: float
     replicas: dist.ProcessGroup | None
     tied: Sequence[Mapping[int, str]]
+    step_s: float = 0.0  # that a step is predicted to take, once it is planned
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait: others have their work to do first, all of the step at most."""
+        return self.timeout_s + 3 * self.step_s
 
 
 class Sent:
@@ -131,15 +137,22 @@ class Sent:
             self._released += 1
 
     def wait(self, seconds: float) -> None:
-        """Until all of it has arrived; raises what went wrong."""
-        if self._thread is not None:
-            self._queue.put(None)
+        """Until all of it has arrived, and no longer than that since something did; raises what
+        went wrong."""
+        self.close()
+        before = -1
+        while self._thread is not None and self._thread.is_alive() and before < self._arrived:
+            before = self._arrived
             self._thread.join(seconds)
         self.release()
         if self._failed is not None:
             raise self._failed
         if self._entries:
             raise TimeoutError(f"{self._entries[0][2]} was not taken")
+
+    def close(self) -> None:
+        """Nothing more is to come."""
+        self._queue.put(None)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -178,14 +191,33 @@ class Run:
                 if action.kind in "BW":
                     self.last_of[action.stage] = i
         self.averaging: list[tuple[Any, Tensor, str]] = []
+        self.owed = sorted(self.last_of, reverse=True)  # stages not averaged yet
+        self.done: set[int] = set()  # stages whose gradients are there
 
     def run(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
     ) -> list[Tensor]:
         self.inputs, self.targets = inputs, targets
-        losses = []
         for stage in self.stages.values():
             stage.states.clear()
+        before = self.lay_by_tied()
+        try:
+            losses = self.run_row()
+            self.at = "the end of the step"
+            for which, names in enumerate(self.links.tied):
+                self.add_tied(which, names)
+            for work, gradient, what in self.averaging:
+                self.wait(work, what)
+                gradient /= dist.get_world_size(self.links.replicas)
+            for parameter, gradient in before:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+            self.guarded(lambda: self.sent.wait(self.links.patience_s), "waiting for what was sent")
+        finally:
+            self.sent.close()
+        return losses
+
+    def run_row(self) -> list[Tensor]:
+        losses = []
         with torch.no_grad(), torch._C._DisableAutocast():
             for i, step in enumerate(self.row):
                 self.at = format_step(step)
@@ -194,24 +226,16 @@ class Run:
                         self.ask(action)
                 losses += self.do(step)
                 self.sent.release()
-                for stage_number, last in self.last_of.items():
-                    if last == i:
-                        self.gradients_done(stage_number)
-            self.at = "the end of the step"
-            for which, names in enumerate(self.links.tied):
-                self.add_tied(which, names)
-            for work, gradient, what in self.averaging:
-                self.wait(work, what)
-                gradient /= dist.get_world_size(self.links.replicas)
-        self.guarded(lambda: self.sent.wait(self.links.timeout_s), "waiting for what was sent")
+                self.done |= {stage for stage, last in self.last_of.items() if last == i}
+                while self.owed and self.owed[0] in self.done:
+                    self.gradients_done(self.owed.pop(0))
         return losses
 
     def do(self, step: Step) -> list[Tensor]:
         """Run a step; returns the losses that it found."""
         first = step[0]
         stage = self.stages[first.stage]
-        pair = [(a.stage, a.kind) for a in step] == [(first.stage, "F"), (first.stage, "B")]
-        if pair and stage.merged is not None:
+        if is_pair(step) and stage.merged is not None:
             forward, backward = step
             self.get(forward)
             self.get(backward)
@@ -279,10 +303,10 @@ class Run:
 
     def send(self, result: Tensor, key: Key) -> None:
         target = self.schedule.rank_of[key[0]]
+        result = result.contiguous()  # as the stage that gets it was traced
         if target == self.links.rank:
             self.here[key] = result
             return
-        result = result.contiguous()
         what = f"{_named(key)} to rank {target}"
         work = self.post(dist.isend, result, self.tag(key), target, what)
         self.sent.add(work, result, what)
@@ -297,10 +321,12 @@ class Run:
 
     def gradients_done(self, stage: int) -> None:
         """The stage's gradients are there: average them over the replicas, unless other stages
-        have a part in them."""
+        have a part in them. Replicas place their rows each for itself, so the order is that of the
+        stages, the last first: all must reduce alike."""
         tied = {names[stage] for names in self.links.tied if stage in names}
+        later = {id(p) for s in self.owed for p in self.modules[s].parameters()}
         for name, parameter in self.modules[stage].named_parameters():
-            if name not in tied:
+            if name not in tied and id(parameter) not in later:
                 self.average(parameter, f"stage {stage}'s {name}")
 
     def average(self, parameter: nn.Parameter, name: str) -> None:
@@ -312,6 +338,17 @@ class Run:
             f"averaging the gradient of {name}",
         )
         self.averaging.append((work, gradient, f"the replicas' gradients of {name}"))
+
+    def lay_by_tied(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Gradients that tied weights have from before: not this step's to sum."""
+        found = []
+        for names in self.links.tied:
+            for stage in sorted(set(names) & set(self.stages)):
+                parameter = self.modules[stage].get_parameter(names[stage])
+                if parameter.grad is not None:
+                    found.append((parameter, parameter.grad))
+                    parameter.grad = None
+        return found
 
     def add_tied(self, which: int, names: Mapping[int, str]) -> None:
         """The gradient of a weight that several stages have is the sum of theirs, in the order of
@@ -352,7 +389,7 @@ class Run:
         )
 
     def wait(self, work: Any, what: str) -> None:
-        limit = timedelta(seconds=self.links.timeout_s)
+        limit = timedelta(seconds=self.links.patience_s)
         self.guarded(lambda: work.wait(limit), f"waiting for {what}")
 
     def guarded(self, do: Callable[[], Any], what: str) -> Any:
@@ -362,8 +399,8 @@ class Run:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RankError(
                 f"rank {self.links.rank} at action {self.at}, {what}: {first_line}; expected it "
-                f"within {self.links.timeout_s:g} s: see the output of that rank for why it ended "
-                "or is late"
+                f"within {self.links.patience_s:.3g} s: see the output of that rank for why it "
+                "ended or is late"
             ) from error
 
 

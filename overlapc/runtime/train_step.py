@@ -279,9 +279,18 @@ def _plain(module: nn.Module, args: _Args) -> Any:
 
 
 def mode(module: nn.Module) -> tuple[Any, ...]:
-    """What of the model's state a captured graph depends on."""
-    training = tuple(part.training for part in module.modules())
-    return training, tuple(p.requires_grad for p in module.parameters())
+    """What of the model's state, and of PyTorch's, a captured graph depends on; and which tensors
+    it was captured with."""
+    devices = ("cpu", "cuda")
+    autocast = tuple(
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices
+    )
+    return (
+        tuple(part.training for part in module.modules()),
+        tuple((id(p), p.dtype, p.requires_grad) for p in module.parameters()),
+        tuple((id(b), b.dtype) for b in module.buffers()),
+        autocast,
+    )
 
 
 def alike(each: Sequence[_Args]) -> Any:

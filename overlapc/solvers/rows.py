@@ -28,11 +28,14 @@ _ACTIONS = 20_000  # about how many are simulated to polish one of them
 
 
 def placed(
-    schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int] | None = None
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    limits: Sequence[int] | None = None,
+    keep_order: bool = False,
 ) -> Schedule:
     """The fastest rows found in which no rank holds more than its limit, by default the most that
     any rank holds of the schedule as it is. Rows with merged steps stay as they are, and gradients
-    add up in the order of microbatches as before."""
+    add up in the order of microbatches as before. `keep_order`: of all forwards and backwards."""
     given = simulate_pipeline(schedule, costs)
     if any(len(step) > 1 for row in schedule.rows for step in row):
         return schedule
@@ -40,7 +43,7 @@ def placed(
         limits = [max(given.peak_bytes)] * len(schedule.rows)
     search = _Search(schedule.name, costs, limits)
     found = [rows for rows in [schedule] if search.offer(rows, given)]
-    for start in [schedule, *_through_time(schedule, costs, limits)]:
+    for start in [schedule, *(() if keep_order else _through_time(schedule, costs, limits))]:
         timeline = simulate_pipeline(start, costs, trusted=True)
         if search.offer(start, timeline):
             found.append(start)
@@ -165,7 +168,7 @@ class _Clock:
 
     def fits(self, rank: int, action: Action) -> bool:
         cost = self.costs[action.stage]
-        more = max(cost.saved if action.kind == "F" else 0, cost.works.get(action.kind, 0))
+        more = max(cost.saved if action.kind == "F" else 0, cost.allocates(action.kind))
         if action.kind == "F":  # a later stage of this rank must be able to follow
             more += sum(self.costs[s].saved for s in self.stages[rank] if s > action.stage)
         return self.held[rank] + more <= self.limits[rank]
@@ -370,7 +373,8 @@ class _Row:
     def fits(self, action: Action) -> bool:
         cost = self.costs[action.stage]
         more = {"F": cost.saved, "R": cost.remade}.get(action.kind, 0)
-        return self.held + max(more, cost.works.get(action.kind, 0)) <= self.limit
+        works = cost.allocates(action.kind, action in self.remade)
+        return self.held + max(more, works) <= self.limit
 
     def do(self, action: Action) -> None:
         cost = self.costs[action.stage]

@@ -21,8 +21,10 @@ from examples.moe.model import Block as ExpertBlock
 from examples.moe.model import MoEConfig
 from overlapc.errors import OptionError
 from overlapc.profiler.memory import measure_peak
+from overlapc.runtime import pipeline as runtime
 from overlapc.runtime.hosted import PipelineSchedule
 from overlapc.runtime.pipeline import Pipeline
+from overlapc.schedule import Schedule
 from overlapc.search.chosen import load_search
 from overlapc.solvers.schedules import make_schedule
 from tests.multiprocess.mortal import DEAD, caught, launch
@@ -312,6 +314,149 @@ def as_a_search_chose(rank: int, ranks: int) -> list[str]:
 
 def test_what_a_search_wrote_is_run() -> None:
     assert run_ranks(as_a_search_chose, 2, timeout_s=120) == [[]] * 2
+
+
+class Turned(nn.Module):
+    """Gives and takes what does not lie in memory as it says; its weight may be tied."""
+
+    def __init__(self, number: int, last: int) -> None:
+        super().__init__()
+        torch.manual_seed(30 + number)
+        self.table = nn.Parameter(torch.randn(12, WIDTH)) if number in (0, last) else None
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.first, self.last = number == 0, number == last
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = F.embedding(x, self.table)
+        y = torch.tanh(self.inner(x)).transpose(0, 1)
+        return y @ self.table.t() if self.last else y
+
+
+def turned_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def twice_and_turned(rank: int, ranks: int, name: str, stages: int) -> Any:
+    dist.init_process_group("gloo")
+    last = stages - 1
+    schedule = make_schedule(name, ranks, 4)
+    mine = {s: Turned(s, last) for s, owner in schedule.rank_of.items() if owner == rank}
+    twins = nn.ModuleList(Turned(s, last) for s in range(stages))
+    with torch.no_grad():
+        twins[last].table.copy_(twins[0].table)
+        if last in mine:
+            mine[last].table.copy_(twins[0].table)
+    given, targets = batches(4)
+    pipeline = Pipeline(
+        mine, schedule, 4, turned_loss if last in mine else None,
+        tied=[{0: "table", last: "table"}], profile="estimate",
+    )  # fmt: skip
+    for _ in range(2):  # the second adds to what the first left
+        pipeline(given, targets)
+    for _ in range(2):
+        for x, target in zip(given, targets, strict=True):
+            for twin in twins[:-1]:  # what is sent lies in memory as it says, both ways
+                x = twin(x).contiguous()
+                x.register_hook(Tensor.contiguous)
+            turned_loss(twins[-1](x), target).backward()
+    wrong = []
+    for s, module in mine.items():
+        expected = {n: p.grad for n, p in twins[s].named_parameters()}
+        if "table" in expected:
+            expected["table"] = twins[0].table.grad + twins[last].table.grad
+        for n, p in module.named_parameters():
+            # Both calls' sums are added for a tied weight, every microbatch's for the others.
+            close = torch.allclose(p.grad, expected[n], rtol=1e-5, atol=1e-7)
+            if not (close if n == "table" else torch.equal(p.grad, expected[n])):
+                wrong.append(f"stage {s}: {n}")
+    same = {s: module.table for s, module in mine.items() if module.table is not None}
+    refused = ""
+    if len(same) == 2:
+        mine[last].table = mine[0].table
+        refused = caught(
+            lambda: Pipeline(mine, schedule, 4, turned_loss, tied=[{0: "table", last: "table"}])
+        )[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stale = caught(lambda: pipeline(given, targets))[1]
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong, refused, stale
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 2), ("zero-bubble-v", 4)])
+def test_stages_of_odd_strides_and_tied_weights_that_add_up(name: str, stages: int) -> None:
+    first, second = run_ranks(twice_and_turned, 2, name, stages, timeout_s=120)
+    assert first[0] == second[0] == []
+    assert ("same Parameter" in first[1]) == (stages == 4)
+    assert "another autocast" in first[2]
+
+
+def unlike_rows(rank: int, ranks: int) -> list[str]:
+    """Two replicas of a V of two ranks whose rows differ."""
+    dist.init_process_group("gloo")
+    along = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replica, place = rank % 2, rank // 2
+    rows = make_schedule("zero-bubble-v", 2, 2)
+    mine = [s for s, owner in rows.rank_of.items() if owner == place]
+    if replica:  # this one's last weight gradients are in another order
+        tails = [
+            [step for row in [rows.rows[p]] for step in row if step[0].kind != "W"]
+            + sorted((step for step in rows.rows[p] if step[0].kind == "W"), key=repr)
+            for p in range(2)
+        ]
+        rows = Schedule(rows.name, tuple(map(tuple, tails)))
+    modules = {s: make(s, 3, 0.0) for s in mine}
+    given, targets = batches(4)
+    data = [(given[:2], targets[:2]), (given[2:], targets[2:])]
+    pipeline = Pipeline(
+        modules, rows, 2, loss if 3 in mine else None, group=along[replica],
+        data_parallel=replicas[place], profile="estimate", place=False,
+    )  # fmt: skip
+    pipeline(*data[replica])
+    summed: dict[tuple[int, str], list[Tensor]] = {}
+    for inputs, wanted in data:
+        twins = [make(s, 3, 0.0) for s in range(4)]
+        for x, target in zip(inputs, wanted, strict=True):
+            for twin in twins:
+                x = twin(x)
+            loss(x, target).backward()
+        for s in mine:
+            for name, parameter in twins[s].named_parameters():
+                summed.setdefault((s, name), []).append(parameter.grad)
+    wrong = [
+        f"stage {s}: {name}"
+        for s in mine
+        for name, parameter in modules[s].named_parameters()
+        if not torch.equal(parameter.grad, (summed[s, name][0] + summed[s, name][1]) / 2)
+    ]
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_replicas_with_other_rows_average_the_same_gradients() -> None:
+    assert run_ranks(unlike_rows, 4, timeout_s=120) == [[]] * 4
+
+
+def slow_to_plan(rank: int, ranks: int) -> int:
+    dist.init_process_group("gloo")
+    if rank:
+        real = runtime.plan_step
+        runtime.plan_step = lambda *a, **k: (time.sleep(6), real(*a, **k))[1]
+    pipeline = Pipeline(
+        {rank: make(rank, 1, 0.0)}, "1f1b", 2, loss if rank else None,
+        profile="estimate", timeout_s=2,
+    )  # fmt: skip
+    found = pipeline(*batches(2))
+    dist.barrier()
+    dist.destroy_process_group()
+    return len(found)
+
+
+def test_a_rank_that_plans_for_long_is_waited_for() -> None:
+    assert run_ranks(slow_to_plan, 2, timeout_s=120) == [0, 2]
 
 
 def one_stays_away(rank: int, ranks: int) -> Any:

@@ -240,3 +240,16 @@ def test_merged_steps_wait_for_nothing_in_the_steady_state(ranks, microbatches):
     assert [schedule.lag(stage) for stage in range(ranks)] == [
         lag if (lag := 2 * (ranks - 1 - stage) + 1) < microbatches else 0 for stage in range(ranks)
     ]
+
+
+def test_recompute_within_an_action_is_in_the_peak():
+    """R on its own, or as a part of I or of B: the same is held."""
+    cost = StageCost(
+        1, 1, 1, recompute_ns=1, saved=10, remade=100, for_weights=5,
+        working=(("F", 10), ("R", 100), ("I", 10), ("W", 7), ("B", 110)),
+    )  # fmt: skip
+    peaks = []
+    for kinds in ("FRIW", "FIW", "FB", "FRB"):
+        row = steps_of([Action(0, kind, 0) for kind in kinds])
+        peaks.append(simulate_pipeline(Schedule("mine", (row,)), [cost]).peak_bytes)
+    assert peaks == [(120,)] * 4

@@ -278,3 +278,37 @@ def test_a_gradient_that_others_have_is_copied():
     batches = [Batch((randn(4, 16, seed=i, requires_grad=True),)) for i in range(3)]
     assert differences(eagerly(model, batches), stepped(step, batches)) == []
     assert twin.shift.grad.data_ptr() != twin.again.grad.data_ptr()
+
+
+def test_what_the_model_has_become_is_what_is_trained():
+    """Other parameters, other buffers and another autocast are planned apart."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.tensor(1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x) * self.scale).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(3, 4)
+    step = TrainStep(model, profile="estimate")
+
+    def agrees() -> bool:
+        model.zero_grad()
+        (found,) = step([x])
+        mine = model.inner.weight.grad
+        model.zero_grad()
+        expected = model(x)
+        expected.backward()
+        return torch.equal(found, expected.detach()) and torch.equal(mine, model.inner.weight.grad)
+
+    assert agrees()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert agrees()
+    model.scale = torch.tensor(3.0)
+    assert agrees()
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
+    assert agrees()
