@@ -160,12 +160,14 @@ def _search(args: argparse.Namespace) -> int:
         if name not in SOLVERS or name == "torch":
             names = ", ".join(known for known in SOLVERS if known != "torch")
             raise _usage(f"solver {name!r}: expected one of {names}")
-    memory = parse_budget(args.memory or f"{machine.memory_bytes * 92 // 100}B", 0, 0)
+    memory = parse_budget(_memory(args.memory or f"{machine.memory_bytes * 92 // 100}B"), 0, 0)
     cluster = Cluster(
         args.hardware, args.gpus, machine.gpus_per_node, memory, args.batch or 8 * args.gpus
     )
     fixed = Fixed(args.tp, args.pp, args.dp, args.microbatch, args.schedule)
     cache = None if args.no_cache else args.cache or _cache_folder()
+    if args.out is not None:
+        _make_folder(args.out)
 
     def tell(progress: Progress) -> None:
         if sys.stderr.isatty():
@@ -185,18 +187,22 @@ def _search(args: argparse.Namespace) -> int:
         print("\r\033[K", end="", file=sys.stderr)
     rows: list[Any] = []
     outcome = None
-    if result.best is not None and not result.interrupted:
-        layout = result.best.layout
-        unit = make_unit(_key(model, cluster, layout))
-        split = result.best.layers
-        outcome = evaluate(model, cluster, layout, unit, args.solver, layers=split)
-        for solver in compared:
-            if solver == args.solver:
-                rows.append(outcome.found)
-                continue
-            splits = {split, tuple(stage_layers(model, layout.pp))}
-            tries = [evaluate(model, cluster, layout, unit, solver, layers=s).found for s in splits]
-            rows.append(min(tries, key=rank))
+    try:
+        if result.best is not None and not result.interrupted:
+            layout, split = result.best.layout, result.best.layers
+            unit = make_unit(_key(model, cluster, layout))
+            where = model, cluster, layout, unit
+            outcome = evaluate(*where, args.solver, layers=split)
+            for solver in compared:
+                if solver == args.solver:
+                    rows.append(outcome.found)
+                    continue
+                splits = {split, tuple(stage_layers(model, layout.pp))}
+                rows.append(
+                    min((evaluate(*where, solver, layers=s).found for s in splits), key=rank)
+                )
+    except KeyboardInterrupt:
+        result.interrupted = True  # what was found is told
     timeline = None if outcome is None else outcome.timeline
     document = {
         "overlapc_search": 1,
@@ -207,6 +213,7 @@ def _search(args: argparse.Namespace) -> int:
         "seconds": round(result.seconds, 3),
         "interrupted": result.interrupted,
         "bound_ns": result.bound_ns,
+        "certain": result.certain,
         "pruned": result.pruned,
         "best": None if result.best is None else result.best.as_json(),
         "tried": [found.as_json() for found in result.tried],
@@ -215,13 +222,15 @@ def _search(args: argparse.Namespace) -> int:
         "explain": "" if outcome is None else _explained(outcome),
         "hardware_sources": dict(machine.sources),
     }
-    if args.out is not None and outcome is not None:
+    if args.out is not None:
         _write_out(args.out, document, outcome)
     if args.json:
         print(json.dumps(document, indent=1))
     else:
         print(verdict(model, cluster, machine, result, rows, timeline, args.top))
-        if args.out is not None and outcome is not None:
+        if args.out is not None and outcome is None:
+            print(f"\nwritten to {args.out}: report.html and search.json")
+        elif args.out is not None:
             print(
                 f"\nwritten to {args.out}: report.html, search.json, schedule.txt, trace.json (open"
                 " it\nin Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
@@ -253,13 +262,14 @@ def _write_out(folder: Path, document: Any, outcome: Any) -> None:
     from overlapc.schedule import format_schedule
     from overlapc.solvers.schedules import make_schedule
 
-    _make_folder(folder)
     write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
+    write_text(folder / "report.html", page(document))
+    if outcome is None:
+        return
     best, slowest = outcome.found, outcome.slowest
     schedule = make_schedule(best.layout.schedule, best.layout.pp, best.microbatches)
     write_text(folder / "schedule.txt", format_schedule(schedule))
     write_text(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
-    write_text(folder / "report.html", page(document))
     save_problem(folder / "problem.txt", slowest.problem)
     save_plan(folder / "plan.txt", slowest.plan)
 
@@ -379,7 +389,8 @@ def _plan(args: argparse.Namespace) -> int:
     check_solver(args.solver)
     problem = load_problem(args.problem)
     if args.memory:
-        problem = replace(problem, budget_bytes=parse_budget(args.memory, 0, 0))
+        problem = replace(problem, budget_bytes=parse_budget(_memory(args.memory), 0, 0))
+    _can_write(args.out)
     plan = solve(problem, args.solver, time_limit_s=args.seconds)
     if args.out is not None:
         write_text(args.out, format_plan(plan))
@@ -450,13 +461,20 @@ def _timeline(args: argparse.Namespace) -> Any:
     if getattr(args, "costs", None) is not None:
         try:
             given = json.loads(read_text(args.costs, "costs"))
-            costs = [StageCost(**stage) for stage in given]
-        except (ValueError, TypeError) as error:
+            costs = [_stage_cost(stage) for stage in given]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise _usage(
                 f"--costs {args.costs}: {error}; expected a JSON list with an object for each "
                 'stage: {"forward_ns": 1, "input_ns": 1, "weight_ns": 1}'
             ) from None
     return simulate_pipeline(schedule, costs)
+
+
+def _stage_cost(given: dict[str, Any]) -> Any:
+    from overlapc.pipeline import StageCost
+
+    working = tuple((str(kind), int(size)) for kind, size in given.get("working", ()))
+    return StageCost(**{**given, "working": working})
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -498,8 +516,8 @@ def _verify(args: argparse.Namespace) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports each start
     from overlapc.runtime.verify import verify
 
-    memory: Any = args.memory
-    if memory is not None:
+    memory: Any = None if args.memory is None else _memory(args.memory)
+    if isinstance(memory, str):
         with contextlib.suppress(ValueError):  # text with a unit
             memory = float(memory)
     found = verify(args.model, memory_budget=memory, solver=args.solver, plan=args.plan)
@@ -536,6 +554,7 @@ def _profile(args: argparse.Namespace) -> int:
         raise _usage(f"--out {args.out}: expected a name that ends in .toml")
     cuda = torch.cuda.is_available()
     base = load_hardware(args.base or ("a100-sxm-80" if cuda else "cpu-gloo"))
+    _can_write(args.out)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         if cuda:
@@ -579,7 +598,7 @@ def _page(args: argparse.Namespace) -> int:
 
     try:
         document = json.loads(read_text(args.search, "search"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _usage(f"{args.search}: {error}; expected what `search --json` printed") from None
     if not isinstance(document, dict):
         raise _usage(f"{args.search}: found {type(document).__name__}, expected a JSON object")
@@ -607,6 +626,17 @@ def _positive(text: str) -> int:
     if not 0 < number <= _MOST:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {_MOST}")
     return number
+
+
+def _memory(text: str) -> int | str:
+    """Bytes, where it is a whole number."""
+    return int(text) if text.strip().isdigit() and len(text) < 20 else text
+
+
+def _can_write(path: Path | None) -> None:
+    """Better to know before the work than after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise _usage(f"--out {path}: there is no folder {path.absolute().parent}; make it first")
 
 
 def _usage(message: str) -> OverlapcError:

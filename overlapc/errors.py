@@ -52,6 +52,10 @@ class Infeasible(OverlapcError):
         )
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
+        self.where = where
+
+    def __reduce__(self) -> tuple[type[Infeasible], tuple[int, int, str]]:
+        return Infeasible, (self.budget_bytes, self.smallest_bytes, self.where)
 
 
 class FileError(OverlapcError):

@@ -7,7 +7,7 @@ when the step ends, on the lane between the two ranks, in order; the rank that n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from overlapc.errors import InvalidSchedule
@@ -41,6 +41,12 @@ class StageCost:
     coming: int = 0
     returning: int = 0
     working: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self)[:-1]:
+            value = getattr(self, each.name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{each.name} is {value!r}, expected a whole number, not negative")
 
     def takes(self, kind: str, remade: bool = False) -> int:
         """`remade`: recompute is an action of its own."""

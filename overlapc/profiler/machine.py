@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from overlapc.emulate.model import Kind, Link
+from overlapc.errors import OptionError
 from overlapc.profiler.clock import Clock, device_name
 from overlapc.profiler.hardware import Hardware, LinkSpec, Table
 from overlapc.profiler.link_model import Collective
@@ -38,6 +39,10 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
     and measure their compute at the same time, as they run."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if ranks % here:
+        raise OptionError(
+            f"{ranks} ranks, {here} of them here: expected as many on each node (LOCAL_WORLD_SIZE)"
+        )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     said = f"measured: {device_name(device)}, torch {torch.__version__}"
@@ -56,12 +61,23 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
         sources=sources,
     )
     if ranks > 1:
-        inside = here == ranks
-        link = _link(
-            device, ranks, budget_s * (1 - share), "intra" if inside else "inter", sources, said
-        )
-        found = replace(found, intra=link) if inside else replace(found, inter=link)
+        left_s = budget_s * (1 - share)
+        if here == ranks:
+            link = _link(device, dist.group.WORLD, 1, left_s, "intra", sources, said)
+            return replace(found, intra=link)
+        link = _link(device, _across_nodes(ranks, here), here, left_s, "inter", sources, said)
+        if found.intra.bytes_per_s < link.bytes_per_s:
+            sources["intra.bytes_per_s"] = "not measured: no slower than what crosses nodes"
+            found = replace(found, intra=replace(found.intra, bytes_per_s=link.bytes_per_s))
+        found = replace(found, inter=link)
     return found
+
+
+def _across_nodes(ranks: int, here: int) -> Any:
+    """This rank's group of one rank of each node. All of a node's ranks measure at the same time,
+    each in its own, and so share what the node has."""
+    groups = [dist.new_group(list(range(local, ranks, here))) for local in range(here)]
+    return groups[dist.get_rank() % here]
 
 
 class _Compute:
@@ -159,14 +175,16 @@ class _Compute:
 
 def _link(
     device: torch.device,
-    ranks: int,
+    members: Any,
+    sharing: int,
     budget_s: float,
     which: str,
     sources: dict[str, str],
     said: str,
 ) -> LinkSpec:
-    """The link under the default process group, by a table of bus bandwidths."""
-    group = dist.distributed_c10d._get_default_group().group_name
+    """The link under a process group, by a table of bus bandwidths. `sharing` such groups are
+    measured beside each other; what is told is what all of them get."""
+    group, ranks = members.group_name, members.size()
     largest = 1 << (28 if device.type == "cuda" else 24)
     sizes = [_SMALLEST, *(largest >> shift for shift in (6, 3, 0))]
     calls = [
@@ -180,7 +198,10 @@ def _link(
     for curve in model.curves:
         points = [(size, ns) for size, ns in curve.points if size >= largest >> 6]
         busbw[curve.kind] = tuple(
-            (float(size), _short(Link.wire_bytes(curve.kind, size, ranks) / max(1, ns) * 1e9))
+            (
+                float(size),
+                _short(sharing * Link.wire_bytes(curve.kind, size, ranks) / max(1, ns) * 1e9),
+            )
             for size, ns in points
         )
         latencies[curve.kind] = curve.points[0][1]

@@ -87,7 +87,7 @@ def page(document: Mapping[str, Any]) -> str:
                     "Why what remains is exposed: a few blocks of the slowest stage", why
                 )
         body += _section("What went in", _inputs(document))
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise FileError(
             f"a search's JSON lacks or garbles something ({error!r}): expected what `overlapc "
             "search --json` printed, unchanged"
@@ -109,21 +109,29 @@ def _section(title: str, content: str) -> list[str]:
 def _verdict(document: Mapping[str, Any]) -> list[str]:
     best = document["best"]
     note = '<p class="note">Every figure is predicted.</p>'
+    if best is None and document["interrupted"]:
+        return ["<p>Interrupted before anything that fits was found.</p>", note]
     if best is None:
+        known = (
+            "The smallest memory that works is" if document.get("certain", True) else "More than"
+        )
         least = min(document["tried"], key=lambda f: f["smallest_bytes"])
         size, stage = _gb(least["smallest_bytes"]), least["blocking_stage"]
         return [
-            f"<p>Nothing fits. The smallest memory that works is {size} GB a GPU, with "
-            f"{_text(layout_name(least))}; stage {stage} blocks.</p>",
+            f"<p>Nothing fits, layers split evenly. {known} {size} GB a GPU, with "
+            f"{_text(layout_name(least))}; stage {int(stage)} blocks.</p>",
             note,
         ]
     gap = best["step_ns"] / max(1, document["bound_ns"]) - 1
+    kept = "Interrupted, the best so far: " if document["interrupted"] else ""
+    layers = "|".join(str(int(count)) for count in best["layers"])
     return [
-        f'<p class="best">{_text(layout_name(best))}: {_ms(best["step_ns"])} ms a step, '
+        f'<p class="best">{kept}{_text(layout_name(best))}: {_ms(best["step_ns"])} ms a step, '
         f"{best['tokens_per_s']:,.0f} tokens/s, MFU {best['mfu']:.1%}</p>",
-        f"<p>{best['microbatches']} microbatches, layers {'|'.join(map(str, best['layers']))}. No "
-        f"layout that fits is more than {gap:.1%} faster, by bound: {len(document['tried'])} were "
-        f"planned, {document['pruned']} cannot win. {document['seconds']:.0f} s.</p>",
+        f"<p>{int(best['microbatches'])} microbatches, layers {layers}. No layout that fits with "
+        f"its layers split evenly is more than {gap:.1%} faster, by bound: "
+        f"{len(document['tried'])} were planned, {int(document['pruned'])} cannot win. "
+        f"{document['seconds']:.0f} s.</p>",
         note,
     ]
 

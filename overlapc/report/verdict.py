@@ -33,7 +33,8 @@ def verdict(
         "",
         f"{kept}: {best.layout}",
         f"  step {best.step_ns / 1e6:.1f} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
-        f"{best.mfu:.1%}; no layout that fits is more than {gap:.1%} faster, by bound",
+        f"{best.mfu:.1%}; no layout that fits with its layers split evenly is more than "
+        f"{gap:.1%} faster, by bound",
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",
@@ -82,8 +83,9 @@ def _nothing(result: Result) -> list[str]:
     if result.interrupted:
         return ["interrupted before anything was planned"]
     found = min(result.tried, key=lambda f: f.smallest_bytes)
+    known = "the smallest memory that works is" if result.certain else "what works is more than"
     return [
-        f"nothing fits. The smallest memory that works is {_gb(found.smallest_bytes)} GB a GPU, "
+        f"nothing fits with layers split evenly; {known} {_gb(found.smallest_bytes)} GB a GPU, "
         f"with {found.layout}; stage {found.blocking_stage} blocks.",
         "More GPUs, a larger tp or pp, a smaller microbatch or shorter sequences would help.",
     ]

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ _STEPS = 7
 
 @dataclass(frozen=True)
 class Verified:
-    """What was seen. Times are medians of steps taken in turn, in ns; gradients are compared bit by
-    bit, on this rank."""
+    """What was seen. Times are medians of steps taken in turn, in ns, and of this rank; gradients
+    are compared bit by bit, on all ranks."""
 
     equal: bool
     different: tuple[str, ...]  # parameters whose gradients are not eager's
@@ -43,9 +43,22 @@ def verify(where: str, **options: Any) -> Verified:
     """`where` is "module:function"; the function gives a model and its inputs, and the model the
     loss. Under torchrun every rank runs it. Options are those of `optimize`."""
     make = _find(where)
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    joins = "RANK" in os.environ and not dist.is_initialized()
+    if joins:
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if cuda else "gloo")
     try:
+        return _verified(where, make, options)
+    finally:
+        if joins:
+            dist.destroy_process_group()
+
+
+def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -> Verified:
+    try:
+        torch.manual_seed(0)
         model, inputs = make()
     except OverlapcError:
         raise
@@ -58,7 +71,7 @@ def verify(where: str, **options: Any) -> Verified:
             f"{where} returned a {type(model).__name__} and a {type(inputs).__name__}, expected an "
             "nn.Module and a tuple of inputs"
         )
-    planned = optimize(copy.deepcopy(model), **options)
+    planned = optimize(_twin(model, make), **options)
 
     def step(one: nn.Module) -> None:
         torch.manual_seed(0)
@@ -79,8 +92,8 @@ def verify(where: str, **options: Any) -> Verified:
         step(one)
         _settle()
         times.append(time.perf_counter_ns() - start)
-    different = tuple(
-        name for name, expected in gradients[0].items() if not _same(expected, gradients[1][name])
+    different = _everywhere(
+        [n for n, expected in gradients[0].items() if not _same(expected, gradients[1][n])]
     )
     timelines = [report.timeline for report in planned.reports]
     return Verified(
@@ -104,8 +117,8 @@ def _find(where: str) -> Callable[[], Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise OptionError(f"{where!r}: {error}; expected module:function from here") from error
+    except Exception as error:  # of whatever the module does when it is imported
+        raise OptionError(f"{where!r}: {error!r}; expected module:function from here") from error
     if not callable(found):
         raise OptionError(f"{where!r} is no function; expected one that returns model and inputs")
     make: Callable[[], Any] = found
@@ -118,10 +131,36 @@ def _peak(one: nn.Module, step: Callable[[nn.Module], None]) -> int:
     return measure_peak(lambda: step(one), device)
 
 
+def _twin(model: nn.Module, make: Callable[[], Any]) -> nn.Module:
+    """The same model once more; made anew where it holds what cannot be copied, a process group for
+    instance."""
+    try:
+        return copy.deepcopy(model)
+    except Exception:
+        torch.manual_seed(0)
+        twin, _ = make()
+        twin.load_state_dict(model.state_dict())
+        made: nn.Module = twin.train(model.training)
+        return made
+
+
+def _everywhere(different: list[str]) -> tuple[str, ...]:
+    """What differs on any rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tuple(different)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, different)
+    return tuple(f"rank {rank}: {name}" for rank, names in enumerate(every) for name in names)
+
+
 def _same(expected: Tensor | None, found: Tensor | None) -> bool:
+    """Bit by bit: not a number is itself, and zero has a sign."""
     if expected is None or found is None:
         return expected is found
-    return torch.equal(expected, found)
+    if (expected.dtype, expected.shape) != (found.dtype, found.shape):
+        return False
+    one, other = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (expected, found))
+    return torch.equal(one, other)
 
 
 def _settle() -> None:

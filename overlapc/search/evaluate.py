@@ -28,13 +28,14 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
-from overlapc.simulate import simulate
+from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import bound_ns, solve
 from overlapc.solvers.schedules import make_schedule
 from overlapc.stages import in_parts, stage_cost
 
 # float32 weight and moments read and written, gradient read, bf16 weight written
 _OPTIMIZER_MOVES = 2 * 12 + 4 + 2
+_SPARE = 0.05  # of what is in flight: rounded up by more than this, a stage is planned once more
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ def lower_bound(model: Model, cluster: Cluster, layout: Layout, unit: Unit) -> i
         most * block, model.period * block + head, (model.layers * block + head) / layout.pp
     )
     machine = load_hardware(cluster.hardware)
-    return round(slowest * microbatches(cluster, layout)) + optimizer_ns(model, layout, machine)
+    parameters = sum(map(sum, stage_parameters(model, layout))) / layout.pp
+    return round(slowest * microbatches(cluster, layout)) + _optimizer_ns(
+        parameters, layout, machine
+    )
 
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
@@ -130,9 +134,8 @@ def least_ns(problem: Problem) -> int:
     return max(sum(cost.compute_ns for _, cost in costs), *lanes.values())
 
 
-def optimizer_ns(model: Model, layout: Layout, machine: Hardware) -> int:
-    most = max(dense + experts for dense, experts in stage_parameters(model, layout))
-    return round(machine.memory_ns(most * _OPTIMIZER_MOVES / layout.dp))
+def _optimizer_ns(parameters: float, layout: Layout, machine: Hardware) -> int:
+    return round(machine.memory_ns(parameters * _OPTIMIZER_MOVES / layout.dp))
 
 
 def evaluate(
@@ -169,9 +172,10 @@ def evaluate(
         step_ns += round((step_ns - before) / layout.pp * (count - few))
     outcome = Outcome(Found(layout, solver), timeline, tuple(stages))
     busy = count * outcome.slowest.microbatch_ns
-    reduction = _reduction_ns(model, layout, machine)
+    reduction = _reduction_ns(model, layout, machine, layers)
     exposed_dp = max(0, reduction - min(cost.takes("B") for cost in costs))
-    optimizer = optimizer_ns(model, layout, machine)
+    most = max(map(sum, stage_parameters(model, layout, layers)))
+    optimizer = _optimizer_ns(most, layout, machine)
     pipeline_ns = step_ns
     step_ns += exposed_dp + optimizer
     plan = outcome.slowest.timeline
@@ -249,10 +253,50 @@ class Place:
     def last(self) -> bool:
         return self.stage == self.layout.pp - 1
 
+    def held(self, unit: Unit) -> float:
+        """How many times the captured blocks are in flight."""
+        return self.in_flight * self.layers / unit.blocks
+
     def problem(self, unit: Unit) -> Problem:
         """As many blocks as were captured stand for all."""
-        copies = max(1, math.ceil(self.in_flight * self.layers / unit.blocks))
+        copies = max(1, math.ceil(self.held(unit)))
         return replace(unit.problem, in_flight=copies, budget_bytes=max(1, self.room))
+
+    def loose(self, unit: Unit) -> Problem:
+        """The same with no more in flight than there is: its bounds hold here."""
+        copies = math.floor(self.held(unit))
+        budget = max(1, self.room) if copies else None
+        return replace(unit.problem, in_flight=max(1, copies), budget_bytes=budget)
+
+
+def _solved(
+    place: Place, unit: Unit, solver: str, time_limit_s: float
+) -> tuple[Problem, Plan, int]:
+    """The best plan found in the room there is, and its peak. In flight is what the layers make,
+    not a whole number of captured blocks: what the rounding took is given back."""
+    problem = place.problem(unit)
+    spare = problem.in_flight - place.held(unit)
+
+    def peak(plan: Plan) -> int:
+        kept = saved_bytes(problem, plan.saved)
+        return simulate(problem, plan).peak_bytes - math.floor(spare * kept)
+
+    def within(budget: int) -> tuple[Problem, Plan]:
+        found = replace(problem, budget_bytes=budget)
+        return found, solve(found, solver, time_limit_s=time_limit_s)
+
+    room = max(1, place.room)
+    try:
+        found, plan = within(room)
+    except Infeasible as error:
+        found, plan = within(error.smallest_bytes)
+        if peak(plan) > room:
+            raise Infeasible(room, peak(plan)) from None
+    if plan.recomputed and spare > _SPARE * place.held(unit):
+        more = within(room + math.floor(spare * saved_bytes(problem, plan.saved)))
+        if peak(more[1]) <= room:
+            found, plan = more
+    return found, plan, peak(plan)
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
@@ -263,16 +307,15 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
     times = place.layers / unit.blocks
     static, boundary = place.static_bytes, place.boundary_bytes
     head = simulate(unit.head, solve(unit.head, "none")) if place.last else None
-    problem = place.problem(unit)
     try:
-        plan = solve(problem, solver, time_limit_s=time_limit_s)
+        problem, plan, peak = _solved(place, unit, solver, time_limit_s)
     except Infeasible as error:
         raise Infeasible(cluster.memory_bytes, error.smallest_bytes + boundary) from None
     timeline = simulate(problem, plan)
     ran = simulate(problem, in_parts(problem.trace, plan)) if place.in_pieces else timeline
     received = unit.received if layout.pp > 1 else ()
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
-    peak = timeline.peak_bytes + boundary
+    peak += boundary
     if head is not None:
         saved = round(cost.saved * times) * in_flight
         peak = max(peak, saved + boundary + head.peak_bytes)
@@ -291,7 +334,8 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
         for_weights=round(cost.for_weights * times),
         working=tuple((k, size + (saved - cost.saved) * (k == "F")) for k, size in cost.working),
     )
-    proven = plan.bound_ns or bound_ns(problem)
+    exact = problem.in_flight == place.held(unit)
+    proven = (plan.bound_ns if exact else 0) or bound_ns(place.loose(unit))
     return Stage(problem, plan, ran, scaled, proven, times, peak + static)
 
 
@@ -304,12 +348,12 @@ def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) ->
     return machine.collective_ns("p2p", size, 2, 1 if across else 2)
 
 
-def _reduction_ns(model: Model, layout: Layout, machine: Hardware) -> int:
+def _reduction_ns(model: Model, layout: Layout, machine: Hardware, layers: Sequence[int]) -> int:
     """Gradients summed over the replicas and weights handed back: a reduce-scatter in float32 and
     an all-gather in bf16; experts only over the replicas that hold them."""
     replicas = layout.dp // expert_ranks(model, layout.dp)
     longest = 0
-    for dense, experts in stage_parameters(model, layout):
+    for dense, experts in stage_parameters(model, layout, layers):
         took = 0
         for count, ranks in ((dense, layout.dp), (experts, replicas)):
             near = max(1, min(ranks, machine.gpus_per_node // layout.tp))

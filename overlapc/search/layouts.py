@@ -60,13 +60,16 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
     for tp in divisors(cluster.gpus):
         if tp > cluster.gpus_per_node or model.heads % tp or model.vocab % tp or model.ffn % tp:
             continue
+        if cluster.gpus > cluster.gpus_per_node and cluster.gpus_per_node % tp:
+            continue  # a group would have ranks on two nodes
         if model.kv_heads and model.kv_heads % tp and tp % model.kv_heads:
             continue
         for pp in divisors(cluster.gpus // tp):
             dp = cluster.gpus // tp // pp
             if pp * model.period > model.layers or cluster.global_batch % dp:
                 continue
-            if model.experts and model.experts % expert_ranks(model, dp):
+            ranks = expert_ranks(model, dp)
+            if model.experts and (model.experts % ranks or dp % ranks):
                 continue
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > 16:

@@ -153,6 +153,7 @@ def find_model(name: str) -> Model:
     return from_config(path)
 
 
+_PADDED = 128  # to a multiple of which Megatron pads vocabularies
 # our name -> what HuggingFace's families call it
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -163,8 +164,23 @@ _NAMES = {
 }
 
 
+_GATED = ("silu", "swiglu", "geglu")
+_GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text")  # whatever their activation is called
+_TIED_TYPES = ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt")
+# What changes the model's size or work and has no counterpart here, with values that change nothing
+_UNKNOWN = {
+    "n_shared_experts": 0,
+    "shared_expert_intermediate_size": 0,
+    "first_k_dense_replace": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "kv_lora_rank": 0,
+}
+
+
 def from_config(path: str | Path) -> Model:
-    """The model that a HuggingFace `config.json` describes."""
+    """The model that a HuggingFace `config.json` describes, its vocabulary padded as Megatron
+    does."""
     path = Path(path)
     try:
         found = json.loads(path.read_text())
@@ -185,15 +201,34 @@ def from_config(path: str | Path) -> Model:
             raise FileError(f"{path}: no {' or '.join(names)}, expected the model's {key}")
         return default
 
+    for key, harmless in _UNKNOWN.items():
+        if found.get(key) not in (None, harmless):
+            raise FileError(
+                f"{path}: {key} is {found[key]!r}, which the search has no model of; expected "
+                "none: without that line it is a model near yours that is searched"
+            )
     known = {key: number(key, *names) for key, names in _NAMES.items()}
+    head = number("head width", "head_dim", default=0)
+    if head and head * known["heads"] != known["width"]:
+        raise FileError(
+            f"{path}: {known['heads']} heads of {head} are not the width, {known['width']}; the "
+            "search has no model of that: without head_dim it is a model near yours"
+        )
+    known["vocab"] += -known["vocab"] % _PADDED
+    kind = str(found.get("model_type") or "")
     experts = number("experts", "num_local_experts", "n_routed_experts", "num_experts", default=0)
     ffn = number("ffn", "intermediate_size", "n_inner", "ffn_dim", default=4 * known["width"])
     model = Model(
-        str(found.get("model_type") or path.parent.name or "model"),
+        kind or path.parent.name or "model",
         ffn=ffn,
-        kv_heads=number("kv_heads", "num_key_value_heads", default=0),
-        gated=str(found.get("hidden_act", "")) in ("silu", "swiglu"),
-        tied=bool(found.get("tie_word_embeddings", False)),
+        kv_heads=number(
+            "kv_heads",
+            "num_key_value_heads",
+            "num_kv_heads",
+            default=1 if found.get("multi_query") is True else 0,
+        ),
+        gated=str(found.get("hidden_act", "")) in _GATED or kind in _GATED_TYPES,
+        tied=bool(found.get("tie_word_embeddings", kind in _TIED_TYPES)),
         experts=experts,
         top_k=number("top_k", "num_experts_per_tok", default=2 if experts else 0),
         expert_width=number("expert width", "moe_intermediate_size", default=ffn) if experts else 0,

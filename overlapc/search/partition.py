@@ -56,7 +56,7 @@ def partitioned(
 
     @cache
     def bounded(found: Place) -> int:
-        bound = bound_ns(found.problem(unit)) * found.layers // unit.blocks
+        bound = bound_ns(found.loose(unit)) * found.layers // unit.blocks
         return bound + head_ns * found.last - _ROUNDED
 
     def by_plan(*segment: int) -> int | None:

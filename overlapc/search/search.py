@@ -31,7 +31,7 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
-from overlapc.search.pool import WORKERS, planners
+from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 
 _CACHE_VERSION = 1
@@ -59,6 +59,7 @@ class Result:
     bound_ns: int = 0  # on every layout, tried or not
     seconds: float = 0.0
     interrupted: bool = False
+    certain: bool = True  # where nothing fits: the least memory named was tried
 
 
 def search(
@@ -78,8 +79,11 @@ def search(
     every = list(layouts(model, cluster, fixed))
     if not every:
         raise OptionError(
-            f"no layout of {model.name} on {cluster.gpus} GPUs has {fixed}; expected sizes that "
-            f"divide {cluster.gpus} GPUs, {model.heads} heads and {cluster.global_batch} sequences"
+            f"no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
+            f"has {fixed}; expected a tp that divides a node, {model.heads} heads, {model.ffn} "
+            f"hidden units and {model.vocab} words, a pp of at most "
+            f"{model.layers // model.period}, and a dp times microbatch that divides "
+            f"{cluster.global_batch} sequences"
         )
     known = _Cache(cache, model, cluster, solver)
     run = _Run(model, cluster, solver, known, prune)
@@ -96,7 +100,7 @@ def search(
                     run.divide(pool)
             except KeyboardInterrupt:
                 run.interrupted = True
-                pool.shutdown(wait=False, cancel_futures=True)
+                stop(pool)
     except KeyboardInterrupt:
         run.interrupted = True
     except BrokenProcessPool as error:
@@ -109,8 +113,9 @@ def search(
         sorted(run.tried, key=rank),
         len(every) - len(run.tried),
         run.bound(),
-        time.monotonic() - begin,
-        run.interrupted,
+        certain=run.best is not None or run.certain,
+        seconds=time.monotonic() - begin,
+        interrupted=run.interrupted,
     )
 
 
@@ -134,6 +139,7 @@ class _Run:
         self.best: Found | None = None
         self.tried: list[Found] = []
         self.interrupted = False
+        self.certain = False  # that the least memory named does work
 
     def add(self, layout: Layout) -> None:
         found = self.known.get(layout)
@@ -231,6 +237,7 @@ class _Run:
                     replace(t, smallest_bytes=max(size + (t.layout != layout), t.smallest_bytes))
                     for t in self.tried
                 ]
+                self.certain = True
                 return
             heapq.heappush(sizes, (found.smallest_bytes, layout))
 

@@ -30,6 +30,8 @@ from overlapc.search.partition import partitioned
 from overlapc.search.pool import planners
 from overlapc.search.search import search
 from overlapc.search.units import UnitKey, make_unit
+from overlapc.simulate import saved_bytes, simulate
+from overlapc.solvers.schedules import make_schedule
 
 TINY = Model("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
 EXPERTS = replace(TINY, name="tiny-moe", experts=4, top_k=2, expert_width=512, moe_every=2)
@@ -82,6 +84,11 @@ def test_layouts_divide_everything():
         assert layout.tp * layout.pp * layout.dp == CLUSTER.gpus
         assert CLUSTER.global_batch % (layout.dp * layout.microbatch) == 0
         assert sum(stage_layers(EXPERTS, layout.pp)) == EXPERTS.layers
+    # Experts are on whole replicas, and a tensor-parallel group within a node.
+    for gpus, model in ((12, PRESETS["mixtral-8x7b"]), (40, PRESETS["gpt-13b"])):
+        for layout in layouts(model, replace(CLUSTER, gpus=gpus, global_batch=gpus)):
+            assert not model.experts or layout.dp % min(model.experts, layout.dp) == 0
+            assert CLUSTER.gpus_per_node % layout.tp == 0
     assert {layout.tp for layout in layouts(TINY, CLUSTER, Fixed(tp=2))} == {2}
 
 
@@ -144,6 +151,14 @@ def test_a_config_of_huggingface(tmp_path):
     path.write_text(json.dumps(config))
     found = find_model(str(tmp_path))
     assert found.parameters() == find_model("llama-7b").parameters()
+    small = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_ctx": 1024}
+    path.write_text(json.dumps(small | {"vocab_size": 50257}))
+    gpt2 = from_config(path)
+    assert (gpt2.vocab, gpt2.tied) == (50304, True)
+    for change in ({"head_dim": 80}, {"n_shared_experts": 2}, {"decoder_sparse_step": 2}):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(FileError, match="search has no model of"):
+            from_config(path)
     path.write_text(json.dumps(config | {"hidden_size": "wide"}))
     with pytest.raises(FileError, match="hidden_size is 'wide'"):
         from_config(path)
@@ -239,3 +254,22 @@ def test_the_best_partition_is_the_best_of_all():
     assert best.optimal
     assert best.slowest_ns == slowest[best.layers] == min(slowest.values())
     assert split.slowest_ns == slowest.get(split.layers)
+
+
+@pytest.mark.parametrize("pp", [2, 8])
+def test_memory_is_that_of_the_layers_there_are(pp):
+    """Captured are four blocks; stages of one layer, or of five, hold what these make."""
+    model = replace(TINY, layers=pp if pp == 8 else 10)
+    layout = Layout(1, pp, 1, 1)
+    cluster = replace(CLUSTER, gpus=pp, memory_bytes=10**10)
+    unit = make_unit(key(model, layout))
+    found = evaluate(model, cluster, layout, unit, "none")
+    static = static_bytes(model, layout)
+    each = saved_bytes(unit.problem, found.stages[0].plan.saved) / unit.blocks
+    schedule = make_schedule("1f1b", pp, 4 * pp)
+    for stage in range(pp - 1):  # the last has a head
+        in_flight = schedule.in_flight(stage)
+        layers = found.found.layers[stage]
+        peak = found.found.peak_bytes[stage] - static[stage] - unit.boundary_bytes * (in_flight + 1)
+        alone = simulate(replace(unit.problem, in_flight=1), found.stages[stage].plan).peak_bytes
+        assert peak == pytest.approx(alone + (in_flight * layers - unit.blocks) * each, abs=4)
