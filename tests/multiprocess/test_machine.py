@@ -42,7 +42,7 @@ def measured(rank: int, ranks: int, here: int) -> Hardware:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "here"), [(2, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("ranks", "here"), [(2, 1), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (2, 4))]
 )
 def test_ranks_measure_the_link_between_them(ranks: int, here: int) -> None:
     one, two, *_ = run_ranks(measured, ranks, here, timeout_s=120)

@@ -312,6 +312,7 @@ def as_a_search_chose(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_what_a_search_wrote_is_run() -> None:
     assert run_ranks(as_a_search_chose, 2, timeout_s=120) == [[]] * 2
 
@@ -384,7 +385,9 @@ def twice_and_turned(rank: int, ranks: int, name: str, stages: int) -> Any:
     return wrong, refused, stale
 
 
-@pytest.mark.parametrize(("name", "stages"), [("1f1b", 2), ("zero-bubble-v", 4)])
+@pytest.mark.parametrize(
+    ("name", "stages"), [pytest.param("1f1b", 2, marks=pytest.mark.slow), ("zero-bubble-v", 4)]
+)
 def test_stages_of_odd_strides_and_tied_weights_that_add_up(name: str, stages: int) -> None:
     first, second = run_ranks(twice_and_turned, 2, name, stages, timeout_s=120)
     assert first[0] == second[0] == []
