@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -120,3 +121,40 @@ def test_reading_hardware_and_links_costs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(300), pytest.param(range(300, 10_000), marks=pytest.mark.slow)]
+)
+def test_damaged_files_are_typed_errors(seeds: range, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    known, refused = known_hardware(), []
+    bits = [
+        "-1",
+        "0",
+        "nan",
+        "inf",
+        "1e999",
+        "true",
+        '"x"',
+        "[]",
+        "[[1, 2], [1, 3]]",
+        "{}",
+        "=",
+        "[a]",
+    ]
+    for seed in seeds:
+        rng = Random(seed)
+        text = (_FOLDER / f"{rng.choice(known)}.toml").read_text()
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(text))
+            end = min(len(text), at + rng.choice((0, 1, 5, 40)))
+            text = text[:at] + rng.choice(bits) + text[end:]
+        path.write_text(text)
+        try:
+            machine = load_hardware(path)
+            assert machine.collective_ns("all_reduce", 1 << 20, 8, 8) >= 0
+        except (FileError, OptionError) as error:
+            refused.append(str(error))
+    assert 0 < len(refused) < len(seeds)
+    assert all(str(path) in said for said in refused)
