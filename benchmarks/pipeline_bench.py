@@ -252,7 +252,8 @@ def save(variants: list[Variant], args: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "variants": rows,
     }
-    write_results(f"pipeline_{rate}", document)
+    count = "" if args.microbatches == 8 else f"_{args.microbatches}"
+    write_results(f"pipeline_{rate}{count}", document)
 
 
 def main() -> None:

@@ -85,6 +85,10 @@ class Stages(nn.ModuleList):
 
 def stages_here(model: nn.Module, group: dist.ProcessGroup, args: argparse.Namespace) -> Stages:
     """The part of the model that is this rank's of the pipeline over `group`."""
+    if group.size() != args.pp:  # torchrun started others
+        raise SystemExit(
+            f"--pp {args.pp} on {group.size()} ranks: expected as many ranks as stages"
+        )
     schedule = make_schedule(args.schedule, group.size(), args.microbatches)
     every = cut_into_stages(model, schedule.stages)
     mine = {s: every[s] for s, rank in schedule.rank_of.items() if rank == group.rank()}

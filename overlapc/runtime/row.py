@@ -212,6 +212,10 @@ class Run:
             for parameter, gradient in before:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
             self.guarded(lambda: self.sent.wait(self.links.patience_s), "waiting for what was sent")
+        except BaseException:  # what was there before is not lost with the step
+            for parameter, gradient in before:
+                parameter.grad = gradient
+            raise
         finally:
             self.sent.close()
         return losses

@@ -12,11 +12,10 @@ from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, solve
-from overlapc.solvers.partition import Partition, best_partition, even
+from overlapc.solvers.partition import TOGETHER, Partition, best_partition, even
 from overlapc.solvers.schedules import make_schedule
 
 _ROUNDED = 4  # ns that the parts of a stage lose when each is rounded
-_TOGETHER = 2  # stages planned at a time, as `best_partition` asks for
 
 
 def partitioned(
@@ -72,7 +71,7 @@ def partitioned(
     def solved(found: Place) -> int | None:
         return pool.submit(_microbatch_ns, found, unit, solver).result()
 
-    with ThreadPoolExecutor(_TOGETHER) as threads:
+    with ThreadPoolExecutor(TOGETHER) as threads:
         split = even(periods, layout.pp, by_plan, threads.map)
         ways = by_plan, by_compute, by_memory
         return split, best_partition(periods, layout.pp, *ways, run=threads.map)

@@ -27,7 +27,7 @@ Run = Callable[..., Iterable["int | None"]]  # as `map`, which asks for one afte
 _Segment = tuple[int, ...]
 _Weight = tuple[int, int]
 _EXACT = 100_000  # segments up to which all may be asked for
-_TOGETHER = 2  # asked for at a time
+TOGETHER = 2  # asked for at a time
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def best_partition(
         guesses = [s for s in best.segments if known[s][0] < len(ways)]
         if not guesses:
             return replace(best, optimal=True)
-        longest = sorted(guesses, key=lambda s: -(known[s][1] or 0))[:_TOGETHER]
+        longest = sorted(guesses, key=lambda s: -(known[s][1] or 0))[:TOGETHER]
         answers = run(lambda s: ways[known[s][0]](*s), longest)
         for segment, answer in zip(longest, list(answers), strict=True):
             known[segment] = known[segment][0] + 1, answer
