@@ -9,7 +9,8 @@
     ...       what others would run: `baselines`
 
 `solve(problem, name)` hands out the fastest plan found that fits the budget; of overlap, heu and
-opt never one predicted slower than the baselines none, full and selective.
+opt never one predicted slower than the baselines none, full and selective; of opt, and of heu
+beyond a handful of ops, nor than uniform, block, Megatron's and Lancet's.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
     "lynx": baselines.lynx,
 }
 SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
+_QUICK = ("uniform", "block", "megatron", "lancet")  # found in tenths of a second
 _SMALL = 64  # ops up to which heu, too, tries the same budgets whatever it is given
 _LARGE = 1500  # ops up to which the smallest budgets of the ladder get all of HEU's effort
 _RUNGS = 12
@@ -91,9 +93,11 @@ def solve(
     if solver in FIELD:
         return _best(problem, [FIELD[solver](problem)])
     cheap = [make(problem) for make in BASELINES.values()]
-    if solver == "heu" and len(problem.trace.ops) > _SMALL:
+    rivals = (FIELD[name](problem) for name in _QUICK)
+    small = len(problem.trace.ops) <= _SMALL
+    if solver == "heu" and not small:
         try:
-            return _best(problem, [*cheap, *heu_plans(problem)])
+            return _best(problem, chain(cheap, rivals, heu_plans(problem)))
         except Infeasible:
             return _best(problem, [*cheap, *steady_plans(problem)])
     steady = [*cheap, *steady_plans(problem)]
@@ -103,11 +107,12 @@ def solve(
     try:
         if solver == "heu":
             return _best(problem, [*steady, *ladder])
-        menu = chain(steady, theirs, overlap_plans(problem, choices), ladder)
+        menu = chain(steady, theirs, overlap_plans(problem, choices))
         if solver == "overlap":
-            return _best(problem, menu)
-        known = chain(menu, heu_plans(problem))
-        found = opt(problem, known, time_limit_s=time_limit_s, gap=gap, progress=progress)
+            return _best(problem, chain(menu, ladder))
+        known = chain(menu, ladder if small else (), rivals, heu_plans(problem, grouped=True))
+        others = () if small else ladder
+        found = opt(problem, known, others, time_limit_s=time_limit_s, gap=gap, progress=progress)
     except Infeasible:
         return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)

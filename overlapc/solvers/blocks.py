@@ -67,6 +67,13 @@ class Repetition:
     def end(self) -> int:
         return self.first + self.length * self.count
 
+    def grouped(self, blocks: int) -> Repetition:
+        """So many blocks taken as one; those left over come before the first."""
+        over = self.count % blocks
+        first = self.first + over * self.length
+        enters = self.enters[over::blocks]
+        return Repetition(first, self.length * blocks, self.count // blocks, enters)
+
 
 def repetition(trace: Trace) -> Repetition | None:
     """The repeated blocks of the forward, if anything repeats. Found once for a trace."""

@@ -18,9 +18,10 @@ whose backward comes before. What it means for the whole trace, list scheduling 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pulp
@@ -28,16 +29,18 @@ import pulp
 from overlapc.ir import Op, Plan, Problem
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.blocks import Repetition, repetition
-from overlapc.solvers.choice import Choice, Needs, on_demand
+from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.overlap import steady_plans
 from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(4.0, False), Style(2.0, True))
-_STEPS, _HALVINGS = 8, 3  # in which the room is looked for that makes a choice fit
+_STEPS, _HALVINGS = 20, 3  # in which the room is looked for that makes a choice fit
 _AGAIN = (0.5, 0.1)  # shares of recomputed collectives that may turn out to be exposed
 _ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
+_GROUPS = (2, 3, 4)  # blocks that are taken as one where memory is scarce
+_MOST = 6  # choices of several such periods that are worth all schedules
 _PASSES = (PASSES[0], PASSES[1], PASSES[3])
 _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
 _LARGE = 1500  # ops from which on fewer schedules are tried for a choice
@@ -203,48 +206,106 @@ def _engine() -> pulp.LpSolver:
 
 
 def heu_plans(
-    problem: Problem, needs: Needs | None = None, defer: bool = True, thorough: bool = True
+    problem: Problem,
+    needs: Needs | None = None,
+    defer: bool = True,
+    thorough: bool = True,
+    grouped: bool = False,
 ) -> Iterator[Plan]:
-    """Schedules of the choice that just fits when recomputed on demand and, if `thorough`, of
-    choices that leave a schedule more room. Without `defer` weight gradients keep their place."""
+    """Schedules of the choice that just fits when recomputed on demand.
+
+    `thorough` adds choices that leave a schedule more room and, where even blocks' inputs are
+    made again, those of periods of several blocks; `grouped` adds these anyway. Without `defer`
+    weight gradients keep their place.
+    """
     needs = needs or Needs(problem.trace)
     if len(problem.phases) != 2:
         return
-    period = Period(problem, needs, repetition(problem.trace))
+    repeated = repetition(problem.trace)
     totals = Totals.of(problem)
+    period = Period(problem, needs, repeated)
     budget = problem.budget_bytes
     if budget is None:
         keep = policy(problem, period, totals, 0)
         yield from schedules(problem, period.choice(needs, keep or {}), None, defer)
         return
     tried: list[Choice] = []
-    for again in _AGAIN if thorough else _AGAIN[:1]:
+    for choice in _fitting(problem, period, needs, totals, budget, thorough, _AGAIN):
+        if choice not in tried:
+            tried.append(choice)
+            yield from schedules(problem, choice, budget, defer)
+    scarce = not tried or not _keeps_borders(problem, tried[0], repeated)
+    if not grouped and not (thorough and scarce):
+        return
+    others = _steady(problem, needs, budget)
+    for several in _groups(problem, needs, repeated):
+        for choice in _fitting(problem, several, needs, totals, budget, thorough, _AGAIN[:1]):
+            if choice not in tried:
+                tried.append(choice)
+                others.append(choice)
+    yield from _most_promising(problem, others, budget, defer)
+
+
+def _groups(problem: Problem, needs: Needs, repeated: Repetition | None) -> Iterator[Period]:
+    """Periods of several blocks, as far as they are not the whole trace's worth of program."""
+    for blocks in _GROUPS:
+        if repeated is not None and blocks < repeated.count:
+            yield Period(problem, needs, repeated.grouped(blocks))
+    if repeated is not None and len(problem.trace.ops) <= _LARGE:
+        yield Period(problem, needs, None)
+
+
+def _fitting(
+    problem: Problem,
+    period: Period,
+    needs: Needs,
+    totals: Totals,
+    budget: int,
+    thorough: bool,
+    shares: Sequence[float],
+) -> Iterator[Choice]:
+    """The period's choices that just fit, and if `thorough` those with more room left."""
+    for again in shares if thorough else shares[:1]:
         program = partial(policy, problem, period, totals, again=again)
         room = _least_room(problem, period, needs, program, budget)
         if room is None:
             continue
         for more in _ROOM_PERMILLE if thorough else _ROOM_PERMILLE[:1]:
-            keep = program(room + budget * more // 1000)
-            choice = None if keep is None else period.choice(needs, keep)
-            if choice is not None and choice not in tried:
-                tried.append(choice)
-                yield from schedules(problem, choice, budget, defer)
-    if not tried and thorough:
-        for choice in _steady(problem, needs, budget):
-            yield from schedules(problem, choice, budget, defer)
+            if (keep := program(room + budget * more // 1000)) is not None:
+                yield period.choice(needs, keep)
+
+
+def _most_promising(
+    problem: Problem, choices: Iterable[Choice], budget: int, defer: bool
+) -> Iterator[Plan]:
+    """All schedules of the few choices whose first ones are fastest."""
+    found: list[tuple[int, int, Iterator[Plan]]] = []
+    for choice in choices:
+        more = schedules(problem, choice, budget, defer)
+        first = list(islice(more, 2))
+        yield from first
+        found.append((min(simulate(problem, plan).step_ns for plan in first), len(found), more))
+    for *_, more in sorted(found)[:_MOST]:
+        yield from more
+
+
+def _keeps_borders(problem: Problem, choice: Choice, repeated: Repetition | None) -> bool:
+    """Whether every block's recompute begins at the block's own input."""
+    if repeated is None:
+        return False
+    saved = {problem.trace.value[name].storage for name in choice.saved}
+    borders = repeated.enters[: repeated.count]
+    return saved.issuperset(s for s in borders if s not in problem.trace.resident)
 
 
 def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:
-    """The quickest that fit of choices that know of no blocks: where even blocks' inputs are made
-    again, because many microbatches are in flight, a program of one block knows too little."""
-    fitting = []
+    """The quickest that fit of choices that know of no blocks and no times."""
+    fitting: list[tuple[int, int, Choice]] = []
     for plan in steady_plans(problem):
         timeline = simulate(problem, plan)
         if timeline.peak_bytes <= budget:
-            kept = frozenset(problem.trace.value[name].storage for name in plan.saved)
-            fitting.append((timeline.step_ns, kept))
-    fitting.sort(key=lambda pair: pair[0])
-    return [needs.complete(kept) for _, kept in fitting[: len(_ROOM_PERMILLE)]]
+            fitting.append((timeline.step_ns, len(fitting), choice_of(problem, plan)))
+    return [choice for *_, choice in sorted(fitting)[: len(_ROOM_PERMILLE)]]
 
 
 def _least_room(
@@ -257,36 +318,37 @@ def _least_room(
     """The program's guess at memory is put right: the least room, less than none perhaps, with
     which its choice fits when recomputed on demand."""
 
-    def fits(room: int) -> bool | None:
+    def over(room: int) -> int | None:
         if (keep := program(room)) is None:
             return None
         choice = period.choice(needs, keep)
-        plan = Plan("", "", choice.saved, on_demand(problem, choice))
-        return max(memory_curve(problem, plan), default=0) <= budget
+        return _peak(problem, Plan("", "", choice.saved, on_demand(problem, choice))) - budget
 
-    low, high = -2 * period.bytes_of_block - budget // 20, budget // 4
-    step = max(1, (high - low) // _STEPS)
-    for room in range(low, high + 1, step):
-        found = fits(room)
-        if found is None:
+    least = most = -2 * period.bytes_of_block - budget // 20
+    for _ in range(_STEPS):
+        if (excess := over(most)) is None:
             return None
-        if found:
+        if excess <= 0:
             break
+        least, most = most, most + max(excess // 2, budget // 50)
     else:
         return None
-    least, most = room - step, room
-    for _ in range(_HALVINGS):
+    for _ in range(_HALVINGS if least < most else 0):
         middle = (least + most) // 2
-        if fits(middle):
+        if (excess := over(middle)) is not None and excess <= 0:
             most = middle
         else:
             least = middle
     return most
 
 
+def _peak(problem: Problem, plan: Plan) -> int:
+    return max(memory_curve(problem, plan), default=0)
+
+
 def schedules(
     problem: Problem, choice: Choice, budget: int | None, defer: bool = True
-) -> Iterable[Plan]:
+) -> Iterator[Plan]:
     """Orders of one choice; some may take more than the budget."""
     digest = problem.trace.digest
     plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
@@ -294,7 +356,7 @@ def schedules(
     yield plan
     large = len(problem.trace.ops) > _LARGE
     limit = NEVER if budget is None else budget
-    if max(memory_curve(problem, plan), default=0) <= limit:
+    if _peak(problem, plan) <= limit:
         work = backward_work(problem, choice)
         for passes in _PASSES if defer else _RECOMPUTE_ONLY:
             yield filled(plan, work, limit, passes)

@@ -6,7 +6,8 @@ Small problems are searched through (`exact`). For others two threads work until
     search    the same program with a little thrift, for the budget and ever less than it, says
               what to keep: the less it may use, the more room is left to early recompute and
               late weight gradients. `listing` and `filling` turn each choice into orders. Then
-              the best choice is varied: one storage more that is kept.
+              HEU's groups of blocks for smaller budgets, unless a gap of one percent is proven,
+              and the best choice is varied: one storage more that is kept.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.exact import TooLarge, exact
 from overlapc.solvers.filling import PASSES, Taste, filled
+from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 
 _SMALL = 28  # ops that can be searched through
 _MARGINS = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.3)
+_GROUPED = 0.1  # the most of them that groups of blocks are tried with
+_NEAR = 0.01  # a gap with which they are not
 _LIMITS = (1.0, 0.95)  # of the budget, for the list scheduler to aim at
 _STYLES = (Style(4.0, False), Style(2.0, True), Style(1.0, True))
 _SEEDS, _IDLE = 6, 80  # fillings in a row that may be no better, of any choice and of the best
@@ -53,6 +57,7 @@ class Progress:
 def opt(
     problem: Problem,
     known: Iterable[Plan] = (),
+    others: Iterable[Plan] = (),
     *,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
@@ -60,12 +65,12 @@ def opt(
 ) -> Plan:
     """The best plan found until the gap is closed or time is up, with the proven bound in it.
 
-    `known` are legal plans to start from. Ctrl-C ends the search and keeps its best. Infeasible
-    if nothing fits, which is certain only for small problems.
+    `known` are legal plans to start from, `others` are tried at the end. Ctrl-C ends the search
+    and keeps its best. Infeasible if nothing fits, which is certain only for small problems.
     """
     search = _Search(problem, time_limit_s, gap, progress)
     try:
-        search.run(known)
+        search.run(known, others)
     except KeyboardInterrupt:
         if search.best is None:
             raise
@@ -150,6 +155,9 @@ class _Search:
         closed = self.best is not None and self.step * (1 - self.gap) <= self.bound
         return closed or self.left_s() <= 0
 
+    def gap_is_small(self) -> bool:
+        return self.best is not None and self.step * (1 - _NEAR) <= self.bound
+
     def tell(self, doing: str) -> None:
         seconds = time.monotonic() - self.began
         self.progress(Progress(seconds, self.step, self.bound, doing))
@@ -167,11 +175,8 @@ class _Search:
             self.here = key, plan
         return True
 
-    def run(self, known: Iterable[Plan]) -> None:
-        for plan in known:
-            self.offer(plan)
-            if self.left_s() <= 0:
-                break
+    def run(self, known: Iterable[Plan], others: Iterable[Plan]) -> None:
+        self.take(known)
         self.tell("known plans")
         if len(self.problem.trace.ops) <= _SMALL and self.small():
             return
@@ -188,12 +193,17 @@ class _Search:
         try:
             self.proof.start()
             search = Program(self.problem, needs)
-            self.sweep(needs, search, _MARGINS)
+            for n, margin in enumerate(_MARGINS):
+                self.sweep(needs, search, (margin,))
+                if n % 2 and not self.gap_is_small():
+                    self.groups(needs, margin)
             self.polish()
             self.vary(needs)
             self.sweep(needs, search, self.closer())
             self.vary(needs)
             self.polish()
+            self.take(others)
+            self.tell("other plans")
             while self.proof.is_alive() and not self.done():
                 self.proof.join(0.2)
             self.tell("end of the proof")
@@ -201,6 +211,12 @@ class _Search:
             self.proof.stop.set()
             if self.proof.is_alive():
                 self.proof.join(2.0)
+
+    def take(self, plans: Iterable[Plan]) -> None:
+        for plan in plans:
+            self.offer(plan)
+            if self.done():
+                break
 
     def sweep(self, needs: Needs, program: Program, margins: Iterable[float]) -> None:
         """Schedule the program's choices with this share of the budget left free."""
@@ -221,6 +237,16 @@ class _Search:
             self.schedule(needs.complete(found.kept))
             self.swept[margin] = self.key < before
             self.tell(f"{margin:.1%} of the budget left free")
+
+    def groups(self, needs: Needs, margin: float) -> None:
+        """HEU's plans with this share of the budget left free and several blocks taken as one:
+        where little is kept, what a few blocks hold while they are made again decides, which
+        the program's slots do not see."""
+        if self.done() or self.budget >= NEVER or margin > _GROUPED:
+            return
+        less = replace(self.problem, budget_bytes=int(self.budget * (1 - margin)))
+        self.take(heu_plans(less, needs, grouped=True))
+        self.tell(f"groups of blocks, {margin:.1%} of the budget left free")
 
     def polish(self) -> None:
         """Fill the best plan's windows again and again, a little differently each time."""
