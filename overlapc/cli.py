@@ -217,6 +217,7 @@ def _search(args: argparse.Namespace) -> int:
         "pruned": result.pruned,
         "best": None if result.best is None else result.best.as_json(),
         "tried": [found.as_json() for found in result.tried],
+        "less_memory": [found.as_json() for found in result.less],
         "compared": [found.as_json() for found in rows],
         "pipeline": None if timeline is None else pipeline_json(timeline),
         "explain": "" if outcome is None else _explained(outcome),

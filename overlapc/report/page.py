@@ -79,7 +79,11 @@ def page(document: Mapping[str, Any]) -> str:
                 body += _section("What the ranks do", _timeline(document["pipeline"]))
             body += _section("Memory of each stage", _memory(best, cluster["memory_bytes"]))
             fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
-            body += _section("Memory and step of all layouts planned", _scatter(fitting, best))
+            less = [found for found in document["less_memory"] if not found["smallest_bytes"]]
+            body += _section(
+                "Memory and step of all layouts planned, and of the fastest with less memory",
+                _scatter([*less, *fitting], best),
+            )
             body += _section("Next to it", _founds(fitting[:12], "layout"))
             if document.get("explain"):
                 why = f"<pre>{_text(document['explain'])}</pre>"
@@ -225,7 +229,7 @@ def _scatter(found: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str
         _label(left - 6, 26, f"{_ms(max(times))} ms", "end"),
     ]
     for one, size, took in zip(found, sizes, times, strict=True):
-        winner = one["layout"] == best["layout"]
+        winner = one["layout"] == best["layout"] and took == best["step_ns"]
         x, y = left + 14 + across(size), high - low - up(took)
         title = f"{layout_name(one)}: {_gb(size)} GB, {_ms(took)} ms"
         parts.append(

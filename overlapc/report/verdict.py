@@ -46,13 +46,24 @@ def verdict(
     fitting = [found for found in result.tried if found.fits]
     if len(fitting) > 1:
         lines += ["", "next to it", *_rows(fitting[:top], by_layout=True)]
-    front = pareto(fitting)
+    less = [found for found in result.less if found.fits]
+    front = pareto([*fitting, *less])
     if len(front) > 1:
-        lines += ["", "memory of a GPU and step, of the layouts planned (pareto)"]
+        lines += [
+            "",
+            "memory of a GPU and step (pareto of the layouts planned, and of the fastest with less "
+            "memory)",
+        ]
         lines += [
             f"  {_gb(max(f.peak_bytes)):>6} GB  {f.step_ns / 1e6:9.1f} ms  {f.layout}"
+            + (f", recompute {f.recompute_ns / f.step_ns:.1%}" if f in less else "")
             for f in front
         ]
+    lines += [
+        f"  {best.layout} needs at least {_gb(found.smallest_bytes)} GB"
+        for found in result.less
+        if not found.fits
+    ][:1]
     return "\n".join(lines)
 
 

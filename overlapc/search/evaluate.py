@@ -14,7 +14,7 @@ from typing import Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem, Timeline
-from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.pipeline import PipelineTimeline, StageCost, pipeline_bound, simulate_pipeline
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule
 from overlapc.search.layouts import (
@@ -106,17 +106,31 @@ class Outcome:
 
 def lower_bound(model: Model, cluster: Cluster, layout: Layout, unit: Unit) -> int:
     """No plan, schedule or division of the layers over the stages can take less: the slowest stage
-    does each microbatch, and its compute and its collectives each take their time."""
+    does each microbatch, its compute and its collectives each take their time, and the pipeline
+    fills and drains."""
     block, head = least_ns(unit.problem) / unit.blocks, least_ns(unit.head)
     most = -(-(model.layers // model.period) // layout.pp) * model.period
-    slowest = max(
-        most * block, model.period * block + head, (model.layers * block + head) / layout.pp
-    )
+    whole = model.layers * block + head
+    count = microbatches(cluster, layout)
+    slowest = count * max(most * block, model.period * block + head, whole / layout.pp)
+    if layout.schedule == "zero-bubble":  # weight gradients wait till the pipeline drains
+        forward, inputs = _compute_ns(unit.problem, "F"), _compute_ns(unit.problem, "I")
+        both = (forward + inputs) / unit.blocks * model.layers
+        ramped = max(
+            pipeline_bound(whole, layout.pp, count, forward / unit.blocks / block),
+            pipeline_bound(both, layout.pp, count),
+        )
+    else:
+        ramped = pipeline_bound(whole, layout.pp, count)
     machine = load_hardware(cluster.hardware)
     parameters = sum(map(sum, stage_parameters(model, layout))) / layout.pp
-    return round(slowest * microbatches(cluster, layout)) + _optimizer_ns(
-        parameters, layout, machine
-    )
+    return round(max(slowest, ramped)) + _optimizer_ns(parameters, layout, machine)
+
+
+def _compute_ns(problem: Problem, letter: str) -> int:
+    """Of one kind of piece."""
+    ops = (op for op in problem.trace.ops if op.piece.letter == letter)
+    return sum(problem.cost(op.name).compute_ns for op in ops)
 
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:

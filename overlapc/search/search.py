@@ -35,6 +35,7 @@ from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 
 _CACHE_VERSION = 1
+_LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
 
 
@@ -51,10 +52,12 @@ class Progress:
 
 @dataclass
 class Result:
-    """What a search found. `tried` are all layouts that were planned; `pruned` could not win."""
+    """What a search found. `tried` are all layouts that were planned; `pruned` could not win.
+    `less` is the best of them with less memory."""
 
     best: Found | None
     tried: list[Found] = field(default_factory=list)
+    less: list[Found] = field(default_factory=list)
     pruned: int = 0
     bound_ns: int = 0  # on every layout, tried or not
     seconds: float = 0.0
@@ -96,8 +99,10 @@ def search(
                     progress(run.progress(time.monotonic() - begin))
                 if run.best is None:
                     run.find_smallest(pool)
-                elif run.best.layout.pp > 1:
-                    run.divide(pool)
+                else:
+                    if run.best.layout.pp > 1:
+                        run.divide(pool)
+                    run.squeeze(pool)
             except KeyboardInterrupt:
                 run.interrupted = True
                 stop(pool)
@@ -111,6 +116,7 @@ def search(
     return Result(
         run.best,
         sorted(run.tried, key=rank),
+        run.less,
         len(every) - len(run.tried),
         run.bound(),
         certain=run.best is not None or run.certain,
@@ -138,6 +144,7 @@ class _Run:
         self.running: dict[Future[Any], tuple[int, Layout | UnitKey]] = {}
         self.best: Found | None = None
         self.tried: list[Found] = []
+        self.less: list[Found] = []
         self.interrupted = False
         self.certain = False  # that the least memory named does work
 
@@ -205,7 +212,7 @@ class _Run:
         even = self.best
         assert even is not None
         unit = self.unit(self.key(even.layout), pool)
-        solver = "heu" if self.solver == "opt" else self.solver  # opt takes seconds a stage
+        solver = self.quick
         where = self.model, self.cluster, even.layout, unit
         _, division = partitioned(*where, pool, solver)
         layers = stage_counts(self.model, division)
@@ -214,6 +221,32 @@ class _Run:
         found: Found = pool.submit(_evaluated, *where, self.solver, layers).result()
         if found.fits and found.step_ns < even.step_ns:
             self.tried[self.tried.index(even)] = self.best = found
+
+    def squeeze(self, pool: ProcessPoolExecutor) -> None:
+        """What less memory would cost the best layout."""
+        best = self.best
+        assert best is not None
+        tasks: list[Future[Found]] = []
+        for share in _LESS:
+            size = round(max(best.peak_bytes) * share)
+            known = self.known.get(best.layout, size)
+            if known is not None:
+                task: Future[Found] = Future()
+                task.set_result(known)
+            else:
+                cluster = replace(self.cluster, memory_bytes=size)
+                where = self.model, cluster, best.layout, self.unit(self.key(best.layout), pool)
+                task = pool.submit(_evaluated, *where, self.quick, best.layers)
+            tasks.append(task)
+        for share, task in zip(_LESS, tasks, strict=True):
+            found = task.result()
+            self.known.put(found, round(max(best.peak_bytes) * share))
+            self.less.append(found)
+
+    @property
+    def quick(self) -> str:
+        """The solver for many stages: opt takes seconds for each."""
+        return "heu" if self.solver == "opt" else self.solver
 
     def unit(self, key: UnitKey, pool: ProcessPoolExecutor) -> Unit:
         if key not in self.units:
@@ -296,14 +329,15 @@ class _Cache:
             except (FileError, ValueError, TypeError, KeyError, AttributeError):
                 self.known = {}  # of an older or a broken kind: planned again
 
-    def get(self, layout: Layout) -> Found | None:
-        found = self.known.get(str(layout))
+    def get(self, layout: Layout, within: int = 0) -> Found | None:
+        """`within` so many bytes, if that is not the question's own memory."""
+        found = self.known.get(f"{layout} {within or ''}".rstrip())
         return None if found is None else Found.parse(found)
 
-    def put(self, found: Found) -> None:
+    def put(self, found: Found, within: int = 0) -> None:
         if self.path is None:
             return
-        self.known[str(found.layout)] = found.as_json()
+        self.known[f"{found.layout} {within or ''}".rstrip()] = found.as_json()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, json.dumps(self.known))

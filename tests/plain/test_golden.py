@@ -91,6 +91,7 @@ def test_the_verdict_of_a_search() -> None:
         Result(
             best,
             [Found.parse(each) for each in found["tried"]],
+            [Found.parse(each) for each in found["less_memory"]],
             found["pruned"],
             found["bound_ns"],
             found["seconds"],

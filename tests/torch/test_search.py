@@ -118,7 +118,13 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
     (file,) = tmp_path.iterdir()
     known = json.loads(file.read_text())
     again = search(TINY, PAIR, cache=tmp_path)
-    assert again.best == quick.best
+    assert (again.best, again.less) == (quick.best, quick.less)
+    assert len(quick.less) == 3
+    most = max(quick.best.peak_bytes)
+    for found in quick.less:  # what less memory costs the best layout
+        assert found.layout == quick.best.layout
+        assert found.smallest_bytes or max(found.peak_bytes) < most
+        assert found.smallest_bytes or found.step_ns >= quick.best.step_ns
     assert json.loads(file.read_text()).keys() >= known.keys()
     file.write_text("{broken")  # planned anew
     assert search(TINY, PAIR, Fixed(tp=2), cache=tmp_path).best is not None
