@@ -79,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--microbatch", type=_positive, default=0, help="sequences in a microbatch; open by default"
     )
-    add("--schedule", default="", choices=["", "1f1b", "zero-bubble"], help="open by default")
+    add(
+        "--schedule",
+        default="",
+        choices=["", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"],
+        help="open by default",
+    )
     add("--solver", default="heu", help="that plans the stages (heu, overlap, opt or a baseline)")
     add("--compare", default=COMPARED, help=f"solvers to compare on the winner ({COMPARED})")
     add("--top", type=_positive, default=5, help="layouts to list")
@@ -197,7 +202,7 @@ def _search(args: argparse.Namespace) -> int:
                 if solver == args.solver:
                     rows.append(outcome.found)
                     continue
-                splits = {split, tuple(stage_layers(model, layout.pp))}
+                splits = {split, tuple(stage_layers(model, layout.stages))}
                 rows.append(
                     min((evaluate(*where, solver, layers=s).found for s in splits), key=rank)
                 )

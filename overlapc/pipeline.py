@@ -186,17 +186,6 @@ def simulate_pipeline(
     )
 
 
-def pipeline_bound(total: float, stages: int, count: int, ramp: float = 1.0) -> float:
-    """`count` microbatches through stages that take `total` for one, however it is divided, where a
-    stage's work waits for, or is waited for by, this share `ramp` of all stages before it.
-
-    A stage of t_s ends no earlier than count * t_s + ramp * (t_1 + ... + t_(s-1)). The slowest of
-    these is least where all are equal: each t is 1 - ramp / count of the one before.
-    """
-    fall = 1 - ramp / count
-    return total * ramp / (1 - fall**stages) if ramp else total * count / stages
-
-
 def _readers(schedule: Schedule) -> Mapping[Action, list[int]]:
     """Action -> the other ranks that need its result, each once."""
     found: dict[Action, list[int]] = {}

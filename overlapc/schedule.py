@@ -86,12 +86,17 @@ class Schedule:
 
     def in_flight(self, stage: int) -> int:
         """How many microbatches a stage holds at its worst moment."""
+        return self.held(self.rank_of[stage], {stage: 1})
+
+    def held(self, rank: int, weight: Mapping[int, int]) -> int:
+        """The most that a rank holds of microbatches in flight, each of its stages with its
+        `weight`."""
         held = most = 0
-        for step in self.rows[self.rank_of[stage]]:
+        for step in self.rows[rank]:
             for action in step:
-                if action.stage == stage:
-                    held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-                    most = max(most, held)
+                sign = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+                held += sign * weight.get(action.stage, 0)
+                most = max(most, held)
         return most
 
     def needs(self, action: Action) -> Iterator[Action]:

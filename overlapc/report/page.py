@@ -77,7 +77,9 @@ def page(document: Mapping[str, Any]) -> str:
             )
             if document.get("pipeline"):
                 body += _section("What the ranks do", _timeline(document["pipeline"]))
-            body += _section("Memory of each stage", _memory(best, cluster["memory_bytes"]))
+            body += _section(
+                "Memory of each rank of the pipeline", _memory(best, cluster["memory_bytes"])
+            )
             fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
             less = [found for found in document["less_memory"] if not found["smallest_bytes"]]
             body += _section(
@@ -197,16 +199,16 @@ def _timeline(pipeline: Mapping[str, Any]) -> str:
 
 
 def _memory(best: Mapping[str, Any], cap: int) -> str:
-    """A bar for each stage, and the line that none may pass."""
+    """A bar for each rank, and the line that none may pass."""
     parts, height, full = [], 26 * len(best["peak_bytes"]), _WIDTH - 200
-    for stage, peak in enumerate(best["peak_bytes"]):
-        y, wide = stage * 26, peak / cap * full
-        parts.append(_label(0, y + 15, f"stage {stage}"))
+    for rank, peak in enumerate(best["peak_bytes"]):
+        y, wide = rank * 26, peak / cap * full
+        parts.append(_label(0, y + 15, f"rank {rank}"))
         parts.append(_box(70, y + 2, wide, 18, "#4878a8", f"{peak:,} bytes"))
         parts.append(_label(80 + wide, y + 15, f"{_gb(peak)} GB"))
     parts.append(_box(70 + full, 0, 1, height, "#b03030", "may be used"))
     parts.append(_label(70 + full, height + 14, f"{_gb(cap)} GB may be used", "end"))
-    return _svg(height + 20, parts, "memory of each stage")
+    return _svg(height + 20, parts, "memory of each rank")
 
 
 def _scatter(found: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:

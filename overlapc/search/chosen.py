@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.errors import FileError
 from overlapc.files import StrPath, read_text
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
-from overlapc.search.layouts import GRADIENT_BYTES, Cluster, stage_parameters, static_bytes
+from overlapc.search.layouts import (
+    GRADIENT_BYTES,
+    Cluster,
+    Layout,
+    stage_parameters,
+    static_bytes,
+)
 from overlapc.search.models import Model
 from overlapc.solvers.schedules import make_schedule
 
@@ -51,9 +58,8 @@ def load_search(path: StrPath) -> Chosen:
         found = Found.parse(document["best"])
         model, cluster = Model(**document["model"]), Cluster(**document["cluster"])
         layout, layers = found.layout, found.layers
-        parameters = stage_parameters(model, layout, layers)
-        static = static_bytes(model, layout, layers)
         schedule = make_schedule(layout.schedule, layout.pp, found.microbatches)
+        budgets = _budgets(model, cluster, layout, layers, schedule)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(
             f"{path} is not what a search found: {error!r}; expected the search.json that "
@@ -67,9 +73,23 @@ def load_search(path: StrPath) -> Chosen:
         found.microbatches,
         schedule,
         layers,
-        tuple(
-            cluster.memory_bytes - held + GRADIENT_BYTES * (dense + experts)
-            for held, (dense, experts) in zip(static, parameters, strict=True)
-        ),
+        budgets,
         found.solver,
     )
+
+
+def _budgets(
+    model: Model, cluster: Cluster, layout: Layout, layers: Sequence[int], schedule: Schedule
+) -> tuple[int, ...]:
+    """Of each stage: its gradients, and its share by layers in flight of what is left on its
+    rank."""
+    static = static_bytes(model, layout, layers)
+    parameters = stage_parameters(model, layout, layers)
+    budgets = [0] * layout.stages
+    for rank in range(layout.pp):
+        weight = {s: schedule.in_flight(s) * layers[s] for s in layout.stages_of(rank)}
+        room = cluster.memory_bytes - static[rank]
+        for stage, share in weight.items():
+            activations = room * share // sum(weight.values())
+            budgets[stage] = activations + GRADIENT_BYTES * sum(parameters[stage])
+    return tuple(budgets)

@@ -14,7 +14,7 @@ from typing import Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem, Timeline
-from overlapc.pipeline import PipelineTimeline, StageCost, pipeline_bound, simulate_pipeline
+from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule
 from overlapc.search.layouts import (
@@ -22,8 +22,8 @@ from overlapc.search.layouts import (
     Layout,
     expert_ranks,
     microbatches,
+    rank_parameters,
     stage_layers,
-    stage_parameters,
     static_bytes,
 )
 from overlapc.search.models import Model
@@ -75,12 +75,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Stage:
-    """A planned stage: a few of its blocks, and what all of them take."""
+    """What a rank of the pipeline holds, planned: a few of its blocks, and what all of them take,
+    in each of the rank's stages."""
 
     problem: Problem
     plan: Plan
     timeline: Timeline
-    cost: StageCost
+    costs: tuple[StageCost, ...]
     bound_ns: int
     times: float  # how many times the captured blocks
     peak_bytes: int
@@ -88,7 +89,7 @@ class Stage:
     @property
     def microbatch_ns(self) -> int:
         """Forward and backward of one."""
-        return self.cost.forward_ns + self.cost.takes("B")
+        return sum(cost.forward_ns + cost.takes("B") for cost in self.costs)
 
 
 @dataclass(frozen=True)
@@ -104,27 +105,42 @@ class Outcome:
         return max(self.stages, key=lambda stage: stage.microbatch_ns)
 
 
-def lower_bound(model: Model, cluster: Cluster, layout: Layout, unit: Unit) -> int:
-    """No plan, schedule or division of the layers over the stages can take less: the slowest stage
-    does each microbatch, its compute and its collectives each take their time, and the pipeline
-    fills and drains."""
-    block, head = least_ns(unit.problem) / unit.blocks, least_ns(unit.head)
-    most = -(-(model.layers // model.period) // layout.pp) * model.period
-    whole = model.layers * block + head
+def lower_bound(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    layers: Sequence[int] | None = None,
+) -> int:
+    """No plan can take less: the slowest rank does each microbatch, its compute and its collectives
+    each take their time, and the pipeline fills and drains. `layers` are those of each stage, by
+    default an even split."""
+    layers = layers or stage_layers(model, layout.stages)
     count = microbatches(cluster, layout)
-    slowest = count * max(most * block, model.period * block + head, whole / layout.pp)
-    if layout.schedule == "zero-bubble":  # weight gradients wait till the pipeline drains
+    block, head = least_ns(unit.problem) / unit.blocks, least_ns(unit.head)
+
+    def slowest(block: float, head: float, share: float = 1.0) -> float:
+        """A rank begins when the stages before its first have done this share of a microbatch, or
+        they end by doing it."""
+        times = [n * block for n in layers]
+        times[-1] += head
+        return max(
+            count * sum(times[stage] for stage in layout.stages_of(rank))
+            + share * sum(times[:rank])
+            for rank in range(layout.pp)
+        )
+
+    if layout.schedule.startswith("zero-bubble"):  # weight gradients wait till a rank drains
         forward, inputs = _compute_ns(unit.problem, "F"), _compute_ns(unit.problem, "I")
-        both = (forward + inputs) / unit.blocks * model.layers
-        ramped = max(
-            pipeline_bound(whole, layout.pp, count, forward / unit.blocks / block),
-            pipeline_bound(both, layout.pp, count),
+        least = max(
+            slowest(block, head, forward / unit.blocks / block),
+            slowest((forward + inputs) / unit.blocks, 0.0),
         )
     else:
-        ramped = pipeline_bound(whole, layout.pp, count)
+        least = slowest(block, head)
     machine = load_hardware(cluster.hardware)
-    parameters = sum(map(sum, stage_parameters(model, layout))) / layout.pp
-    return round(max(slowest, ramped)) + _optimizer_ns(parameters, layout, machine)
+    most = max(map(sum, rank_parameters(model, layout, layers)))
+    return round(least) + _optimizer_ns(most, layout, machine)
 
 
 def _compute_ns(problem: Problem, letter: str) -> int:
@@ -167,28 +183,31 @@ def evaluate(
     count = microbatches(cluster, layout)
     few = min(count, 4 * layout.pp)
     schedule = make_schedule(layout.schedule, layout.pp, few)
-    layers = layers or stage_layers(model, layout.pp)
-    stages = []
-    for stage in range(layout.pp):
-        place = Place.of(model, cluster, layout, unit, schedule, stage, layers)
+    layers = layers or stage_layers(model, layout.stages)
+    ranks: list[Stage] = []
+    costs = [StageCost(0, 0, 0)] * layout.stages
+    for rank in range(layout.pp):
+        place = Place.of(model, cluster, layout, unit, schedule, rank, layers)
         try:
-            stages.append(planned(place, unit, solver, time_limit_s))
+            ranks.append(planned(place, unit, solver, time_limit_s))
         except Infeasible as error:
             smallest = place.static_bytes + error.smallest_bytes
-            found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=stage)
+            found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=rank)
             return Outcome(replace(found, layers=tuple(layers), microbatches=count))
-    costs = [stage.cost for stage in stages]
+        for stage, cost in zip(layout.stages_of(rank), ranks[-1].costs, strict=True):
+            costs[stage] = cost
     timeline = simulate_pipeline(schedule, costs, trusted=True)
     step_ns = timeline.step_ns
+    slowest_ns = max(rank.microbatch_ns for rank in ranks)
     if count > few:  # the steady state goes on
         fewer = make_schedule(layout.schedule, layout.pp, few - layout.pp)
         before = simulate_pipeline(fewer, costs, trusted=True).step_ns
-        step_ns += round((step_ns - before) / layout.pp * (count - few))
-    outcome = Outcome(Found(layout, solver), timeline, tuple(stages))
-    busy = count * outcome.slowest.microbatch_ns
+        step_ns += round(max((step_ns - before) / layout.pp, slowest_ns) * (count - few))
+    outcome = Outcome(Found(layout, solver), timeline, tuple(ranks))
+    busy = count * slowest_ns
     reduction = _reduction_ns(model, layout, machine, layers)
     exposed_dp = max(0, reduction - min(cost.takes("B") for cost in costs))
-    most = max(map(sum, stage_parameters(model, layout, layers)))
+    most = max(map(sum, rank_parameters(model, layout, layers)))
     optimizer = _optimizer_ns(most, layout, machine)
     pipeline_ns = step_ns
     step_ns += exposed_dp + optimizer
@@ -201,20 +220,20 @@ def evaluate(
     tokens = cluster.global_batch * model.seq
     peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
     per_s = tokens / step_ns * 1e9
-    least = sum(stage.bound_ns for stage in stages)
+    least = sum(rank.bound_ns for rank in ranks)
     found = Found(
         layout,
         solver,
         step_ns,
-        lower_bound(model, cluster, layout, unit),
+        lower_bound(model, cluster, layout, unit, layers),
         per_s,
         per_s * model.flops_per_token() / (cluster.gpus * peak),
         exposed,
         max(0.0, (pipeline_ns - busy) / step_ns),
         round(plan.recompute_ns * times),
         round(_hidden_ns(plan) * times),
-        sum(stage.timeline.step_ns for stage in stages) / max(1, least) - 1,
-        tuple(stage.peak_bytes for stage in stages),
+        sum(rank.timeline.step_ns for rank in ranks) / max(1, least) - 1,
+        tuple(rank.peak_bytes for rank in ranks),
         tuple(layers),
         count,
     )
@@ -223,13 +242,14 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Place:
-    """A stage before it is planned: how many layers where, and what they leave of the memory."""
+    """A rank of the pipeline before it is planned: which stages of how many layers it has, and what
+    they leave of the memory."""
 
     cluster: Cluster
     layout: Layout
-    stage: int
-    layers: int
-    in_flight: int
+    rank: int
+    counts: tuple[int, ...]  # layers of each of its stages
+    in_flight: int  # layers times microbatches that it holds at most
     static_bytes: int
     boundary_bytes: int  # of inputs that stages before have sent
     in_pieces: bool  # the schedule has input and weight gradients apart
@@ -241,21 +261,26 @@ class Place:
         layout: Layout,
         unit: Unit,
         schedule: Schedule,
-        stage: int,
+        rank: int,
         layers: Sequence[int],
     ) -> Place:
-        """With so many layers in each stage."""
-        in_flight = schedule.in_flight(stage)
+        """With so many layers in each stage of the pipeline."""
+        mine = layout.stages_of(rank)
+        inputs = schedule.held(rank, dict.fromkeys(mine, 1)) + len(mine)
         return Place(
             cluster,
             layout,
-            stage,
-            layers[stage],
-            in_flight,
-            static_bytes(model, layout, layers)[stage],
-            unit.boundary_bytes * (in_flight + 1),
+            rank,
+            tuple(layers[stage] for stage in mine),
+            schedule.held(rank, {stage: layers[stage] for stage in mine}),
+            static_bytes(model, layout, layers)[rank],
+            unit.boundary_bytes * inputs,
             any(action.kind == "I" for action in schedule.actions),
         )
+
+    @property
+    def layers(self) -> int:
+        return sum(self.counts)
 
     @property
     def room(self) -> int:
@@ -264,12 +289,15 @@ class Place:
         return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
 
     @property
-    def last(self) -> bool:
-        return self.stage == self.layout.pp - 1
+    def head(self) -> int | None:
+        """Which of its stages has the head."""
+        mine = self.layout.stages_of(self.rank)
+        last = self.layout.stages - 1
+        return mine.index(last) if last in mine else None
 
     def held(self, unit: Unit) -> float:
         """How many times the captured blocks are in flight."""
-        return self.in_flight * self.layers / unit.blocks
+        return self.in_flight / unit.blocks
 
     def problem(self, unit: Unit) -> Problem:
         """As many blocks as were captured stand for all."""
@@ -314,13 +342,11 @@ def _solved(
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
-    """One stage: its blocks under their best plan in the memory that is left, and what is at its
-    ends."""
-    cluster, layout, in_flight = place.cluster, place.layout, place.in_flight
+    """A rank's stages: their blocks under their best plan in the memory that is left, and what is
+    at their ends."""
+    cluster, layout = place.cluster, place.layout
     machine = load_hardware(cluster.hardware)
-    times = place.layers / unit.blocks
     static, boundary = place.static_bytes, place.boundary_bytes
-    head = simulate(unit.head, solve(unit.head, "none")) if place.last else None
     try:
         problem, plan, peak = _solved(place, unit, solver, time_limit_s)
     except Infeasible as error:
@@ -329,28 +355,45 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
     ran = simulate(problem, in_parts(problem.trace, plan)) if place.in_pieces else timeline
     received = unit.received if layout.pp > 1 else ()
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
+    costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
     peak += boundary
-    if head is not None:
-        saved = round(cost.saved * times) * in_flight
-        peak = max(peak, saved + boundary + head.peak_bytes)
+    if place.head is not None:
+        head = simulate(unit.head, solve(unit.head, "none"))
+        costs[place.head] = _with_head(costs[place.head], head)
+        peak = max(peak, round(cost.saved * place.held(unit)) + boundary + head.peak_bytes)
         if peak > cluster.memory_bytes - static:
             raise Infeasible(cluster.memory_bytes, peak)
+    exact = problem.in_flight == place.held(unit)
+    proven = (plan.bound_ns if exact else 0) or bound_ns(place.loose(unit))
+    times = place.layers / unit.blocks
+    return Stage(problem, plan, ran, tuple(costs), proven, times, peak + static)
+
+
+def _of_layers(cost: StageCost, times: float) -> StageCost:
+    """Of so many times the blocks."""
     saved = round(cost.saved * times)
-    forward, backward = head.phase_ns if head is not None else (0, 0)
-    scaled = replace(
+    return replace(
         cost,
-        forward_ns=round(cost.forward_ns * times) + forward,
-        input_ns=round(cost.input_ns * times) + backward // 2,
-        weight_ns=round(cost.weight_ns * times) + backward - backward // 2,
+        forward_ns=round(cost.forward_ns * times),
+        input_ns=round(cost.input_ns * times),
+        weight_ns=round(cost.weight_ns * times),
         recompute_ns=round(cost.recompute_ns * times),
-        whole_ns=round(cost.whole_ns * times) + backward,
+        whole_ns=round(cost.whole_ns * times),
         saved=saved,
         for_weights=round(cost.for_weights * times),
         working=tuple((k, size + (saved - cost.saved) * (k == "F")) for k, size in cost.working),
     )
-    exact = problem.in_flight == place.held(unit)
-    proven = (plan.bound_ns if exact else 0) or bound_ns(place.loose(unit))
-    return Stage(problem, plan, ran, scaled, proven, times, peak + static)
+
+
+def _with_head(cost: StageCost, head: Timeline) -> StageCost:
+    forward, backward = head.phase_ns
+    return replace(
+        cost,
+        forward_ns=cost.forward_ns + forward,
+        input_ns=cost.input_ns + backward // 2,
+        weight_ns=cost.weight_ns + backward - backward // 2,
+        whole_ns=cost.whole_ns + backward,
+    )
 
 
 def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:
@@ -367,7 +410,7 @@ def _reduction_ns(model: Model, layout: Layout, machine: Hardware, layers: Seque
     an all-gather in bf16; experts only over the replicas that hold them."""
     replicas = layout.dp // expert_ranks(model, layout.dp)
     longest = 0
-    for dense, experts in stage_parameters(model, layout, layers):
+    for dense, experts in rank_parameters(model, layout, layers):
         took = 0
         for count, ranks in ((dense, layout.dp), (experts, replicas)):
             near = max(1, min(ranks, machine.gpus_per_node // layout.tp))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from overlapc.errors import OptionError
 from overlapc.search.models import Model
 
+SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
+_PAIRED = SCHEDULES[2:]  # two stages a rank
 # bf16 weight, float32 gradient; float32 weight and both moments are divided over the replicas
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 
@@ -17,13 +19,25 @@ WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 @dataclass(frozen=True, order=True)
 class Layout:
     """tp ranks share each matrix, pp hold different layers, dp see different data; a pipeline takes
-    `microbatch` sequences at a time."""
+    `microbatch` sequences at a time. Its schedule says how many stages a rank holds."""
 
     tp: int
     pp: int
     dp: int
     microbatch: int
     schedule: str = "1f1b"
+
+    @property
+    def stages(self) -> int:
+        return self.pp * (2 if self.schedule in _PAIRED else 1)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Those that a rank of the pipeline holds, as its schedule places them."""
+        if self.schedule == "interleaved":
+            return rank, rank + self.pp
+        if self.schedule == "zero-bubble-v":
+            return rank, 2 * self.pp - 1 - rank
+        return (rank,)
 
     def __str__(self) -> str:
         text = f"tp={self.tp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
@@ -74,8 +88,15 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > 16:
                     break
-                for schedule in ("1f1b", "zero-bubble") if pp > 1 else ("1f1b",):
+                for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
                     layout = Layout(tp, pp, dp, microbatch, schedule)
+                    if layout.stages * model.period > model.layers:
+                        continue
+                    if (
+                        schedule == "interleaved"
+                        and (cluster.global_batch // dp // microbatch) % pp
+                    ):
+                        continue  # its microbatches come in groups of pp
                     if all(
                         not getattr(fixed, key) or getattr(fixed, key) == getattr(layout, key)
                         for key in ("tp", "pp", "dp", "microbatch", "schedule")
@@ -94,13 +115,16 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def stage_layers(model: Model, pp: int) -> list[int]:
+def stage_layers(model: Model, stages: int) -> list[int]:
     """Blocks of each stage, in whole periods; the stages in the middle get what is left over."""
     periods = model.layers // model.period
-    if periods < pp:
-        raise OptionError(f"{model.name}: {model.layers} layers cannot be divided over {pp} stages")
-    more, first = periods % pp, (pp - periods % pp) // 2
-    counts = [(periods // pp + (first <= s < first + more)) * model.period for s in range(pp)]
+    if periods < stages:
+        raise OptionError(
+            f"{model.name}: {model.layers} layers cannot be divided over {stages} stages"
+        )
+    each, more = divmod(periods, stages)
+    first = (stages - more) // 2
+    counts = [(each + (first <= s < first + more)) * model.period for s in range(stages)]
     counts[-1] += model.layers % model.period
     return counts
 
@@ -108,30 +132,45 @@ def stage_layers(model: Model, pp: int) -> list[int]:
 def stage_parameters(
     model: Model, layout: Layout, layers_of: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
-    """(dense, of experts) that one rank of each stage holds; with an even split by default."""
+    """(dense, of experts) that one rank holds of each stage; with an even split by default."""
     found = []
     experts_here = model.experts // expert_ranks(model, layout.dp) if model.experts else 0
-    for stage, layers in enumerate(layers_of or stage_layers(model, layout.pp)):
+    counts = layers_of or stage_layers(model, layout.stages)
+    last = len(counts) - 1
+    alone = last in layout.stages_of(0)  # with the embedding, which tied weights need only once
+    for stage, layers in enumerate(counts):
         moe = layers // model.period if model.experts else 0
         dense = layers * (model.attention_parameters // layout.tp + 2 * model.norm_parameters)
         dense += (layers - moe) * model.mlp_parameters(model.ffn) // layout.tp
         dense += moe * model.experts * model.width
         if stage == 0:
             dense += model.vocab * model.width // layout.tp
-        if stage == layout.pp - 1 and not (model.tied and layout.pp == 1):
+        if stage == last and not (model.tied and alone):
             dense += model.vocab * model.width // layout.tp + model.norm_parameters
         found.append((dense, moe * experts_here * model.mlp_parameters(model.expert_width or 1)))
     return found
 
 
+def rank_parameters(
+    model: Model, layout: Layout, layers_of: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """(dense, of experts) that each rank of the pipeline holds in all its stages."""
+    of_stage = stage_parameters(model, layout, layers_of)
+    found = []
+    for rank in range(layout.pp):
+        mine = [of_stage[stage] for stage in layout.stages_of(rank)]
+        found.append((sum(dense for dense, _ in mine), sum(experts for _, experts in mine)))
+    return found
+
+
 def static_bytes(model: Model, layout: Layout, layers_of: Sequence[int] | None = None) -> list[int]:
-    """What weights, gradients and optimizer take on one rank of each stage. The optimizer's part is
-    divided over all replicas that hold the same weights (a distributed optimizer)."""
+    """What weights, gradients and optimizer take on each rank of the pipeline. The optimizer's part
+    is divided over all replicas that hold the same weights (a distributed optimizer)."""
     replicas = layout.dp // expert_ranks(model, layout.dp)
     return [
         dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // layout.dp
         + experts * (WEIGHT_BYTES + GRADIENT_BYTES) + experts * OPTIMIZER_BYTES // replicas
-        for dense, experts in stage_parameters(model, layout, layers_of)
+        for dense, experts in rank_parameters(model, layout, layers_of)
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Layers to the stages of a layout, each stage with its own best plan."""
+"""Layers to the stages of a layout, each stage with its own best plan; a rank has one stage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def partitioned(
         found = place(*segment)
         if found is None or found.room < 0:
             return None
-        return int(compute_ns * found.layers) + head_ns * found.last - _ROUNDED
+        return int(compute_ns * found.layers) + head_ns * (found.head is not None) - _ROUNDED
 
     def by_memory(*segment: int) -> int | None:
         found = place(*segment)
@@ -56,7 +56,7 @@ def partitioned(
     @cache
     def bounded(found: Place) -> int:
         bound = bound_ns(found.loose(unit)) * found.layers // unit.blocks
-        return bound + head_ns * found.last - _ROUNDED
+        return bound + head_ns * (found.head is not None) - _ROUNDED
 
     def by_plan(*segment: int) -> int | None:
         found = place(*segment)
@@ -64,7 +64,7 @@ def partitioned(
             return None
         took = solved(found)
         if took is None:
-            too_many[found.stage] = min(too_many[found.stage], found.layers)
+            too_many[found.rank] = min(too_many[found.rank], found.layers)
         return took
 
     @cache

@@ -100,7 +100,7 @@ def search(
                 if run.best is None:
                     run.find_smallest(pool)
                 else:
-                    if run.best.layout.pp > 1:
+                    if run.best.layout.stages == run.best.layout.pp > 1:
                         run.divide(pool)
                     run.squeeze(pool)
             except KeyboardInterrupt:

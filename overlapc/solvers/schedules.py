@@ -119,69 +119,55 @@ def _through_time(
     """Every action takes one unit. A rank holds at most `limit` microbatches of any of its stages
     whose weight gradients are not done; those that could block the others are held back."""
     stages, ranks = len(placement), max(placement.values()) + 1
-    mine = {r: [s for s in placement if placement[s] == r] for r in range(ranks)}
+    mine = [[s for s in placement if placement[s] == r] for r in range(ranks)]
     rows: list[list[Action]] = [[] for _ in range(ranks)]
-    done: dict[Action, int] = {}  # action -> when
-    held = [0] * ranks
-    total = 3 * stages * microbatches
-    now = 0
-    while len(done) < total:
-        chosen = []
-        for r in range(ranks):
-            action = _next(r, mine[r], stages, microbatches, done, held[r], limit, now)
-            if action is not None:
-                chosen.append((r, action))
-        if not chosen and max(done.values()) <= now:
+    done = _Done(stages, microbatches)
+    while sum(map(len, rows)) < 3 * stages * microbatches:
+        chosen = [done.next_of(mine[r], limit) for r in range(ranks)]
+        if not any(chosen):
             raise OptionError(f"{name}: {limit} microbatches are too few to be held at a time")
-        for r, action in chosen:
-            rows[r].append(action)
-            done[action] = now + 1
-            held[r] += {"F": 1, "I": 0, "W": -1}[action.kind]
-        now += 1
+        for row, action in zip(rows, chosen, strict=True):
+            if action is not None:
+                row.append(action)
+                done.count[action.kind][action.stage] += 1
+                if action.kind == "I":
+                    done.inputs_at[action.stage].append(done.now)
+        done.now += 1
     return Schedule(name, tuple(map(steps_of, rows)))
 
 
-def _next(
-    rank: int,
-    mine: Sequence[int],
-    stages: int,
-    microbatches: int,
-    done: Mapping[Action, int],
-    held: int,
-    limit: int,
-    now: int,
-) -> Action | None:
-    """What the rank does now: input gradients of its last stage first, forwards of its last too."""
+class _Done:
+    """How many microbatches of each stage are through: every kind takes them in turn."""
 
-    def is_done(stage: int, kind: str, m: int) -> bool:
-        return done.get(Action(stage, kind, m), now + 1) <= now
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self.stages, self.microbatches = stages, microbatches
+        self.count = {kind: [0] * stages for kind in "FIW"}
+        self.inputs_at: list[list[int]] = [[] for _ in range(stages)]  # when each I ran
+        self.now = 0
 
-    for stage in reversed(mine):
-        for m in range(microbatches):
-            ready = is_done(stage, "F", m)
-            ready = ready and (stage == stages - 1 or is_done(stage + 1, "I", m))
-            if ready and Action(stage, "I", m) not in done:
+    def next_of(self, mine: Sequence[int], limit: int) -> Action | None:
+        """What a rank does now: input gradients of its last stage first, then forwards of its last,
+        then the weight gradient that has waited longest."""
+        forwards, inputs, weights = (self.count[kind] for kind in "FIW")
+        for stage in reversed(mine):
+            m = inputs[stage]
+            last = stage == self.stages - 1
+            if m < forwards[stage] and (last or m < inputs[stage + 1]):
                 return Action(stage, "I", m)
-    # A later stage of this rank needs room for what is already under way in an earlier one.
-    for stage in reversed(mine):
-        later = sum(
-            Action(stage, "F", m) in done and Action(other, "F", m) not in done
-            for other in mine
-            if other > stage
-            for m in range(microbatches)
-        )
-        room = held + later + (1 if any(other > stage for other in mine) else 0)
-        for m in range(microbatches):
-            ready = stage == 0 or is_done(stage - 1, "F", m)
-            if ready and room < limit and Action(stage, "F", m) not in done:
+        held = sum(forwards[s] - weights[s] for s in mine)
+        for stage in reversed(mine):
+            m = forwards[stage]
+            # A later stage of this rank needs room for what is already under way in an earlier one.
+            others = [s for s in mine if s > stage]
+            later = sum(m - forwards[s] for s in others)
+            ready = m < (self.microbatches if stage == 0 else forwards[stage - 1])
+            if ready and held + later + bool(others) < limit:
                 return Action(stage, "F", m)
-    waiting = [
-        Action(stage, "W", m)
-        for stage in mine
-        for m in range(microbatches)
-        if is_done(stage, "I", m) and Action(stage, "W", m) not in done
-    ]
-    return min(waiting, key=lambda a: done[Action(a.stage, "I", a.microbatch)], default=None)
+        waiting = [s for s in mine if weights[s] < inputs[s]]
+        if not waiting:
+            return None
+        stage = min(waiting, key=lambda s: self.inputs_at[s][weights[s]])
+        return Action(stage, "W", weights[stage])
 
 
 def _positive(*numbers: int) -> None:

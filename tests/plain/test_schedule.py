@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from overlapc.errors import FileError, InvalidSchedule, OptionError
-from overlapc.pipeline import StageCost, describe, pipeline_bound, simulate_pipeline
+from overlapc.pipeline import StageCost, describe, simulate_pipeline
 from overlapc.schedule import (
     Action,
     Schedule,
@@ -253,30 +253,3 @@ def test_recompute_within_an_action_is_in_the_peak():
         row = steps_of([Action(0, kind, 0) for kind in kinds])
         peaks.append(simulate_pipeline(Schedule("mine", (row,)), [cost]).peak_bytes)
     assert peaks == [(120,)] * 4
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_no_division_over_stages_beats_the_bound_of_a_pipeline(seed):
-    rng = Random(seed)
-    ranks, microbatches = rng.randint(1, 6), rng.randint(1, 12)
-    forward, inputs, weights = (rng.randint(1, 9) for _ in "FIW")
-    layers = [rng.randint(1, 8) for _ in range(ranks)]
-    costs = [StageCost(n * forward, n * inputs, n * weights) for n in layers]
-    block = forward + inputs + weights
-    total = sum(layers) * block
-    for name in ("1f1b", "gpipe", "zero-bubble"):
-        step = simulate_pipeline(make_schedule(name, ranks, microbatches), costs).step_ns
-        share = forward / block if name == "zero-bubble" else 1.0
-        assert step >= pipeline_bound(total, ranks, microbatches, share) * (1 - 1e-9)
-        both = total - sum(layers) * weights
-        assert step >= pipeline_bound(both, ranks, microbatches) * (1 - 1e-9)
-
-
-def test_the_bound_of_a_pipeline_is_reached():
-    """By one microbatch, by one stage, and nearly by even stages of many microbatches."""
-    costs = [StageCost(3, 2, 1)] * 4
-    for count, slack in ((1, 0.0), (64, 0.025)):
-        step = simulate_pipeline(make_schedule("1f1b", 4, count), costs).step_ns
-        assert step * (1 - slack) <= pipeline_bound(24, 4, count) <= step
-    assert pipeline_bound(24, 1, 8) == 24 * 8
-    assert pipeline_bound(24, 4, 8, ramp=0) == 24 * 8 / 4

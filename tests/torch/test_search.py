@@ -16,6 +16,7 @@ from overlapc.schedule import format_schedule
 from overlapc.search.chosen import load_search
 from overlapc.search.evaluate import evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
+    SCHEDULES,
     Cluster,
     Fixed,
     Layout,
@@ -95,7 +96,7 @@ def test_layouts_divide_everything():
 @pytest.mark.parametrize("model", [TINY, EXPERTS])
 def test_no_plan_beats_the_bounds(model):
     tried = 0
-    for layout in list(layouts(model, CLUSTER))[::7]:
+    for layout in list(layouts(model, CLUSTER))[::11]:
         unit = make_unit(key(model, layout))
         for solver in ("none", "full", "heu"):
             found = evaluate(model, CLUSTER, layout, unit, solver).found
@@ -262,20 +263,38 @@ def test_the_best_partition_is_the_best_of_all():
     assert split.slowest_ns == slowest.get(split.layers)
 
 
-@pytest.mark.parametrize("pp", [2, 8])
-def test_memory_is_that_of_the_layers_there_are(pp):
-    """Captured are four blocks; stages of one layer, or of five, hold what these make."""
+@pytest.mark.parametrize(
+    ("pp", "name"), [(2, "1f1b"), (8, "1f1b"), (2, "interleaved"), (2, "zero-bubble-v")]
+)
+def test_memory_is_that_of_the_layers_there_are(pp, name):
+    """Captured are four blocks; ranks of one layer, of five, or of two and three hold what these
+    make."""
     model = replace(TINY, layers=pp if pp == 8 else 10)
-    layout = Layout(1, pp, 1, 1)
+    layout = Layout(1, pp, 1, 1, name)
     cluster = replace(CLUSTER, gpus=pp, memory_bytes=10**10)
     unit = make_unit(key(model, layout))
     found = evaluate(model, cluster, layout, unit, "none")
     static = static_bytes(model, layout)
     each = saved_bytes(unit.problem, found.stages[0].plan.saved) / unit.blocks
-    schedule = make_schedule("1f1b", pp, 4 * pp)
-    for stage in range(pp - 1):  # the last has a head
-        in_flight = schedule.in_flight(stage)
-        layers = found.found.layers[stage]
-        peak = found.found.peak_bytes[stage] - static[stage] - unit.boundary_bytes * (in_flight + 1)
-        alone = simulate(replace(unit.problem, in_flight=1), found.stages[stage].plan).peak_bytes
-        assert peak == pytest.approx(alone + (in_flight * layers - unit.blocks) * each, abs=4)
+    schedule = make_schedule(name, pp, 4 * pp)
+    for rank in range(pp):
+        stages = layout.stages_of(rank)
+        if layout.stages - 1 in stages:
+            continue  # has a head
+        layers = {stage: found.found.layers[stage] for stage in stages}
+        inputs = schedule.held(rank, dict.fromkeys(stages, 1)) + len(stages)
+        peak = found.found.peak_bytes[rank] - static[rank] - unit.boundary_bytes * inputs
+        alone = simulate(replace(unit.problem, in_flight=1), found.stages[rank].plan).peak_bytes
+        held = schedule.held(rank, layers)
+        assert peak == pytest.approx(alone + (held - unit.blocks) * each, abs=4)
+
+
+def test_stages_of_a_rank_are_those_of_its_row():
+    for layout in layouts(TINY, CLUSTER):
+        count = CLUSTER.global_batch // layout.dp // layout.microbatch
+        rows = make_schedule(layout.schedule, layout.pp, count)
+        assert rows.stages == layout.stages
+        for rank in range(layout.pp):
+            mine = {stage for stage, holder in rows.rank_of.items() if holder == rank}
+            assert mine == set(layout.stages_of(rank))
+    assert {layout.schedule for layout in layouts(TINY, CLUSTER)} == set(SCHEDULES)
