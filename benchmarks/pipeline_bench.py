@@ -216,9 +216,19 @@ def print_table(variants: list[Variant]) -> None:
 
 
 def predicted_peaks(variant: Variant) -> list[int]:
-    """On rank 0; the other rank's gradients are as large."""
+    """With a rank's gradients from its first backward on. On rank 0; the other rank's are as large.
+    Of a rank's two stages both have theirs then: too much at most for as long as one has not."""
     gradients = sum(p.nbytes for module in variant.modules for p in module.parameters())
-    return [peak + gradients for peak in variant.pipeline.timeline.peak_bytes]
+    timeline = variant.pipeline.timeline
+    peaks = []
+    for row, levels in zip(timeline.ran, timeline.memory, strict=True):
+        begun, most = 0, 0
+        for ran, level in zip(row, levels, strict=True):
+            if any(action.kind in "BW" for action in ran.step):
+                begun = gradients
+            most = max(most, level + begun)
+        peaks.append(most)
+    return peaks
 
 
 def mib(sizes: list[int]) -> str:

@@ -6,7 +6,7 @@ when the step ends, on the lane between the two ranks, in order; the rank that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -93,7 +93,12 @@ class PipelineTimeline:
     ran: tuple[tuple[Ran, ...], ...]  # by rank
     transfers: tuple[Ran, ...]
     step_ns: int
-    peak_bytes: tuple[int, ...]  # by rank
+    memory: tuple[tuple[int, ...], ...]  # by rank, at the worst moment of each of its steps
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """By rank."""
+        return tuple(max(levels, default=0) for levels in self.memory)
 
     def busy_ns(self, rank: int) -> int:
         return sum(ran.end_ns - ran.start_ns for ran in self.ran[rank])
@@ -179,9 +184,12 @@ def simulate_pipeline(
         ran=tuple(map(tuple, ran)),
         transfers=tuple(sorted(transfers, key=lambda t: (t.start_ns, t.rank))),
         step_ns=max(free, default=0),
-        peak_bytes=tuple(
-            _peak(schedule, rank, costs) + (resident[rank] if resident else 0)
-            for rank, row in enumerate(schedule.rows)
+        memory=tuple(
+            tuple(
+                level + (resident[rank] if resident else 0)
+                for level in _levels(schedule, rank, costs)
+            )
+            for rank in range(len(schedule.rows))
         ),
     )
 
@@ -210,12 +218,12 @@ def _takes(
     return sum(costs[a.stage].takes(a.kind, (a.stage, a.microbatch) in remade) for a in step)
 
 
-def _peak(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> int:
-    """The most that a rank holds: while a step runs, what it makes is there and nothing of what it
-    ends is gone yet; what the step before made is still on its way, and room is made for what the
-    next steps need."""
+def _levels(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> Iterator[int]:
+    """The most that a rank holds in each of its steps: what the step makes is there and nothing of
+    what it ends is gone yet; what the step before made is still on its way, and room is made for
+    what the next steps need."""
     row = schedule.rows[rank]
-    held = peak = 0
+    held = 0
     asked = [sum(_travels(schedule, a, costs[a.stage])[0] for a in step) for step in row]
     sent = [sum(_travels(schedule, a, costs[a.stage])[1] for a in step) for step in row]
     remade = {(a.stage, a.microbatch) for step in row for a in step if a.kind == "R"}
@@ -237,9 +245,8 @@ def _peak(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> int:
             else:
                 freed += cost.for_weights
         travels = sum(asked[i + 1 : i + AHEAD]) + sum(sent[max(0, i - 1) : i])
-        peak = max(peak, held + travels, works + travels)
+        yield max(held, works) + travels
         held -= freed
-    return peak
 
 
 def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, int]:

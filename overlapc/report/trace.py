@@ -1,7 +1,8 @@
 """Timelines for other programs: Chrome's trace format, which Perfetto opens, and plain JSON.
 
 A rank is a process and a lane is a thread of it: `compute`, a process group, or the way to another
-rank. Nothing on a track overlaps; an action of a pipeline encloses the ops it runs.
+rank. Nothing on a track overlaps; an action of a pipeline encloses the ops it runs, and a counter
+shows the most memory that it has.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def chrome_trace(
             add(span.rank, span.lane, span.issue, span.start_ns, span.end_ns)
     else:
         for rank, row in enumerate(timeline.ran):
-            for ran in row:
+            for ran, level in zip(row, timeline.memory[rank], strict=True):
                 add(rank, COMPUTE, format_step(ran.step), ran.start_ns, ran.end_ns)
+                events.append(_level(rank, ran, level))
                 for span in _ops(ran, inside or {}):
                     add(rank, span.lane, span.issue, span.start_ns, span.end_ns)
         for sent in timeline.transfers:
@@ -59,6 +61,11 @@ def chrome_trace(
 
 def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": {"name": name}}
+
+
+def _level(rank: int, ran: Ran, level: int) -> dict[str, Any]:
+    args = {"bytes": level}
+    return {"ph": "C", "pid": rank, "name": "memory", "ts": ran.start_ns / 1e3, "args": args}
 
 
 def _ops(ran: Ran, inside: Inside) -> Iterator[Span]:
@@ -82,6 +89,7 @@ def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
                 "busy_ns": timeline.busy_ns(rank),
                 "bubble_ns": timeline.bubble_ns(rank),
                 "peak_bytes": timeline.peak_bytes[rank],
+                "memory": timeline.memory[rank],
                 "steps": [[format_step(ran.step), ran.start_ns, ran.end_ns] for ran in row],
             }
             for rank, row in enumerate(timeline.ran)
