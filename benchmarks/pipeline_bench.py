@@ -14,6 +14,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -106,9 +107,12 @@ def torch_variant(name: str, batches: list[tuple[Tensor, Tensor]]) -> Variant:
     return Variant(name, list(modules.values()), step)
 
 
-def our_variant(rows: str, rival: Variant, batches: list[tuple[Tensor, Tensor]]) -> Variant:
+def our_variant(
+    rows: str, rival: Variant, batches: list[tuple[Tensor, Tensor]], costs: str
+) -> Variant:
     """Ours within the rival's peak on either rank: the budget is what is left beside what a
-    pipeline holds that no plan has a say in, found by trying."""
+    pipeline holds that no plan has a say in, found by trying. `costs` is a file of this rank in
+    which measured ones are kept: all variants are planned with the same."""
     rank, count = dist.get_rank(), len(batches)
     limit = max(rival.peak_bytes)
     inputs, targets = map(list, zip(*batches, strict=True))
@@ -118,7 +122,7 @@ def our_variant(rows: str, rival: Variant, batches: list[tuple[Tensor, Tensor]])
         last = (3 if len(modules) == 2 else 1) in modules
         pipeline = Pipeline(
             modules, rows, count, cross_entropy if last else None,
-            memory_budget=budget // len(modules),
+            memory_budget=budget // len(modules), cache=costs,
         )  # fmt: skip
         variant = Variant(
             f"overlapc {rows} @ {rival.name}",
@@ -163,16 +167,18 @@ def rank_main(args: argparse.Namespace) -> None:
         rivals.append(torch_variant(name, batches))
         measure(rivals[-1])
         variants.append(rivals[-1])
+    measured = tempfile.TemporaryDirectory()
     for rival in rivals:
         for rows in args.rows.split(","):
             say(f"planning {rows} @ {rival.name}: {max(rival.peak_bytes) / 2**20:.1f} MiB")
             try:
-                variants.append(our_variant(rows, rival, batches))
+                variants.append(our_variant(rows, rival, batches, f"{measured.name}/costs"))
             except Infeasible as error:
                 say(f"  {error}")
                 continue
             if args.show:
                 say(variants[-1].pipeline.explain().split("\n\n")[0])
+    measured.cleanup()
     reference: dict[bool, list[Tensor]] = {}
     for variant in variants:
         variant.run()
@@ -216,19 +222,9 @@ def print_table(variants: list[Variant]) -> None:
 
 
 def predicted_peaks(variant: Variant) -> list[int]:
-    """With a rank's gradients from its first backward on. On rank 0; the other rank's are as large.
-    Of a rank's two stages both have theirs then: too much at most for as long as one has not."""
+    """On rank 0; the other rank's gradients are as large."""
     gradients = sum(p.nbytes for module in variant.modules for p in module.parameters())
-    timeline = variant.pipeline.timeline
-    peaks = []
-    for row, levels in zip(timeline.ran, timeline.memory, strict=True):
-        begun, most = 0, 0
-        for ran, level in zip(row, levels, strict=True):
-            if any(action.kind in "BW" for action in ran.step):
-                begun = gradients
-            most = max(most, level + begun)
-        peaks.append(most)
-    return peaks
+    return variant.pipeline.timeline.peaks_with([gradients] * 2)
 
 
 def mib(sizes: list[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
 
 from overlapc.errors import OptionError, OverlapcError
-from overlapc.files import load_plan
+from overlapc.files import StrPath, load_plan
 from overlapc.ir import Plan
 from overlapc.passes.capture import Captured, capture
 from overlapc.passes.rewrite import rewrite
@@ -33,9 +32,9 @@ def optimize(
     backend: str = "eager",
     profile: str = "measure",
     hardware: str = "cpu-gloo",
-    plan: Plan | str | os.PathLike[str] | None = None,
+    plan: Plan | StrPath | None = None,
     timeout_s: float = 7.0,
-    cache: bool | str | os.PathLike[str] | None = None,
+    cache: bool | StrPath | None = None,
     dynamic: bool | None = None,
 ) -> Model:
     """A twin of `model` whose training step overlaps recompute and weight gradients with
@@ -70,8 +69,6 @@ def optimize(
         raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan)
-    if cache is not None and not isinstance(cache, bool):
-        cache = os.fspath(cache)
     options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s, cache)
     return _twin(model, options, dynamic)
 

@@ -100,6 +100,18 @@ class PipelineTimeline:
         """By rank."""
         return tuple(max(levels, default=0) for levels in self.memory)
 
+    def peaks_with(self, gradients: Sequence[int]) -> list[int]:
+        """Peaks by rank, with so many bytes of a rank's gradients from its first backward on."""
+        found = []
+        for row, levels, size in zip(self.ran, self.memory, gradients, strict=True):
+            first = next(
+                (i for i, ran in enumerate(row) if any(a.kind in "BW" for a in ran.step)), len(row)
+            )
+            found.append(
+                max((level + size * (i >= first) for i, level in enumerate(levels)), default=0)
+            )
+        return found
+
     def busy_ns(self, rank: int) -> int:
         return sum(ran.end_ns - ran.start_ns for ran in self.ran[rank])
 

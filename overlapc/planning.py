@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlapc.check import check
 from overlapc.errors import CaptureError, Infeasible, InvalidPlan, OptionError
+from overlapc.files import StrPath
 from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline, Trace
 from overlapc.merge import accumulate, merge
@@ -46,7 +47,7 @@ class Options:
     hardware: str = "cpu-gloo"
     plan: Plan | None = None
     timeout_s: float = 7.0
-    cache: bool | str | None = None
+    cache: bool | StrPath | None = None
 
 
 @dataclass(frozen=True)
@@ -424,7 +425,7 @@ def profile_captured(
         from overlapc.profiler.cache import Cache
         from overlapc.profiler.measure import measure
 
-        path = options.cache if isinstance(options.cache, str) else None
+        path = None if isinstance(options.cache, bool) else options.cache
         return measure(captured, primals, cache=Cache(path) if options.cache else None)
     if options.profile == "estimate":
         from overlapc.profiler.estimate import estimate

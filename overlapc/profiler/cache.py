@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapc.errors import FileError
-from overlapc.files import read_text, write_text
+from overlapc.files import StrPath, read_text, write_text
 
 __all__ = ["Cache", "default_path"]
 
@@ -43,7 +43,7 @@ class Cache:
     measuring goes on without it.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
+    def __init__(self, path: StrPath | None = None) -> None:
         self.path = Path(path) if path is not None else default_path()
         self._named = path is not None
         self._entries: Entries = {}

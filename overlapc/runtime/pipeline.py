@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc.errors import CaptureError, Infeasible, OptionError
+from overlapc.files import StrPath
 from overlapc.passes.capture import Captured, capture, without_ties
 from overlapc.passes.parts import cut, parameter_gradients
 from overlapc.pipeline import AHEAD, PipelineTimeline, describe
@@ -59,6 +60,7 @@ class Pipeline:
                     then is all of it: clear it between calls.)
     tied            weights that several stages have, as {stage: parameter's name}: each gets the
                     sum of their gradients
+    cache           as `optimize` takes it: a file in which measured costs are kept
     timeout_s       how long to wait for another rank, beside what a step is predicted to take: more
                     than a rank may do between two steps (write a checkpoint, say)
 
@@ -85,6 +87,7 @@ class Pipeline:
         profile: str = "measure",
         hardware: str = "cpu-gloo",
         timeout_s: float = 7.0,
+        cache: bool | StrPath | None = None,
     ) -> None:
         check_solver(solver)
         self.group = dist.group.WORLD if group is None else group
@@ -124,7 +127,7 @@ class Pipeline:
         self._place = place
         self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
         self._options = Options(
-            memory_budget, solver, "eager", profile, hardware, None, timeout_s, None
+            memory_budget, solver, "eager", profile, hardware, None, timeout_s, cache
         )
         self._stages: dict[int, Stage] = {}
         self._planned_for: Any = None

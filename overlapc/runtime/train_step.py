@@ -9,7 +9,6 @@ backward's compute and the reverse.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
@@ -23,6 +22,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch.utils._pytree import tree_flatten
 
 from overlapc.errors import CaptureError, OptionError
+from overlapc.files import StrPath
 from overlapc.passes.capture import Captured, capture, without_ties
 from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
 from overlapc.planning import Options, StepReport, check_solver, plan_step
@@ -60,14 +60,12 @@ class TrainStep:
         profile: str = "measure",
         hardware: str = "cpu-gloo",
         timeout_s: float = 7.0,
-        cache: bool | str | os.PathLike[str] | None = None,
+        cache: bool | StrPath | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"TrainStep expects an nn.Module, found {type(model).__name__}")
         check_solver(solver)
         self._merge = merge
-        if cache is not None and not isinstance(cache, bool):
-            cache = os.fspath(cache)
         self.model = model
         self._whole = without_ties(model if loss is None else _Whole(model, loss))
         self._options = Options(

@@ -619,7 +619,7 @@ def peaks(rank: int, ranks: int, name: str, budget: str) -> tuple[int, int]:
     assert pipeline.timeline is not None
     dist.barrier()
     dist.destroy_process_group()
-    return min(measured), pipeline.timeline.peak_bytes[rank] + gradients
+    return min(measured), pipeline.timeline.peaks_with([gradients, gradients])[rank]
 
 
 @pytest.mark.parametrize(
@@ -633,3 +633,24 @@ def peaks(rank: int, ranks: int, name: str, budget: str) -> tuple[int, int]:
 def test_peaks_are_as_predicted(name: str, budget: str) -> None:
     for measured, predicted in run_ranks(peaks, 2, name, budget, timeout_s=120):
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def costs_kept(rank: int, world_size: int, path: str) -> bool:
+    """Whether a second pipeline is planned with what was measured for the first."""
+    dist.init_process_group("gloo")
+    found = []
+    for _ in range(2):
+        modules = {rank: make(rank, 1, 0.0)}
+        pipeline = Pipeline(
+            modules, "1f1b", 2, loss if rank == 1 else None, cache=Path(path) / f"rank{rank}"
+        )
+        pipeline(*batches(2))
+        problem = pipeline.reports[rank].lone.problem  # adding gradients up is timed anew
+        found.append([problem.cost(op.name) for op in problem.trace.ops if op.is_forward])
+    dist.barrier()
+    dist.destroy_process_group()
+    return found[0] == found[1]
+
+
+def test_measured_costs_are_kept_where_asked(tmp_path: Path) -> None:
+    assert run_ranks(costs_kept, 2, str(tmp_path), timeout_s=120) == [True, True]
