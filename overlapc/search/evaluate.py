@@ -331,6 +331,10 @@ def _solved(
     try:
         found, plan = within(room)
     except Infeasible as error:
+        most = error.smallest_bytes // problem.in_flight  # that it may keep of one
+        least = error.smallest_bytes - math.floor(spare * most)
+        if least > room:
+            raise Infeasible(room, least) from None
         found, plan = within(error.smallest_bytes)
         if peak(plan) > room:
             raise Infeasible(room, peak(plan)) from None

@@ -97,7 +97,8 @@ def solve(
     small = len(problem.trace.ops) <= _SMALL
     if solver == "heu" and not small:
         try:
-            return _best(problem, chain(cheap, rivals, heu_plans(problem)))
+            hopeful = any(baselines.fits(problem, plan) for plan in cheap)
+            return _best(problem, chain(cheap, rivals, heu_plans(problem, hopeful=hopeful)))
         except Infeasible:
             return _best(problem, [*cheap, *steady_plans(problem)])
     steady = [*cheap, *steady_plans(problem)]

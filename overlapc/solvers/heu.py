@@ -211,12 +211,14 @@ def heu_plans(
     defer: bool = True,
     thorough: bool = True,
     grouped: bool = False,
+    hopeful: bool = True,
 ) -> Iterator[Plan]:
     """Schedules of the choice that just fits when recomputed on demand.
 
     `thorough` adds choices that leave a schedule more room and, where even blocks' inputs are
     made again, those of periods of several blocks; `grouped` adds these anyway. Without `defer`
-    weight gradients keep their place.
+    weight gradients keep their place. Not `hopeful`: nothing simple fits, so that the choices of
+    many periods are not worth their time unless what knows of no blocks fits.
     """
     needs = needs or Needs(problem.trace)
     if len(problem.phases) != 2:
@@ -238,6 +240,8 @@ def heu_plans(
     if not grouped and not (thorough and scarce):
         return
     others = _steady(problem, needs, budget)
+    if not hopeful and not tried and not others:
+        return
     for several in _groups(problem, needs, repeated):
         for choice in _fitting(problem, several, needs, totals, budget, thorough, _AGAIN[:1]):
             if choice not in tried:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -110,6 +111,13 @@ def test_no_plan_beats_the_bounds(model):
     assert tried > 3
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Plan one after the other here: other processes take seconds to start."""
+    monkeypatch.setattr("overlapc.search.search.planners", lambda count: ThreadPoolExecutor(1))
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
     quick = search(TINY, PAIR, cache=tmp_path)
     every = search(TINY, PAIR, prune=False)
@@ -132,6 +140,7 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_what_does_not_fit_says_what_would():
     small = replace(PAIR, memory_bytes=10_000_000)
     result = search(TINY, small)
