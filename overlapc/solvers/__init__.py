@@ -111,9 +111,16 @@ def solve(
         menu = chain(steady, theirs, overlap_plans(problem, choices))
         if solver == "overlap":
             return _best(problem, chain(menu, ladder))
-        known = chain(menu, ladder if small else (), rivals, heu_plans(problem, grouped=True))
-        others = () if small else ladder
-        found = opt(problem, known, others, time_limit_s=time_limit_s, gap=gap, progress=progress)
+        menu = chain(menu, ladder if small else (), heu_plans(problem, grouped=True))
+        found = opt(
+            problem,
+            [*steady, *rivals],
+            menu,
+            () if small else ladder,
+            time_limit_s=time_limit_s,
+            gap=gap,
+            progress=progress,
+        )
     except Infeasible:
         return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)

@@ -39,6 +39,7 @@ _STYLES = (Style(4.0, False), Style(2.0, True))
 _STEPS, _HALVINGS = 20, 3  # in which the room is looked for that makes a choice fit
 _AGAIN = (0.5, 0.1)  # shares of recomputed collectives that may turn out to be exposed
 _ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
+_MUCH_ROOM_PERMILLE = (100, 200, 350)  # where nothing would have to run again
 _GROUPS = (2, 3, 4)  # blocks that are taken as one where memory is scarce
 _MOST = 6  # choices of several such periods that are worth all schedules
 _PASSES = (PASSES[0], PASSES[1], PASSES[3])
@@ -59,7 +60,7 @@ class Period:
         self.bytes: list[int] = []
         self.maker: dict[int, Op] = {}  # class -> an op that makes it and may run again
         size = {value.storage: value.bytes for value in trace.values}
-        numbers: dict[tuple[int, int, int], int] = {}
+        numbers: dict[tuple[int, int], int] = {}  # op of the first such block, output -> class
         members: list[Op] = []
         for i, op in enumerate(trace.ops):
             if not op.is_forward:
@@ -73,7 +74,7 @@ class Period:
                 storage = trace.value[name].storage
                 if storage in trace.resident or storage in self.class_of:
                     continue
-                number = numbers.setdefault((count, kind, k), len(numbers))
+                number = numbers.setdefault((kind, k), len(numbers))
                 if number == len(self.blocks):
                     self.blocks.append(count)
                     self.bytes.append(size[storage])
@@ -102,11 +103,11 @@ class Period:
 
 
 def _place(i: int, repeated: Repetition | None) -> tuple[int, int, int]:
-    """(block, which op of the block, how many such blocks) of a forward op."""
+    """(block, the op of the first such block, how many such blocks) of a forward op."""
     if repeated is None or not repeated.first <= i < repeated.end:
         return 0, i, 1
     block, kind = divmod(i - repeated.first, repeated.length)
-    return block, kind, repeated.count
+    return block, repeated.first + kind, repeated.count
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,9 @@ def heu_plans(
 
 
 def _groups(problem: Problem, needs: Needs, repeated: Repetition | None) -> Iterator[Period]:
-    """Periods of several blocks, as far as they are not the whole trace's worth of program."""
+    """Periods of several blocks, and the trace as one if it is not too long."""
     for blocks in _GROUPS:
-        if repeated is not None and blocks < repeated.count:
+        if repeated is not None and 2 * blocks <= repeated.count:
             yield Period(problem, needs, repeated.grouped(blocks))
     if repeated is not None and len(problem.trace.ops) <= _LARGE:
         yield Period(problem, needs, None)
@@ -274,9 +275,14 @@ def _fitting(
         room = _least_room(problem, period, needs, program, budget)
         if room is None:
             continue
-        for more in _ROOM_PERMILLE if thorough else _ROOM_PERMILLE[:1]:
-            if (keep := program(room + budget * more // 1000)) is not None:
-                yield period.choice(needs, keep)
+        rooms = list(_ROOM_PERMILLE if thorough else _ROOM_PERMILLE[:1])
+        for i, more in enumerate(rooms):
+            if (keep := program(room + budget * more // 1000)) is None:
+                continue
+            choice = period.choice(needs, keep)
+            yield choice
+            if thorough and i == 0 and not choice.recomputed:
+                rooms += _MUCH_ROOM_PERMILLE  # recompute may hide what late weight gradients cannot
 
 
 def _most_promising(
@@ -330,20 +336,20 @@ def _least_room(
 
     least = most = -2 * period.bytes_of_block - budget // 20
     for _ in range(_STEPS):
-        if (excess := over(most)) is None:
-            return None
-        if excess <= 0:
+        excess = over(most)
+        if excess is None or excess <= 0:
             break
         least, most = most, most + max(excess // 2, budget // 50)
-    else:
-        return None
+    found = None if excess is None or excess > 0 else most
     for _ in range(_HALVINGS if least < most else 0):
         middle = (least + most) // 2
-        if (excess := over(middle)) is not None and excess <= 0:
-            most = middle
-        else:
+        excess = over(middle)
+        if excess is not None and excess > 0:
             least = middle
-    return most
+        else:  # it fits, or nothing leaves as much room
+            most = middle
+            found = found if excess is None else middle
+    return found
 
 
 def _peak(problem: Problem, plan: Plan) -> int:

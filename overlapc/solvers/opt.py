@@ -57,6 +57,7 @@ class Progress:
 def opt(
     problem: Problem,
     known: Iterable[Plan] = (),
+    menu: Iterable[Plan] = (),
     others: Iterable[Plan] = (),
     *,
     time_limit_s: float = 60.0,
@@ -65,12 +66,13 @@ def opt(
 ) -> Plan:
     """The best plan found until the gap is closed or time is up, with the proven bound in it.
 
-    `known` are legal plans to start from, `others` are tried at the end. Ctrl-C ends the search
-    and keeps its best. Infeasible if nothing fits, which is certain only for small problems.
+    `known` are legal plans that the answer is no worse than; while time is left `menu` is tried to
+    start from, and `others` at the end. Ctrl-C ends the search and keeps its best. Infeasible if
+    nothing fits, which is certain only for small problems.
     """
     search = _Search(problem, time_limit_s, gap, progress)
     try:
-        search.run(known, others)
+        search.run(known, menu, others)
     except KeyboardInterrupt:
         if search.best is None:
             raise
@@ -175,8 +177,10 @@ class _Search:
             self.here = key, plan
         return True
 
-    def run(self, known: Iterable[Plan], others: Iterable[Plan]) -> None:
-        self.take(known)
+    def run(self, known: Iterable[Plan], menu: Iterable[Plan], others: Iterable[Plan]) -> None:
+        for plan in known:
+            self.offer(plan)
+        self.take(menu)
         self.tell("known plans")
         if len(self.problem.trace.ops) <= _SMALL and self.small():
             return
