@@ -81,7 +81,9 @@ def page(document: Mapping[str, Any]) -> str:
                 "Memory of each rank of the pipeline", _memory(best, cluster["memory_bytes"])
             )
             fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
-            less = [found for found in document["less_memory"] if not found["smallest_bytes"]]
+            less = [
+                found for found in document.get("less_memory", []) if not found["smallest_bytes"]
+            ]
             body += _section(
                 "Memory and step of all layouts planned, and of the fastest with less memory",
                 _scatter([*less, *fitting], best),
@@ -125,7 +127,7 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
         size, stage = _gb(least["smallest_bytes"]), least["blocking_stage"]
         return [
             f"<p>Nothing fits, layers split evenly. {known} {size} GB a GPU, with "
-            f"{_text(layout_name(least))}; stage {int(stage)} blocks.</p>",
+            f"{_text(layout_name(least))}; rank {int(stage)} of the pipeline blocks.</p>",
             note,
         ]
     gap = best["step_ns"] / max(1, document["bound_ns"]) - 1

@@ -97,7 +97,7 @@ def _nothing(result: Result) -> list[str]:
     known = "the smallest memory that works is" if result.certain else "what works is more than"
     return [
         f"nothing fits with layers split evenly; {known} {_gb(found.smallest_bytes)} GB a GPU, "
-        f"with {found.layout}; stage {found.blocking_stage} blocks.",
+        f"with {found.layout}; rank {found.blocking_stage} of the pipeline blocks.",
         "More GPUs, a larger tp or pp, a smaller microbatch or shorter sequences would help.",
     ]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from overlapc.schedule import Schedule, format_schedule
 from overlapc.stages import stage_cost
 
 _PINGS = 5
+Budget = int | float | str | None
 
 
 class Pipeline:
@@ -52,7 +53,7 @@ class Pipeline:
     schedule        a Schedule, or the name of one: "gpipe", "1f1b", "interleaved", "zero-bubble",
                     "zero-bubble-v", "merged"; row n is what rank n of `group` does
     loss            loss(output, *targets), on the rank of the last stage; a number
-    memory_budget   of each stage, for what it holds of all microbatches in flight
+    memory_budget   of each stage, for what it holds of all microbatches in flight; or {stage: its}
     place           move recompute and weight gradients into stalls, as far as that is predicted to
                     help; otherwise the rows stay as they are
     data_parallel   a group of ranks that run the same stages on other data: gradients are averaged
@@ -81,7 +82,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         data_parallel: dist.ProcessGroup | None = None,
         tied: Sequence[Mapping[int, str]] = (),
-        memory_budget: int | float | str | None = None,
+        memory_budget: Budget | Mapping[int, Budget] = None,
         solver: str = "overlap",
         place: bool = True,
         profile: str = "measure",
@@ -126,9 +127,8 @@ class Pipeline:
         self._loss = loss
         self._place = place
         self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
-        self._options = Options(
-            memory_budget, solver, "eager", profile, hardware, None, timeout_s, cache
-        )
+        self._options = Options(None, solver, "eager", profile, hardware, None, timeout_s, cache)
+        self._budgets = _by_stage(memory_budget, mine)
         self._stages: dict[int, Stage] = {}
         self._planned_for: Any = None
 
@@ -275,7 +275,7 @@ class Pipeline:
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
             return plan_step(
                 captured,
-                self._options,
+                replace(self._options, memory_budget=self._budgets[stage]),
                 self.schedule.microbatches,
                 lag=lag,
                 gradients=list(parameter_gradients(captured)),
@@ -307,6 +307,17 @@ class Pipeline:
                 run.wait(run.post(how, tensor, i, peer, "a ping"), "a ping")
             times.append((time.perf_counter_ns() - start) // 2)
         return min(times[1:])
+
+
+def _by_stage(budget: Budget | Mapping[int, Budget], stages: Collection[int]) -> dict[int, Budget]:
+    if not isinstance(budget, Mapping):
+        return dict.fromkeys(stages, budget)
+    if not set(stages) <= set(budget):
+        raise OptionError(
+            f"memory_budget has stages {sorted(budget)}, expected one for each stage here: "
+            f"{sorted(stages)}"
+        )
+    return {stage: budget[stage] for stage in stages}
 
 
 def _check_tied(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlapc.errors import FileError
+from overlapc.errors import FileError, OptionError
 from overlapc.files import StrPath, read_text
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
@@ -28,8 +28,8 @@ class Chosen:
 
         chosen = overlapc.load_search("out/search.json")
         step = overlapc.Pipeline(
-            {rank: stage}, chosen.schedule, chosen.microbatches, loss,
-            memory_budget=chosen.memory_budgets[rank], solver=chosen.solver,
+            {number: stage}, chosen.schedule, chosen.microbatches, loss,
+            memory_budget=dict(enumerate(chosen.memory_budgets)), solver=chosen.solver,
         )
 
     or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`.
@@ -59,8 +59,10 @@ def load_search(path: StrPath) -> Chosen:
         model, cluster = Model(**document["model"]), Cluster(**document["cluster"])
         layout, layers = found.layout, found.layers
         schedule = make_schedule(layout.schedule, layout.pp, found.microbatches)
+        if len(layers) != layout.stages:
+            raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         budgets = _budgets(model, cluster, layout, layers, schedule)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OptionError) as error:
         raise FileError(
             f"{path} is not what a search found: {error!r}; expected the search.json that "
             "`overlapc search --out` wrote"
@@ -81,15 +83,16 @@ def load_search(path: StrPath) -> Chosen:
 def _budgets(
     model: Model, cluster: Cluster, layout: Layout, layers: Sequence[int], schedule: Schedule
 ) -> tuple[int, ...]:
-    """Of each stage: its gradients, and its share by layers in flight of what is left on its
-    rank."""
+    """Of each stage: its gradients, and of what is left on its rank as much as its layers in flight
+    are of all that the rank holds at its worst moment, which its stages need not share."""
     static = static_bytes(model, layout, layers)
     parameters = stage_parameters(model, layout, layers)
     budgets = [0] * layout.stages
     for rank in range(layout.pp):
-        weight = {s: schedule.in_flight(s) * layers[s] for s in layout.stages_of(rank)}
+        mine = layout.stages_of(rank)
+        held = schedule.held(rank, {stage: layers[stage] for stage in mine})
         room = cluster.memory_bytes - static[rank]
-        for stage, share in weight.items():
-            activations = room * share // sum(weight.values())
+        for stage in mine:
+            activations = room * schedule.in_flight(stage) * layers[stage] // held
             budgets[stage] = activations + GRADIENT_BYTES * sum(parameters[stage])
     return tuple(budgets)

@@ -29,7 +29,7 @@ from overlapc.search.layouts import (
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import saved_bytes, simulate
-from overlapc.solvers import bound_ns, solve
+from overlapc.solvers import bound_ns, simple_plans, solve
 from overlapc.solvers.schedules import make_schedule
 from overlapc.stages import in_parts, stage_cost
 
@@ -140,7 +140,8 @@ def lower_bound(
         least = slowest(block, head)
     machine = load_hardware(cluster.hardware)
     most = max(map(sum, rank_parameters(model, layout, layers)))
-    return round(least) + _optimizer_ns(most, layout, machine)
+    rounded = 2 * (count + layout.pp)  # ns that parts of a stage lose at most
+    return max(0, int(least) - rounded) + _optimizer_ns(most, layout, machine)
 
 
 def _compute_ns(problem: Problem, letter: str) -> int:
@@ -206,7 +207,8 @@ def evaluate(
     outcome = Outcome(Found(layout, solver), timeline, tuple(ranks))
     busy = count * slowest_ns
     reduction = _reduction_ns(model, layout, machine, layers)
-    exposed_dp = max(0, reduction - min(cost.takes("B") for cost in costs))
+    beside = min(sum(cost.takes("B") for cost in rank.costs) for rank in ranks)
+    exposed_dp = max(0, reduction - beside)
     most = max(map(sum, rank_parameters(model, layout, layers)))
     optimizer = _optimizer_ns(most, layout, machine)
     pipeline_ns = step_ns
@@ -331,9 +333,8 @@ def _solved(
     try:
         found, plan = within(room)
     except Infeasible as error:
-        most = error.smallest_bytes // problem.in_flight  # that it may keep of one
-        least = error.smallest_bytes - math.floor(spare * most)
-        if least > room:
+        least = min(map(peak, simple_plans(problem)))
+        if solver in ("heu", "overlap", "opt") and least > room:
             raise Infeasible(room, least) from None
         found, plan = within(error.smallest_bytes)
         if peak(plan) > room:

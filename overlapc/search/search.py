@@ -1,6 +1,6 @@
 """Best first through all layouts: those whose bound is no better than what was found are left out,
-so the winner is that of trying all. Layers are split evenly till then, and for the winner as is
-best."""
+so the winner is that of trying all. Layers are split evenly till then, and for a winner with one
+stage a rank as is best."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
 
@@ -85,8 +85,9 @@ def search(
             f"no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
             f"has {fixed}; expected a tp that divides a node, {model.heads} heads, {model.ffn} "
             f"hidden units and {model.vocab} words, a pp of at most "
-            f"{model.layers // model.period}, and a dp times microbatch that divides "
-            f"{cluster.global_batch} sequences"
+            f"{model.layers // model.period} (half of it with two stages a rank), a dp times "
+            f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
+            "stages a multiple of pp microbatches"
         )
     known = _Cache(cache, model, cluster, solver)
     run = _Run(model, cluster, solver, known, prune)
@@ -102,17 +103,19 @@ def search(
                 else:
                     if run.best.layout.stages == run.best.layout.pp > 1:
                         run.divide(pool)
+                    run.complete = True
                     run.squeeze(pool)
             except KeyboardInterrupt:
-                run.interrupted = True
+                run.interrupted = not run.complete
                 stop(pool)
     except KeyboardInterrupt:
         run.interrupted = True
     except BrokenProcessPool as error:
-        raise OverlapcError(
-            f"a process of the search ended by itself ({error}); expected it to plan on: see above "
-            "for why, most often too little memory here, and start it again"
-        ) from None
+        if not run.complete:
+            raise OverlapcError(
+                f"a process of the search ended by itself ({error}); expected it to plan on: see "
+                "above for why, most often too little memory here, and start it again"
+            ) from None
     return Result(
         run.best,
         sorted(run.tried, key=rank),
@@ -145,7 +148,7 @@ class _Run:
         self.best: Found | None = None
         self.tried: list[Found] = []
         self.less: list[Found] = []
-        self.interrupted = False
+        self.interrupted = self.complete = False
         self.certain = False  # that the least memory named does work
 
     def add(self, layout: Layout) -> None:
@@ -220,6 +223,7 @@ class _Run:
             return
         found: Found = pool.submit(_evaluated, *where, self.solver, layers).result()
         if found.fits and found.step_ns < even.step_ns:
+            found = replace(found, bound_ns=min(found.bound_ns, even.bound_ns))
             self.tried[self.tried.index(even)] = self.best = found
 
     def squeeze(self, pool: ProcessPoolExecutor) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "Progress",
     "best_baseline",
     "bound_ns",
+    "simple_plans",
     "smallest_bytes",
     "solve",
 ]
@@ -101,7 +102,7 @@ def solve(
             return _best(problem, chain(cheap, rivals, heu_plans(problem, hopeful=hopeful)))
         except Infeasible:
             return _best(problem, [*cheap, *steady_plans(problem)])
-    steady = [*cheap, *steady_plans(problem)]
+    steady = simple_plans(problem)
     ladder = _ladder(problem, steady)
     theirs = [_torch(problem, names) for names in torch_choices]
     choices = [Choice(plan.saved, plan.recomputed) for plan in (*steady, *theirs)]
@@ -156,10 +157,14 @@ def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
         yield from heu_plans(replace(problem, budget_bytes=budget), thorough=tight)
 
 
+def simple_plans(problem: Problem) -> list[Plan]:
+    """Plans that depend on sizes alone, the same in every run."""
+    return [*(make(problem) for make in BASELINES.values()), *steady_plans(problem)]
+
+
 def smallest_bytes(problem: Problem) -> int:
     """The smallest budget that surely works: the one an Infeasible names."""
-    plans = [*(make(problem) for make in BASELINES.values()), *steady_plans(problem)]
-    return min(simulate(problem, plan).peak_bytes for plan in plans)
+    return min(simulate(problem, plan).peak_bytes for plan in simple_plans(problem))
 
 
 def best_baseline(problem: Problem) -> Plan:

@@ -300,7 +300,8 @@ def as_a_search_chose(rank: int, ranks: int) -> list[str]:
     given, targets = batches(chosen.microbatches)
     pipeline = Pipeline(
         {rank: module}, chosen.schedule, chosen.microbatches, loss if rank else None,
-        memory_budget=chosen.memory_budgets[rank], solver=chosen.solver, profile="estimate",
+        memory_budget=dict(enumerate(chosen.memory_budgets)), solver=chosen.solver,
+        profile="estimate",
     )  # fmt: skip
     pipeline(given, targets)
     for x, target in zip(given, targets, strict=True):

@@ -235,9 +235,18 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert (chosen.tp, chosen.pp, chosen.dp, chosen.layers) == (1, 2, 1, (2, 2))
     assert chosen.microbatch * chosen.microbatches == 8
     assert all(150_000_000 < budget < 200_000_000 for budget in chosen.memory_budgets)
-    (folder / "search.json").write_text("{}")
-    with pytest.raises(FileError, match="expected the search"):
-        load_search(folder / "search.json")
+    document = json.loads((folder / "search.json").read_text())
+    document["best"]["layout"]["schedule"] = "zero-bubble-v"
+    document["best"]["layers"] = [1, 1, 1, 1]
+    (folder / "search.json").write_text(json.dumps(document))
+    chosen = load_search(folder / "search.json")
+    assert chosen.schedule.stages == len(chosen.memory_budgets) == 4
+    assert all(0 < budget < 200_000_000 for budget in chosen.memory_budgets)
+    document["best"]["layers"] = [4]
+    for broken in ({}, document):
+        (folder / "search.json").write_text(json.dumps(broken))
+        with pytest.raises(FileError, match="expected the search"):
+            load_search(folder / "search.json")
     assert main([*argv, "--json"]) == GOOD
     out, _ = capsys.readouterr()
     found = json.loads(out[out.index("{") :])
