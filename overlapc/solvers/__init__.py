@@ -154,7 +154,8 @@ def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
     for rung in range(rungs + 1):
         budget = least + (most - least) * rung // rungs
         tight = rung <= 1 and len(problem.trace.ops) <= _LARGE
-        yield from heu_plans(replace(problem, budget_bytes=budget), thorough=tight)
+        groups = None if rung == 0 else False  # seconds, for what only the least memory needs
+        yield from heu_plans(replace(problem, budget_bytes=budget), thorough=tight, grouped=groups)
 
 
 def simple_plans(problem: Problem) -> list[Plan]:

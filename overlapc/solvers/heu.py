@@ -211,15 +211,15 @@ def heu_plans(
     needs: Needs | None = None,
     defer: bool = True,
     thorough: bool = True,
-    grouped: bool = False,
+    grouped: bool | None = None,
     hopeful: bool = True,
 ) -> Iterator[Plan]:
     """Schedules of the choice that just fits when recomputed on demand.
 
     `thorough` adds choices that leave a schedule more room and, where even blocks' inputs are
-    made again, those of periods of several blocks; `grouped` adds these anyway. Without `defer`
-    weight gradients keep their place. Not `hopeful`: nothing simple fits, so that the choices of
-    many periods are not worth their time unless what knows of no blocks fits.
+    made again, those of periods of several blocks; `grouped` adds these anyway, or never. Without
+    `defer` weight gradients keep their place. Not `hopeful`: nothing simple fits, so that the
+    choices of many periods are not worth their time unless what knows of no blocks fits.
     """
     needs = needs or Needs(problem.trace)
     if len(problem.phases) != 2:
@@ -238,7 +238,7 @@ def heu_plans(
             tried.append(choice)
             yield from schedules(problem, choice, budget, defer)
     scarce = not tried or not _keeps_borders(problem, tried[0], repeated)
-    if not grouped and not (thorough and scarce):
+    if not (thorough and scarce if grouped is None else grouped):
         return
     others = _steady(problem, needs, budget)
     if not hopeful and not tried and not others:
