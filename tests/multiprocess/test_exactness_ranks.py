@@ -192,7 +192,8 @@ def test_two_ranks(name: str) -> None:
     check_ranks(2, name, QUICK if name.startswith("gpt") else QUICK[1:])
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_four_ranks(name: str) -> None:
     check_ranks(4, name, QUICK[1:])
 

@@ -83,7 +83,7 @@ def test_eager_learns_and_checkpointing_changes_nothing(example: str, options: l
     ("example", "options"),
     [
         pytest.param("gpt", [], id="gpt"),
-        pytest.param("gpt", ["--dtensor"], id="gpt-dtensor"),
+        pytest.param("gpt", ["--dtensor"], id="gpt-dtensor", marks=pytest.mark.slow),
         pytest.param("moe", [], id="moe"),
     ],
 )

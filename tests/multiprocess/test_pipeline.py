@@ -440,6 +440,7 @@ def unlike_rows(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_replicas_with_other_rows_average_the_same_gradients() -> None:
     assert run_ranks(unlike_rows, 4, timeout_s=120) == [[]] * 4
 
