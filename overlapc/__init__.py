@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from overlapc.runtime.pipeline import Pipeline
     from overlapc.runtime.train_step import TrainStep
     from overlapc.search.chosen import load_search
+    from overlapc.search.own import Repeats
     from overlapc.solvers import solve
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _LATER = {
     "Pipeline": "overlapc.runtime.pipeline",
     "PipelineSchedule": "overlapc.runtime.hosted",
+    "Repeats": "overlapc.search.own",
     "Report": "overlapc.planning",
     "TrainStep": "overlapc.runtime.train_step",
     "capture": "overlapc.api",
@@ -49,6 +51,7 @@ __all__ = [
     "PipelineSchedule",
     "Plan",
     "Problem",
+    "Repeats",
     "Report",
     "Timeline",
     "Trace",

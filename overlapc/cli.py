@@ -68,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
 
     search = command("search", _search, "find the fastest layout, schedule and plan of a model")
     add = search.add_argument
-    add("model", help="a preset (see `overlapc models`) or a HuggingFace config.json")
+    add(
+        "model",
+        help="a preset (see `overlapc models`), a HuggingFace config.json, or module:function that "
+        "returns an overlapc.Repeats: a block of your own",
+    )
     add("--gpus", type=_positive, required=True, help="how many there are")
     add("--hardware", default="a100-sxm-80", help="a profile (see `overlapc hardware`) or a .toml")
     add("--memory", help='of one GPU that may be used, as "72GB"; by default 92%% of what it has')
@@ -116,9 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         "--costs", type=Path, help="for a schedule: JSON, a list of stages' costs"
     )
     simulate.add_argument("--trace", type=Path, help="write a Perfetto trace here")
-    report = command("report", _page, "make an HTML page of what a search found")
+    report = command("report", _page, "make an HTML page, or pictures, of what a search found")
     report.add_argument("search", help="what `overlapc search --json` printed")
-    report.add_argument("--out", type=Path, required=True, help="the page, a .html file")
+    report.add_argument("--out", type=Path, help="the page, a .html file")
+    report.add_argument(
+        "--pictures", type=Path, help="folder for PNGs and SVGs of it, drawn by matplotlib"
+    )
     verify = command(
         "verify", _verify, "run a plan here against eager PyTorch: gradients, time, peak"
     )
@@ -149,11 +156,12 @@ def _search(args: argparse.Namespace) -> int:
     from overlapc.profiler.hardware import load_hardware
     from overlapc.report.trace import pipeline_json
     from overlapc.report.verdict import verdict
+    from overlapc.search.chosen import memory_budgets
     from overlapc.search.evaluate import evaluate
     from overlapc.search.layouts import Cluster, Fixed, stage_layers
-    from overlapc.search.models import find_model
+    from overlapc.search.models import Transformer, find_model
     from overlapc.search.search import Progress, rank, search
-    from overlapc.search.units import make_unit
+    from overlapc.search.units import UnitKey, make_unit
     from overlapc.solvers import SOLVERS
 
     model = find_model(args.model)
@@ -171,6 +179,8 @@ def _search(args: argparse.Namespace) -> int:
     )
     fixed = Fixed(args.tp, args.pp, args.dp, args.microbatch, args.schedule)
     cache = None if args.no_cache else args.cache or _cache_folder()
+    if not isinstance(model, Transformer):
+        cache = None  # nobody knows whether the user's code is the same as then
     if args.out is not None:
         _make_folder(args.out)
 
@@ -195,7 +205,7 @@ def _search(args: argparse.Namespace) -> int:
     try:
         if result.best is not None and not result.interrupted:
             layout, split = result.best.layout, result.best.layers
-            unit = make_unit(_key(model, cluster, layout))
+            unit = make_unit(UnitKey.of(model, cluster, layout))
             where = model, cluster, layout, unit
             outcome = evaluate(*where, args.solver, layers=split)
             for solver in compared:
@@ -221,6 +231,7 @@ def _search(args: argparse.Namespace) -> int:
         "certain": result.certain,
         "pruned": result.pruned,
         "best": None if result.best is None else result.best.as_json(),
+        "memory_budgets": result.best and memory_budgets(model, cluster, result.best),
         "tried": [found.as_json() for found in result.tried],
         "less_memory": [found.as_json() for found in result.less],
         "compared": [found.as_json() for found in rows],
@@ -247,14 +258,6 @@ def _search(args: argparse.Namespace) -> int:
     return GOOD if result.best is not None else FAILED
 
 
-def _key(model: Any, cluster: Any, layout: Any) -> Any:
-    from overlapc.search.layouts import expert_ranks
-    from overlapc.search.units import UnitKey
-
-    experts = expert_ranks(model, layout.dp)
-    return UnitKey(model, cluster.hardware, cluster.gpus, layout.tp, experts, layout.microbatch)
-
-
 def _explained(outcome: Any) -> str:
     stage = outcome.slowest
     text: str = _report(stage.problem, stage.plan, "a few blocks of the slowest stage").explain()
@@ -262,29 +265,31 @@ def _explained(outcome: Any) -> str:
 
 
 def _write_out(folder: Path, document: Any, outcome: Any) -> None:
-    from overlapc.files import save_plan, save_problem, write_text
+    from overlapc.files import save_plan, save_problem, write_file
     from overlapc.report.page import page
     from overlapc.report.trace import chrome_trace
     from overlapc.schedule import format_schedule
     from overlapc.solvers.schedules import make_schedule
 
-    write_text(folder / "search.json", json.dumps(document, indent=1) + "\n")
-    write_text(folder / "report.html", page(document))
+    write_file(folder / "search.json", json.dumps(document, indent=1) + "\n")
+    write_file(folder / "report.html", page(document))
     if outcome is None:
         return
     best, slowest = outcome.found, outcome.slowest
     schedule = make_schedule(best.layout.schedule, best.layout.pp, best.microbatches)
-    write_text(folder / "schedule.txt", format_schedule(schedule))
-    write_text(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
+    write_file(folder / "schedule.txt", format_schedule(schedule))
+    write_file(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
     save_problem(folder / "problem.txt", slowest.problem)
     save_plan(folder / "plan.txt", slowest.plan)
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, option: str = "--out") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _usage(f"--out {folder}: {error.strerror}; pass a folder you may write to") from None
+        raise _usage(
+            f"{option} {folder}: {error.strerror}; pass a folder you may write to"
+        ) from None
 
 
 def _cache_folder() -> Path:
@@ -387,7 +392,7 @@ def _figures(report: Any) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from overlapc.files import load_problem, write_text
+    from overlapc.files import load_problem, write_file
     from overlapc.planning import check_solver, parse_budget
     from overlapc.solvers import solve
     from overlapc.text import format_plan
@@ -399,7 +404,7 @@ def _plan(args: argparse.Namespace) -> int:
     _can_write(args.out)
     plan = solve(problem, args.solver, time_limit_s=args.seconds)
     if args.out is not None:
-        write_text(args.out, format_plan(plan))
+        write_file(args.out, format_plan(plan))
     if args.json:
         print(json.dumps(_figures(_report(problem, plan, args.problem)), indent=1))
     elif args.out is None:
@@ -484,13 +489,13 @@ def _stage_cost(given: dict[str, Any]) -> Any:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from overlapc.files import write_text
+    from overlapc.files import write_file
     from overlapc.pipeline import PipelineTimeline, describe
     from overlapc.report.trace import chrome_trace, pipeline_json
 
     timeline = _timeline(args)
     if args.trace is not None:
-        write_text(args.trace, json.dumps(chrome_trace(timeline)))
+        write_file(args.trace, json.dumps(chrome_trace(timeline)))
     if isinstance(timeline, PipelineTimeline):
         print(json.dumps(pipeline_json(timeline), indent=1) if args.json else describe(timeline))
         return GOOD
@@ -550,7 +555,7 @@ def _profile(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from overlapc.files import write_text
+    from overlapc.files import write_file
     from overlapc.profiler.hardware import format_hardware, load_hardware
     from overlapc.profiler.machine import measure_machine
 
@@ -573,7 +578,7 @@ def _profile(args: argparse.Namespace) -> int:
             dist.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
         return GOOD  # the first rank tells
-    write_text(args.out, format_hardware(found))
+    write_file(args.out, format_hardware(found))
     guessed = [key for key, source in found.sources.items() if source.startswith("not measured")]
     figures = {
         "written": str(args.out),
@@ -599,7 +604,7 @@ def _profile(args: argparse.Namespace) -> int:
 
 
 def _page(args: argparse.Namespace) -> int:
-    from overlapc.files import read_text, write_text
+    from overlapc.files import read_text, write_file
     from overlapc.report.page import page
 
     try:
@@ -608,8 +613,18 @@ def _page(args: argparse.Namespace) -> int:
         raise _usage(f"{args.search}: {error}; expected what `search --json` printed") from None
     if not isinstance(document, dict):
         raise _usage(f"{args.search}: found {type(document).__name__}, expected a JSON object")
-    write_text(args.out, page(document))
-    print(json.dumps({"written": str(args.out)}) if args.json else f"written: {args.out}")
+    if args.out is None and args.pictures is None:
+        raise _usage("nothing to write: expected --out PAGE.html, --pictures FOLDER, or both")
+    written = []
+    if args.out is not None:
+        write_file(args.out, page(document))
+        written.append(str(args.out))
+    if args.pictures is not None:
+        from overlapc.report.pictures import draw
+
+        _make_folder(args.pictures, "--pictures")
+        written += map(str, draw(document, args.pictures))
+    print(json.dumps({"written": written}) if args.json else f"written: {', '.join(written)}")
     return GOOD
 
 

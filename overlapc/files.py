@@ -92,10 +92,10 @@ def read_text(path: StrPath, kind: str) -> str:
         ) from error
 
 
-def write_text(path: StrPath, text: str) -> None:
-    """Replace the file by one with `text`; on failure it stays as it was."""
+def write_file(path: StrPath, content: str | bytes) -> None:
+    """Replace the file by one with this content; on failure it stays as it was."""
     try:
-        data = text.encode("utf-8")
+        data = content.encode("utf-8") if isinstance(content, str) else content
         target = os.path.realpath(path)  # through a link, not over it
         temporary = os.path.join(os.path.dirname(target), f".overlapc-{secrets.token_hex(8)}")
         try:
@@ -137,7 +137,7 @@ def _save(
             f"cannot write {_show(path)}: found names that are not Unicode text, expected a "
             f"{kind} that reads back as it is: rename them"
         )
-    write_text(path, text)
+    write_file(path, text)
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from overlapc import Repeats
 from overlapc.layers import CopyToRanks, SumOverRanks
 
 
@@ -132,6 +133,15 @@ def tiny() -> tuple[GPT, tuple[Tensor, Tensor]]:
     tokens = torch.randint(0, 256, (2, 4, 64), generator=torch.Generator().manual_seed(0))
     group = dist.group.WORLD if dist.is_initialized() else None
     return GPT(config, group), (tokens[0], tokens[1])
+
+
+def for_search(tensor: dist.ProcessGroup | None, expert: dist.ProcessGroup | None) -> Repeats:
+    """This GPT with the shape of 7B, for `overlapc search examples.gpt.model:for_search`."""
+    config = GPTConfig(vocab=51200, layers=32, width=4096, heads=32, max_seq=2048)
+    block = Block(config, Shard(tensor))
+    return Repeats(
+        block, config.layers, config.width, config.max_seq, config.vocab, heads=config.heads
+    )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

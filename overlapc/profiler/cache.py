@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapc.errors import FileError
-from overlapc.files import StrPath, read_text, write_text
+from overlapc.files import StrPath, read_text, write_file
 
 __all__ = ["Cache", "default_path"]
 
@@ -122,6 +122,6 @@ def _checksum(entries: Any) -> str:
 
 def _write(path: Path, entries: Entries) -> None:
     head = {"overlapc": _KIND, "version": _VERSION, "checksum": _checksum(entries)}
-    with contextlib.suppress(OSError):  # write_text says what is wrong
+    with contextlib.suppress(OSError):  # write_file says what is wrong
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(head | {"entries": entries}, sort_keys=True, indent=0) + "\n")
+    write_file(path, json.dumps(head | {"entries": entries}, sort_keys=True, indent=0) + "\n")

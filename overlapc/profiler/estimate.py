@@ -23,7 +23,7 @@ from overlapc.passes.capture import UNBACKED_HINT, Captured, hint
 from overlapc.profiler.hardware import Hardware
 from overlapc.profiler.links import collective_of, hinted_bytes, tensors
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "forward_flops"]
 
 # Where PyTorch has a formula for the CUDA kernel only; or none, but the work is the same.
 _SAME_FLOPS = {
@@ -125,14 +125,8 @@ class _Roofline:
         return made + sum(map(_read_bytes, given))
 
     def flops_ns(self, node: fx.Node) -> float:
-        formula = _formula(node)
-        if formula is None:
-            return 0.0
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
-        out = _shape(node)
-        try:
-            flops = formula(*args, **kwargs, out_val=out)
-        except Exception:  # a formula for arguments of another kind: memory decides then
+        flops = _flops(node)
+        if not flops:
             return 0.0
         shapes = [
             [hint(n) for n in t.shape]
@@ -164,6 +158,23 @@ class _Roofline:
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return schema.name.split("::")[-1] if schema is not None else str(node.target)
+
+
+def forward_flops(captured: Captured) -> int:
+    """Of a whole forward."""
+    forward = {op.name for op in captured.trace.ops if op.is_forward}
+    return sum(_flops(node) for node in captured.joint.graph.nodes if node.name in forward)
+
+
+def _flops(node: fx.Node) -> int:
+    formula = _formula(node)
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
+    try:
+        return int(formula(*args, **kwargs, out_val=_shape(node)))
+    except Exception:  # a formula for arguments of another kind: memory decides then
+        return 0
 
 
 def _formula(node: fx.Node) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 
 from overlapc.errors import FileError
 
-_COLOURS = {"F": "#4878a8", "B": "#c47a3d", "I": "#d9a05b", "W": "#7a9a5a", "R": "#a05a7a"}
-_KINDS = {
+COLOURS = {"F": "#4878a8", "B": "#c47a3d", "I": "#d9a05b", "W": "#7a9a5a", "R": "#a05a7a"}
+KINDS = {
     "F": "forward",
     "B": "whole backward",
     "I": "input gradients",
@@ -182,15 +182,14 @@ def _timeline(pipeline: Mapping[str, Any]) -> str:
     boxes = []
     for rank, row in enumerate(ranks):
         for word, start, end in row["steps"]:
-            kinds = [letter for letter in word if letter in _COLOURS]
+            kinds = [letter for letter in word if letter in COLOURS]
             x, wide = start / step * _WIDTH, max((end - start) / step * _WIDTH - 0.3, 0.1)
             for i, kind in enumerate(kinds):  # merged pieces above each other
                 tall = (height - 6) / len(kinds)
                 title = f"rank {rank}, {word}: {_ms(start)} to {_ms(end)} ms"
-                boxes.append(_box(x, rank * height + i * tall, wide, tall, _COLOURS[kind], title))
+                boxes.append(_box(x, rank * height + i * tall, wide, tall, COLOURS[kind], title))
     legend = " &nbsp; ".join(
-        f'<span style="color:{_COLOURS[kind]}">&#9632;</span> {what}'
-        for kind, what in _KINDS.items()
+        f'<span style="color:{COLOURS[kind]}">&#9632;</span> {what}' for kind, what in KINDS.items()
     )
     bubbles = ", ".join(f"{rank['bubble_ns'] / step:.0%}" for rank in ranks)
     drawn = _svg(len(ranks) * height, boxes, "timeline", 'class="zoom" preserveAspectRatio="none"')

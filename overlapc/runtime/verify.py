@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from overlapc.api import optimize
 from overlapc.errors import OptionError, OverlapcError
+from overlapc.functions import find_function
 from overlapc.profiler.memory import measure_peak
 
 _STEPS = 7
@@ -42,7 +41,7 @@ class Verified:
 def verify(where: str, **options: Any) -> Verified:
     """`where` is "module:function"; the function gives a model and its inputs, and the model the
     loss. Under torchrun every rank runs it. Options are those of `optimize`."""
-    make = _find(where)
+    make = find_function(where, "examples.gpt.model:tiny")
     joins = "RANK" in os.environ and not dist.is_initialized()
     if joins:
         cuda = torch.cuda.is_available()
@@ -107,22 +106,6 @@ def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -
         max((timeline.peak_bytes for timeline in timelines), default=0),
         tuple(planned.unchanged),
     )
-
-
-def _find(where: str) -> Callable[[], Any]:
-    name, _, function = where.partition(":")
-    if not name or not function:
-        raise OptionError(f"{where!r}: expected module:function, as examples.gpt.model:tiny")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(name), function)
-    except Exception as error:  # of whatever the module does when it is imported
-        raise OptionError(f"{where!r}: {error!r}; expected module:function from here") from error
-    if not callable(found):
-        raise OptionError(f"{where!r} is no function; expected one that returns model and inputs")
-    make: Callable[[], Any] = found
-    return make
 
 
 def _peak(one: nn.Module, step: Callable[[nn.Module], None]) -> int:

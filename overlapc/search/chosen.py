@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.errors import FileError, OptionError
@@ -13,7 +12,6 @@ from overlapc.search.evaluate import Found
 from overlapc.search.layouts import (
     GRADIENT_BYTES,
     Cluster,
-    Layout,
     stage_parameters,
     static_bytes,
 )
@@ -56,12 +54,13 @@ def load_search(path: StrPath) -> Chosen:
         if document["best"] is None:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])
-        model, cluster = Model(**document["model"]), Cluster(**document["cluster"])
         layout, layers = found.layout, found.layers
         schedule = make_schedule(layout.schedule, layout.pp, found.microbatches)
         if len(layers) != layout.stages:
             raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
-        budgets = _budgets(model, cluster, layout, layers, schedule)
+        budgets = tuple(map(int, document["memory_budgets"]))
+        if len(budgets) != layout.stages:
+            raise ValueError(f"memory budgets of {len(budgets)} stages, expected {layout.stages}")
     except (ValueError, LookupError, TypeError, AttributeError, OptionError) as error:
         raise FileError(
             f"{path} is not what a search found: {error!r}; expected the search.json that "
@@ -80,11 +79,12 @@ def load_search(path: StrPath) -> Chosen:
     )
 
 
-def _budgets(
-    model: Model, cluster: Cluster, layout: Layout, layers: Sequence[int], schedule: Schedule
-) -> tuple[int, ...]:
-    """Of each stage: its gradients, and of what is left on its rank as much as its layers in flight
-    are of all that the rank holds at its worst moment, which its stages need not share."""
+def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
+    """What each stage of what was found may take, as `Pipeline` counts it: its gradients, and of
+    what is left on its rank as much as its layers in flight are of all that the rank holds at its
+    worst moment, which its stages need not share."""
+    layout, layers = found.layout, found.layers
+    schedule = make_schedule(layout.schedule, layout.pp, found.microbatches)
     static = static_bytes(model, layout, layers)
     parameters = stage_parameters(model, layout, layers)
     budgets = [0] * layout.stages
@@ -95,4 +95,4 @@ def _budgets(
         for stage in mine:
             activations = room * schedule.in_flight(stage) * layers[stage] // held
             budgets[stage] = activations + GRADIENT_BYTES * sum(parameters[stage])
-    return tuple(budgets)
+    return budgets

@@ -72,12 +72,10 @@ ANY = Fixed()
 def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
     """Every layout that divides ranks, heads, layers and batch without a rest."""
     for tp in divisors(cluster.gpus):
-        if tp > cluster.gpus_per_node or model.heads % tp or model.vocab % tp or model.ffn % tp:
+        if tp > cluster.gpus_per_node or not model.splits(tp):
             continue
         if cluster.gpus > cluster.gpus_per_node and cluster.gpus_per_node % tp:
             continue  # a group would have ranks on two nodes
-        if model.kv_heads and model.kv_heads % tp and tp % model.kv_heads:
-            continue
         for pp in divisors(cluster.gpus // tp):
             dp = cluster.gpus // tp // pp
             if pp * model.period > model.layers or cluster.global_batch % dp:
@@ -134,20 +132,16 @@ def stage_parameters(
 ) -> list[tuple[int, int]]:
     """(dense, of experts) that one rank holds of each stage; with an even split by default."""
     found = []
-    experts_here = model.experts // expert_ranks(model, layout.dp) if model.experts else 0
     counts = layers_of or stage_layers(model, layout.stages)
     last = len(counts) - 1
     alone = last in layout.stages_of(0)  # with the embedding, which tied weights need only once
     for stage, layers in enumerate(counts):
-        moe = layers // model.period if model.experts else 0
-        dense = layers * (model.attention_parameters // layout.tp + 2 * model.norm_parameters)
-        dense += (layers - moe) * model.mlp_parameters(model.ffn) // layout.tp
-        dense += moe * model.experts * model.width
+        dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.dp))
         if stage == 0:
             dense += model.vocab * model.width // layout.tp
         if stage == last and not (model.tied and alone):
             dense += model.vocab * model.width // layout.tp + model.norm_parameters
-        found.append((dense, moe * experts_here * model.mlp_parameters(model.expert_width or 1)))
+        found.append((dense, experts))
     return found
 
 

@@ -1,17 +1,21 @@
-"""Models as the search knows them: shapes of a transformer, by preset or HuggingFace config."""
+"""Models as the search knows them: shapes of a transformer, by preset or HuggingFace config, or a
+user's own block (`search/own.py`)."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from overlapc.errors import FileError, OptionError
 
+if TYPE_CHECKING:
+    from overlapc.search.own import OwnModel
+
 
 @dataclass(frozen=True)
-class Model:
+class Transformer:
     """A decoder of equal blocks; every `moe_every`-th has experts, if there are any."""
 
     name: str
@@ -73,6 +77,34 @@ class Model:
     def mlp_parameters(self, inner: int) -> int:
         return (3 if self.gated else 2) * self.width * inner
 
+    def splits(self, tp: int) -> bool:
+        """Whether so many tensor-parallel ranks each get a whole part of everything."""
+        if self.kv_heads and self.kv_heads % tp and tp % self.kv_heads:
+            return False
+        return not (self.heads % tp or self.vocab % tp or self.ffn % tp)
+
+    def held(self, layers: int, tp: int, expert_ranks: int) -> tuple[int, int]:
+        """(dense, of experts) parameters of so many layers on one rank."""
+        moe = layers // self.period if self.experts else 0
+        dense = layers * (self.attention_parameters // tp + 2 * self.norm_parameters)
+        dense += (layers - moe) * self.mlp_parameters(self.ffn) // tp
+        dense += moe * self.experts * self.width
+        here = moe * (self.experts // expert_ranks)
+        return dense, here * self.mlp_parameters(self.expert_width)
+
+    def hint(self) -> str:
+        """What its layouts must obey."""
+        return (
+            f"a tp that divides a node, {self.heads} heads, {self.ffn} hidden units and "
+            f"{self.vocab} words"
+        )
+
+    def blocks(self, count: int, tensor: Any, expert: Any) -> Any:
+        """The first so many, as modules of one rank in these process groups."""
+        from overlapc.search.modules import Blocks
+
+        return Blocks(self, count, tensor, expert)
+
     def parameters(self) -> int:
         """All of them."""
         dense = self.layers - self.moe_layers
@@ -92,14 +124,17 @@ class Model:
         return 6 * met + 12 * self.layers * self.width * self.seq
 
 
-def _gpt(name: str, layers: int, width: int, heads: int, source: str) -> Model:
-    return Model(name, layers, width, heads, 4 * width, 51200, 2048, source=source)
+Model: TypeAlias = "Transformer | OwnModel"
 
 
-def _llama(name: str, layers: int, width: int, heads: int, ffn: int, **more: Any) -> Model:
+def _gpt(name: str, layers: int, width: int, heads: int, source: str) -> Transformer:
+    return Transformer(name, layers, width, heads, 4 * width, 51200, 2048, source=source)
+
+
+def _llama(name: str, layers: int, width: int, heads: int, ffn: int, **more: Any) -> Transformer:
     source = more.pop("source", "Llama 2's config.json")
     more = {"vocab": 32000, "seq": 4096, "gated": True} | more
-    return Model(name, layers, width, heads, ffn, source=source, **more)
+    return Transformer(name, layers, width, heads, ffn, source=source, **more)
 
 
 _LYNX = "shape as Lynx (2024) gives or implies it; vocabulary padded as Megatron does"
@@ -123,11 +158,11 @@ PRESETS = {
             "mixtral-8x7b", 32, 4096, 32, 14336, kv_heads=8, experts=8, top_k=2,
             expert_width=14336, source="Mixtral 8x7B's config.json",
         ),
-        Model(
+        Transformer(
             "lancet-s", 12, 768, 12, 3072, 50304, 512, experts=32, top_k=1, expert_width=3072,
             moe_every=2, source=_LANCET,
         ),
-        Model(
+        Transformer(
             "lancet-l", 24, 1024, 16, 4096, 50304, 512, experts=32, top_k=1, expert_width=4096,
             moe_every=2, source=_LANCET,
         ),
@@ -140,15 +175,20 @@ PRESETS = {
 
 
 def find_model(name: str) -> Model:
-    """A preset by name, or the model of a HuggingFace `config.json`."""
+    """A preset by name, the model of a HuggingFace `config.json`, or a user's "module:function"."""
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
+    if path.suffix != ".json" and ":" in name:
+        from overlapc.search.own import OwnModel
+
+        return OwnModel.find(name)
     if path.suffix != ".json":
         raise OptionError(
-            f"model {name!r}: expected a preset ({', '.join(PRESETS)}) or a config.json"
+            f"model {name!r}: expected a preset ({', '.join(PRESETS)}), a config.json, or "
+            "module:function of your own"
         )
     return from_config(path)
 
@@ -178,7 +218,7 @@ _UNKNOWN = {
 }
 
 
-def from_config(path: str | Path) -> Model:
+def from_config(path: str | Path) -> Transformer:
     """The model that a HuggingFace `config.json` describes, its vocabulary padded as Megatron
     does."""
     path = Path(path)
@@ -218,7 +258,7 @@ def from_config(path: str | Path) -> Model:
     kind = str(found.get("model_type") or "")
     experts = number("experts", "num_local_experts", "n_routed_experts", "num_experts", default=0)
     ffn = number("ffn", "intermediate_size", "n_inner", "ffn_dim", default=4 * known["width"])
-    model = Model(
+    model = Transformer(
         kind or path.parent.name or "model",
         ffn=ffn,
         kv_heads=number(

@@ -6,16 +6,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from overlapc.layers import CopyToRanks, Exchange, SumOverRanks
-from overlapc.search.models import Model
+from overlapc.search.models import Model, Transformer
 
 
 class Ranks:
-    """A process group by name; none for one rank."""
+    """Those of a process group; without one, one rank."""
 
-    def __init__(self, name: str | None, count: int) -> None:
-        self.name, self.count = name, count
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.name = group.group_name if group else None
+        self.count = group.size() if group else 1
 
     def enter(self, x: Tensor) -> Tensor:
         return x if self.name is None else CopyToRanks.apply(x, self.name)
@@ -39,7 +41,7 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Heads are divided over the ranks."""
 
-    def __init__(self, model: Model, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks) -> None:
         super().__init__()
         self.ranks, self.head_width = ranks, model.width // model.heads
         self.heads = model.heads // ranks.count
@@ -59,7 +61,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, model: Model, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks) -> None:
         super().__init__()
         inner = model.ffn // ranks.count
         self.ranks, self.gated = ranks, model.gated
@@ -73,7 +75,7 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     """A mixture of experts of fixed capacity, as many rows for each; divided over the ranks."""
 
-    def __init__(self, model: Model, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks) -> None:
         super().__init__()
         self.model, self.ranks = model, ranks
         self.held = model.experts // ranks.count
@@ -105,7 +107,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, tensor: Ranks, expert: Ranks, has_experts: bool) -> None:
+    def __init__(self, model: Transformer, tensor: Ranks, expert: Ranks, has_experts: bool) -> None:
         super().__init__()
         self.attn_norm, self.attn = Norm(model), Attention(model, tensor)
         self.norm = Norm(model)
@@ -119,11 +121,17 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """The first blocks of the model; the last of each period has the experts."""
 
-    def __init__(self, model: Model, count: int, tensor: Ranks, expert: Ranks) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        count: int,
+        tensor: ProcessGroup | None,
+        expert: ProcessGroup | None,
+    ) -> None:
         super().__init__()
-        period = model.period
+        period, (ranks, held) = model.period, map(Ranks, (tensor, expert))
         self.blocks = nn.ModuleList(
-            Block(model, tensor, expert, bool(model.experts) and i % period == period - 1)
+            Block(model, ranks, held, bool(model.experts) and i % period == period - 1)
             for i in range(count)
         )
 
@@ -136,10 +144,10 @@ class Blocks(nn.Module):
 class Head(nn.Module):
     """The last norm, a rank's part of the vocabulary's scores, and the loss."""
 
-    def __init__(self, model: Model, tensor: Ranks) -> None:
+    def __init__(self, model: Model, tensor: ProcessGroup | None) -> None:
         super().__init__()
-        self.norm, self.tensor = Norm(model), tensor
-        self.scores = _linear(model.width, model.vocab // tensor.count)
+        self.norm, self.tensor = Norm(model), Ranks(tensor)
+        self.scores = _linear(model.width, model.vocab // self.tensor.count)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.scores(self.tensor.enter(self.norm(x))).float().flatten(0, 1)

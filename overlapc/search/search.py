@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from overlapc.errors import FileError, OptionError, OverlapcError
-from overlapc.files import read_text, write_text
+from overlapc.files import read_text, write_file
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
     ANY,
     Cluster,
     Fixed,
     Layout,
-    expert_ranks,
     layouts,
     static_bytes,
 )
@@ -83,8 +82,7 @@ def search(
     if not every:
         raise OptionError(
             f"no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
-            f"has {fixed}; expected a tp that divides a node, {model.heads} heads, {model.ffn} "
-            f"hidden units and {model.vocab} words, a pp of at most "
+            f"has {fixed}; expected {model.hint()}, a pp of at most "
             f"{model.layers // model.period} (half of it with two stages a rank), a dp times "
             f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
             "stages a multiple of pp microbatches"
@@ -279,11 +277,7 @@ class _Run:
             heapq.heappush(sizes, (found.smallest_bytes, layout))
 
     def key(self, layout: Layout) -> UnitKey:
-        experts = expert_ranks(self.model, layout.dp)
-        cluster = self.cluster
-        return UnitKey(
-            self.model, cluster.hardware, cluster.gpus, layout.tp, experts, layout.microbatch
-        )
+        return UnitKey.of(self.model, self.cluster, layout)
 
     def bound(self) -> int:
         """No layout that fits takes less, whatever its plans: those planned have bounds of their
@@ -344,7 +338,7 @@ class _Cache:
         self.known[f"{found.layout} {within or ''}".rstrip()] = found.as_json()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, json.dumps(self.known))
+            write_file(self.path, json.dumps(self.known))
         except (OSError, FileError) as error:  # no reason to end a search
             warnings.warn(f"overlapc keeps nothing of this search: {error}", stacklevel=2)
             self.path = None

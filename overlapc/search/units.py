@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from overlapc.errors import OptionError
 from overlapc.ir import Problem
+from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 
 BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
@@ -22,6 +22,11 @@ class UnitKey:
     tp: int
     expert_ranks: int
     microbatch: int
+
+    @staticmethod
+    def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
+        experts = expert_ranks(model, layout.dp)
+        return UnitKey(model, cluster.hardware, cluster.gpus, layout.tp, experts, layout.microbatch)
 
 
 @dataclass(frozen=True)
@@ -39,51 +44,27 @@ def make_unit(key: UnitKey) -> Unit:
     """Capture the key's blocks and head on fake tensors and ranks, with estimated costs. The
     process has no process groups before and after."""
     import torch
-    import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from overlapc.profiler.hardware import load_hardware
-    from overlapc.search.modules import Blocks, Head
+    from overlapc.search.groups import fake_groups
+    from overlapc.search.modules import Head
 
     model = key.model
     machine = load_hardware(key.hardware)
-    tensor, expert = _groups(key)
     dtype = torch.bfloat16 if "bfloat16" in machine.peak_flops else torch.float16
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode():
+        with fake_groups(key.gpus, key.tp, key.expert_ranks) as (tensor, expert), FakeTensorMode():
             count = min(model.layers, max(BLOCKS // model.period, 1) * model.period)
             x = torch.zeros(key.microbatch, model.seq, model.width, requires_grad=True)
-            blocks = _problem(Blocks(model, count, tensor, expert), x, machine)
+            blocks = _problem(model.blocks(count, tensor, expert), x, machine)
             head = _problem(Head(model, tensor), x, machine)
     finally:
         torch.set_default_dtype(before)
-        dist.destroy_process_group()
     problem, received = blocks
     return Unit(count, problem, received, head[0], x.nbytes)
-
-
-def _groups(key: UnitKey) -> Any:
-    """The tensor-parallel ranks are neighbours; the experts' are one of each of these."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from overlapc.search.modules import Ranks
-
-    if dist.is_initialized():
-        raise OptionError(
-            "the search captures models on fake ranks, but this process is a rank of a job "
-            "already: run it in a process of its own"
-        )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=key.gpus)
-
-    def ranks(members: list[int]) -> Ranks:
-        if len(members) == 1:
-            return Ranks(None, 1)
-        return Ranks(dist.new_group(members).group_name, len(members))
-
-    return ranks(list(range(key.tp))), ranks([r * key.tp for r in range(key.expert_ranks)])
 
 
 def _problem(module: Any, x: Any, machine: Any) -> tuple[Problem, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from overlapc.files import (
     save_problem,
     save_profile,
     save_trace,
-    write_text,
+    write_file,
 )
 from overlapc.ir import Plan
 from tests.plain.test_text import a_plan, a_problem
@@ -39,7 +39,7 @@ def test_all_kinds_save_and_load(tmp_path: Path) -> None:
 
 
 def test_newlines_are_kept(tmp_path: Path) -> None:
-    write_text(tmp_path / "file", "a\r\nb\rc\n")
+    write_file(tmp_path / "file", "a\r\nb\rc\n")
     assert read_text(tmp_path / "file", "plan") == "a\r\nb\rc\n"
 
 
@@ -81,14 +81,14 @@ def test_a_failed_write_changes_nothing(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan"
-    write_text(path, "old")
+    write_file(path, "old")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, failing, full)
     with pytest.raises(FileError, match=r"No space left on device: .* nothing was changed"):
-        write_text(path, "new")
+        write_file(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["plan"]
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=r"cannot write '.*: pass a path where you may write"):
             save_plan(path, a_plan())
     with pytest.raises(FileError, match="cannot write"):
-        write_text(tmp_path / "file", "\ud800")
+        write_file(tmp_path / "file", "\ud800")
     assert os.listdir(tmp_path) == []
 
 

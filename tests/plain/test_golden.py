@@ -12,10 +12,11 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from overlapc.cli import GOOD, main
+from overlapc.cli import GOOD, USAGE, main
 from overlapc.files import load_problem, save_plan, save_problem
 from overlapc.pipeline import StageCost, simulate_pipeline
 from overlapc.profiler.hardware import load_hardware
@@ -24,7 +25,7 @@ from overlapc.report.verdict import verdict
 from overlapc.schedule import format_schedule
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster
-from overlapc.search.models import Model
+from overlapc.search.models import Transformer
 from overlapc.search.search import Result
 from overlapc.solvers import solve
 from overlapc.solvers.schedules import make_schedule, one_f_one_b
@@ -85,7 +86,7 @@ def test_the_verdict_of_a_search() -> None:
     rows = make_schedule(best.layout.schedule, best.layout.pp, best.microbatches)
     cost = StageCost(forward_ns=30_000, input_ns=40_000, weight_ns=20_000, sent_ns=1000)
     text = verdict(
-        Model(**found["model"]),
+        Transformer(**found["model"]),
         Cluster(**found["cluster"]),
         load_hardware(found["cluster"]["hardware"]),
         Result(
@@ -113,6 +114,31 @@ _PROBE = """
   document.title = "wider by " + wide + ", zooms " + zooms;
 </script>
 """
+
+
+def test_the_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are drawn from the same JSON as the page, all of it labelled."""
+    folder = tmp_path / "pictures"
+    words = ["report", str(GOLDEN / "search.json"), "--pictures", str(folder), "--json"]
+    assert main(words) == GOOD
+    written = [Path(name) for name in json.loads(capsys.readouterr().out)["written"]]
+    assert {path.name for path in written} == {path.name for path in folder.iterdir()}
+    for name, said in {
+        "timeline": ("rank 1", "input gradients"),
+        "memory": ("rank 0", "GB may be used"),
+        "layouts": ("ms a step", "the fastest with less memory"),
+    }.items():
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        ElementTree.parse(folder / f"{name}.svg")
+        text = (folder / f"{name}.svg").read_text()
+        assert all(f"{label} -->" in text for label in said)
+    empty = tmp_path / "empty.json"
+    for broken, hint in (({"best": None}, "nothing fitted"), ({"best": {}}, "lacks or garbles")):
+        empty.write_text(json.dumps(broken))
+        assert main(["report", str(empty), "--pictures", str(folder)]) == USAGE
+        assert hint in capsys.readouterr().err
+    assert main(["report", str(empty)]) == USAGE
+    assert "nothing to write" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")

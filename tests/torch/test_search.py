@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from overlapc.cli import FAILED, GOOD, main
 from overlapc.errors import FileError, OptionError
 from overlapc.schedule import format_schedule
-from overlapc.search.chosen import load_search
-from overlapc.search.evaluate import evaluate, first_bound, lower_bound
+from overlapc.search.chosen import load_search, memory_budgets
+from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
     SCHEDULES,
     Cluster,
@@ -26,8 +26,9 @@ from overlapc.search.layouts import (
     stage_parameters,
     static_bytes,
 )
-from overlapc.search.models import PRESETS, Model, find_model, from_config
-from overlapc.search.modules import Blocks, Head, Ranks
+from overlapc.search.models import PRESETS, Transformer, find_model, from_config
+from overlapc.search.modules import Block, Blocks, Head, Ranks
+from overlapc.search.own import Repeats
 from overlapc.search.partition import partitioned
 from overlapc.search.pool import planners
 from overlapc.search.search import search
@@ -35,23 +36,22 @@ from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers.schedules import make_schedule
 
-TINY = Model("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
+TINY = Transformer("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
 EXPERTS = replace(TINY, name="tiny-moe", experts=4, top_k=2, expert_width=512, moe_every=2)
 CLUSTER = Cluster("a100-sxm-80", 4, 8, 300_000_000, 16)
 PAIR = replace(CLUSTER, gpus=2, global_batch=4)
 
 
-def key(model: Model, layout: Layout) -> UnitKey:
+def key(model: Transformer, layout: Layout) -> UnitKey:
     ranks = min(model.experts, layout.dp) or 1
     return UnitKey(model, CLUSTER.hardware, CLUSTER.gpus, layout.tp, ranks, layout.microbatch)
 
 
 @pytest.mark.parametrize("model", [TINY, EXPERTS, replace(TINY, gated=True, kv_heads=2)])
 def test_parameters_are_those_of_the_modules(model):
-    one = Ranks(None, 1)
     with FakeTensorMode():
-        blocks = sum(p.numel() for p in Blocks(model, model.layers, one, one).parameters())
-        head = sum(p.numel() for p in Head(model, one).parameters())
+        blocks = sum(p.numel() for p in Blocks(model, model.layers, None, None).parameters())
+        head = sum(p.numel() for p in Head(model, None).parameters())
     assert blocks + head + model.vocab * model.width == model.parameters()
     assert sum(map(sum, stage_parameters(model, Layout(1, 1, 1, 1)))) == model.parameters()
     over_stages = sum(map(sum, stage_parameters(model, Layout(1, 4, 1, 1))))
@@ -236,12 +236,6 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert chosen.microbatch * chosen.microbatches == 8
     assert all(150_000_000 < budget < 200_000_000 for budget in chosen.memory_budgets)
     document = json.loads((folder / "search.json").read_text())
-    document["best"]["layout"]["schedule"] = "zero-bubble-v"
-    document["best"]["layers"] = [1, 1, 1, 1]
-    (folder / "search.json").write_text(json.dumps(document))
-    chosen = load_search(folder / "search.json")
-    assert chosen.schedule.stages == len(chosen.memory_budgets) == 4
-    assert all(0 < budget < 200_000_000 for budget in chosen.memory_budgets)
     document["best"]["layers"] = [4]
     for broken in ({}, document):
         (folder / "search.json").write_text(json.dumps(broken))
@@ -316,3 +310,91 @@ def test_stages_of_a_rank_are_those_of_its_row():
             mine = {stage for stage, holder in rows.rank_of.items() if holder == rank}
             assert mine == set(layout.stages_of(rank))
     assert {layout.schedule for layout in layouts(TINY, CLUSTER)} == set(SCHEDULES)
+
+
+def test_what_two_stages_of_a_rank_may_take():
+    layout = Layout(1, 2, 1, 1, "zero-bubble-v")
+    found = Found(layout, "heu", step_ns=1, layers=(1, 1, 1, 5), microbatches=8)
+    budgets = memory_budgets(TINY, PAIR, found)
+    static = static_bytes(TINY, layout, found.layers)
+    parameters = stage_parameters(TINY, layout, found.layers)
+    for rank in range(2):
+        mine = layout.stages_of(rank)
+        activations = sum(budgets[s] - 4 * sum(parameters[s]) for s in mine)
+        # They need not be at their worst at the same time.
+        assert activations >= PAIR.memory_bytes - static[rank] - len(mine)
+    assert all(0 < budget < PAIR.memory_bytes for budget in budgets)
+
+
+def as_tiny(tensor, expert):
+    """TINY as if it were a user's own model."""
+    block = Block(TINY, Ranks(tensor), Ranks(expert), False)
+    return Repeats(block, TINY.layers, TINY.width, TINY.seq, TINY.vocab, heads=TINY.heads)
+
+
+def as_experts(tensor, expert):
+    block = Block(replace(EXPERTS, moe_every=1), Ranks(tensor), Ranks(expert), True)
+    heads, experts = EXPERTS.heads, EXPERTS.experts
+    return Repeats(block, EXPERTS.layers, EXPERTS.width, EXPERTS.seq, EXPERTS.vocab, heads, experts)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [("as_tiny", TINY), ("as_experts", replace(EXPERTS, moe_every=1))]
+)
+def test_a_block_of_the_users_own_is_searched_as_a_preset_is(name, preset):
+    own = find_model(f"{__name__}:{name}")
+    assert own.parameters() == preset.parameters()
+    assert own.flops_per_token() == preset.flops_per_token()
+    found = list(layouts(own, CLUSTER))
+    assert found == list(layouts(preset, CLUSTER))
+    for layout in found:
+        assert static_bytes(own, layout) == static_bytes(preset, layout)
+    layout = next(one for one in found if (one.tp, one.dp) == (2, 2))
+    ours, theirs = (make_unit(UnitKey.of(model, CLUSTER, layout)) for model in (own, preset))
+    assert first_bound(own, CLUSTER, layout) == first_bound(preset, CLUSTER, layout)
+    assert ours.problem.profile.costs == theirs.problem.profile.costs
+    assert (
+        evaluate(own, CLUSTER, layout, ours).found
+        == evaluate(preset, CLUSTER, layout, theirs).found
+    )
+
+
+def no_module(tensor, expert):
+    return Repeats(lambda x: x, 1, 8, 8, 8)
+
+
+def other_shape(tensor, expert):
+    return Repeats(torch.nn.Linear(8, 4), 1, 8, 8, 8)
+
+
+def other_width(tensor, expert):
+    return Repeats(torch.nn.Linear(4, 4), 1, 8, 8, 8)
+
+
+def no_layers(tensor, expert):
+    return Repeats(torch.nn.Linear(8, 8), 0, 8, 8, 8)
+
+
+def takes_nothing():
+    return None
+
+
+def gives_nothing(tensor, expert):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_module", "expected an nn.Module"),
+        ("other_shape", "expected the same"),
+        ("other_width", "block failed on a tensor of shape"),
+        ("no_layers", "layers=0, expected a whole number from 1"),
+        ("takes_nothing", "expected it to take"),
+        ("gives_nothing", "expected an overlapc.Repeats"),
+        ("is_not_there", "expected module:function from here"),
+    ],
+)
+def test_a_wrong_function_is_told_what_was_expected(name, said):
+    with pytest.raises(OptionError, match=said):
+        find_model(f"{__name__}:{name}")

@@ -1,0 +1,28 @@
+"""Functions of the user's own, by "module:function"."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from overlapc.errors import OptionError
+
+
+def find_function(where: str, example: str) -> Callable[..., Any]:
+    """The function of a module that can be imported from here; `example` is named in errors."""
+    name, _, function = where.partition(":")
+    if not name or not function:
+        raise OptionError(f"{where!r}: expected module:function, as {example}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(name), function)
+    except Exception as error:  # of whatever the module does when it is imported
+        raise OptionError(f"{where!r}: {error!r}; expected module:function from here") from error
+    if not callable(found):
+        raise OptionError(f"{where!r} is no function; expected one, as {example}")
+    made: Callable[..., Any] = found
+    return made

@@ -1,0 +1,33 @@
+"""The process groups of a layout, on fake ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overlapc.errors import OptionError
+
+
+@contextmanager
+def fake_groups(
+    ranks: int, tp: int, expert_ranks: int
+) -> Iterator[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]:
+    """The first rank's tensor-parallel group, of neighbours, and its experts', one of each of
+    these; none for one rank. The process has no process groups before and after."""
+    if dist.is_initialized():
+        raise OptionError(
+            "the search captures models on fake ranks, but this process is a rank of a job "
+            "already: run it in a process of its own"
+        )
+
+    def group(members: list[int]) -> dist.ProcessGroup | None:
+        return dist.new_group(members) if len(members) > 1 else None
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield group(list(range(tp))), group([r * tp for r in range(expert_ranks)])
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,155 @@
+"""A user's own model in the search: a block that a function of theirs builds for a layout's ranks.
+
+    def for_search(tensor, expert):
+        return overlapc.Repeats(Block(config, tensor), layers=32, width=4096, seq=2048, vocab=51200)
+
+`tensor` and `expert` are process groups, or None for one rank. The embedding before the blocks, and
+norm, scores and loss behind them, are thought to be a GPT's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
+
+from overlapc.errors import OptionError, OverlapcError
+from overlapc.functions import find_function
+from overlapc.passes.capture import capture
+from overlapc.profiler.estimate import forward_flops
+from overlapc.search.groups import fake_groups
+
+EXAMPLE = "examples.gpt.model:for_search"
+
+
+@dataclass
+class Repeats:
+    """What the function returns: a block, from (batch, seq, width) to the same, as this rank holds
+    it, and how many of them the model has. Tensor-parallel ranks must divide `heads`; the ranks
+    that `experts` are divided over are replicas."""
+
+    block: nn.Module
+    layers: int
+    width: int
+    seq: int
+    vocab: int
+    heads: int = 1
+    experts: int = 0
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, nn.Module):
+            raise OptionError(
+                f"Repeats: the block is a {type(self.block).__name__}, expected an nn.Module"
+            )
+        for key in ("layers", "width", "seq", "vocab", "heads", "experts"):
+            value, least = getattr(self, key), int(key != "experts")
+            most = 10_000 if key == "layers" else 1 << 32
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise OptionError(
+                    f"Repeats: {key}={value!r}, expected a whole number from {least} to {most}"
+                )
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """As `Transformer`, its blocks those of a function named `name`."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    seq: int
+    experts: int
+    tied: bool
+    source: str = "the function's own block; embedding and head as a GPT's"
+    period: int = 1
+    gated: bool = False
+
+    @staticmethod
+    def find(where: str) -> OwnModel:
+        return _sizes(where)[0]
+
+    @property
+    def norm_parameters(self) -> int:
+        return 2 * self.width
+
+    def splits(self, tp: int) -> bool:
+        return self.heads % tp == 0 and self.vocab % tp == 0
+
+    def held(self, layers: int, tp: int, expert_ranks: int) -> tuple[int, int]:
+        """(dense, of experts) parameters of so many layers on one rank: what is divided over the
+        experts' ranks are experts."""
+        here, alone = (_counts(self.name, tp, ranks) for ranks in (expert_ranks, 1))
+        experts = sum(count for name, count in here.items() if count != alone.get(name))
+        return layers * (sum(here.values()) - experts), layers * experts
+
+    def parameters(self) -> int:
+        ends = self.vocab * self.width * (1 if self.tied else 2) + self.norm_parameters
+        return self.layers * sum(_counts(self.name, 1, 1).values()) + ends
+
+    def flops_per_token(self) -> int:
+        """Counted in a forward of the block on one rank, thrice; and those of the scores."""
+        return self.layers * _sizes(self.name)[1] + 6 * self.vocab * self.width
+
+    def hint(self) -> str:
+        return f"a tp that divides a node, {self.heads} heads and {self.vocab} words"
+
+    def blocks(
+        self, count: int, tensor: ProcessGroup | None, expert: ProcessGroup | None
+    ) -> nn.Module:
+        return nn.Sequential(*(_made(self.name, tensor, expert).block for _ in range(count)))
+
+
+def _made(where: str, tensor: ProcessGroup | None, expert: ProcessGroup | None) -> Repeats:
+    make = find_function(where, EXAMPLE)
+    try:
+        made = make(tensor, expert)
+    except OverlapcError:
+        raise
+    except Exception as error:
+        raise OptionError(
+            f"{where} failed: {error!r}; expected it to take a tensor-parallel and an experts' "
+            "process group (or None) and to return an overlapc.Repeats"
+        ) from error
+    if not isinstance(made, Repeats):
+        raise OptionError(f"{where} returned a {type(made).__name__}, expected an overlapc.Repeats")
+    return made
+
+
+@lru_cache
+def _sizes(where: str) -> tuple[OwnModel, int]:
+    """The model, and the flops of a token in one block, forward and backward."""
+    with FakeTensorMode():
+        made = _made(where, None, None)
+        x = torch.zeros(1, made.seq, made.width, requires_grad=True)
+        shape = tuple(x.shape)
+        try:
+            out = made.block(x)
+        except Exception as error:
+            raise OptionError(
+                f"{where}: its block failed on a tensor of shape {shape}: {error!r}"
+            ) from error
+        if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape:
+            found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise OptionError(
+                f"{where}: its block made {found} of a tensor of shape {shape}, expected the same"
+            )
+        flops = forward_flops(capture(made.block, x))
+    known = {field.name for field in fields(OwnModel)} & {field.name for field in fields(Repeats)}
+    model = OwnModel(name=where, **{key: getattr(made, key) for key in known})
+    return model, 3 * flops // made.seq
+
+
+@lru_cache
+def _counts(where: str, tp: int, expert_ranks: int) -> Mapping[str, int]:
+    """Parameters of a block on one rank, by name."""
+    with fake_groups(tp * expert_ranks, tp, expert_ranks) as groups, FakeTensorMode():
+        block = _made(where, *groups).block
+        return {name: parameter.numel() for name, parameter in block.named_parameters()}
