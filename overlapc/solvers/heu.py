@@ -243,7 +243,7 @@ def heu_plans(
     others = _steady(problem, needs, budget)
     if not hopeful and not tried and not others:
         return
-    for several in _groups(problem, needs, repeated):
+    for several in _groups(problem, needs, repeated, whole=not tried):
         for choice in _fitting(problem, several, needs, totals, budget, thorough, _AGAIN[:1]):
             if choice not in tried:
                 tried.append(choice)
@@ -251,12 +251,14 @@ def heu_plans(
     yield from _most_promising(problem, others, budget, defer)
 
 
-def _groups(problem: Problem, needs: Needs, repeated: Repetition | None) -> Iterator[Period]:
-    """Periods of several blocks, and the trace as one if it is not too long."""
+def _groups(
+    problem: Problem, needs: Needs, repeated: Repetition | None, whole: bool
+) -> Iterator[Period]:
+    """Periods of several blocks, and the trace as one if it is not too long or it must be."""
     for blocks in _GROUPS:
         if repeated is not None and 2 * blocks <= repeated.count:
             yield Period(problem, needs, repeated.grouped(blocks))
-    if repeated is not None and len(problem.trace.ops) <= _LARGE:
+    if repeated is not None and (whole or len(problem.trace.ops) <= _LARGE):
         yield Period(problem, needs, None)
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from overlapc.simulate import simulate
+from overlapc.solvers import solve
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="graphs differ from release to release"
@@ -36,3 +39,14 @@ def test_small_problems_are_those_kept_as_text():
 def test_the_set_is_as_listed():
     kept = (ROOT / "benchmarks/set.txt").read_text().splitlines()
     assert list(generated().values()) == kept
+
+
+@pytest.mark.slow
+def test_where_nothing_of_many_blocks_fits_heu_plans_without_them():
+    """The smallest budget of a deep stage: some blocks must keep much and others nothing."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.problems import Case, Stage, build
+
+    problem = build(Case(Stage("20B", 24, 8, 2048, 8), "h100-sxm", 1, 0.0))
+    heu, block = (simulate(problem, solve(problem, name)).step_ns for name in ("heu", "block"))
+    assert heu < 0.92 * block
