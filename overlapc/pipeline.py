@@ -101,14 +101,15 @@ class PipelineTimeline:
         return tuple(max(levels, default=0) for levels in self.memory)
 
     def peaks_with(self, gradients: Sequence[int]) -> list[int]:
-        """Peaks by rank, with so many bytes of a rank's gradients from its first backward on."""
+        """Peaks by rank, with so many bytes of a rank's gradients from behind its first backward
+        on, which makes them: there they are its own."""
         found = []
         for row, levels, size in zip(self.ran, self.memory, gradients, strict=True):
             first = next(
                 (i for i, ran in enumerate(row) if any(a.kind in "BW" for a in ran.step)), len(row)
             )
             found.append(
-                max((level + size * (i >= first) for i, level in enumerate(levels)), default=0)
+                max((level + size * (i > first) for i, level in enumerate(levels)), default=0)
             )
         return found
 

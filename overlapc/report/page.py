@@ -78,7 +78,8 @@ def page(document: Mapping[str, Any]) -> str:
             if document.get("pipeline"):
                 body += _section("What the ranks do", _timeline(document["pipeline"]))
             body += _section(
-                "Memory of each rank of the pipeline", _memory(best, cluster["memory_bytes"])
+                "Memory of each rank of the pipeline",
+                _memory(best, document.get("pipeline"), cluster["memory_bytes"]),
             )
             fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
             less = [
@@ -199,17 +200,31 @@ def _timeline(pipeline: Mapping[str, Any]) -> str:
     )
 
 
-def _memory(best: Mapping[str, Any], cap: int) -> str:
-    """A bar for each rank, and the line that none may pass."""
-    parts, height, full = [], 26 * len(best["peak_bytes"]), _WIDTH - 200
+def _memory(best: Mapping[str, Any], pipeline: Mapping[str, Any] | None, cap: int) -> str:
+    """What each rank holds in each of its steps, and the line that it may not pass."""
+    parts, left, tall = [], 70, 60
+    full = _WIDTH - left - 90
+    step = max(1, pipeline["step_ns"]) if pipeline else 1
     for rank, peak in enumerate(best["peak_bytes"]):
-        y, wide = rank * 26, peak / cap * full
-        parts.append(_label(0, y + 15, f"rank {rank}"))
-        parts.append(_box(70, y + 2, wide, 18, "#4878a8", f"{peak:,} bytes"))
-        parts.append(_label(80 + wide, y + 15, f"{_gb(peak)} GB"))
-    parts.append(_box(70 + full, 0, 1, height, "#b03030", "may be used"))
-    parts.append(_label(70 + full, height + 14, f"{_gb(cap)} GB may be used", "end"))
-    return _svg(height + 20, parts, "memory of each rank")
+        top = rank * (tall + 14) + 16
+        floor = top + tall
+        parts.append(_label(0, floor, f"rank {rank}"))
+        parts.append(_box(left, top, full, 1, "#b03030", f"{cap:,} bytes may be used"))
+        parts.append(_box(left, floor, full, 1, "#888", ""))
+        parts.append(_label(left + full + 6, floor, f"{_gb(peak)} GB"))
+        row = pipeline["ranks"][rank] if pipeline else {"steps": [], "memory": []}
+        for (word, start, end), level in zip(row["steps"], row["memory"], strict=True):
+            x, high = left + start / step * full, level / cap * tall
+            title = f"rank {rank}, {word}: at most {level:,} bytes"
+            wide = (end - start) / step * full
+            parts.append(_box(x, floor - high, wide, high, COLOURS["F"], title))
+    height = len(best["peak_bytes"]) * (tall + 14) + 16
+    parts.append(_label(left + full, 11, f"{_gb(cap)} GB may be used", "end"))
+    drawn = _svg(height + 4, parts, "memory of each rank over time")
+    return (
+        f'{drawn}<p class="note">While each step runs, of few microbatches. The figures beside '
+        "count the ops within, too: they may differ by a few percent.</p>"
+    )
 
 
 def _scatter(found: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:

@@ -197,7 +197,8 @@ def evaluate(
             return Outcome(replace(found, layers=tuple(layers), microbatches=count))
         for stage, cost in zip(layout.stages_of(rank), ranks[-1].costs, strict=True):
             costs[stage] = cost
-    timeline = simulate_pipeline(schedule, costs, trusted=True)
+    static = static_bytes(model, layout, layers)
+    timeline = simulate_pipeline(schedule, costs, resident=static, trusted=True)
     step_ns = timeline.step_ns
     slowest_ns = max(rank.microbatch_ns for rank in ranks)
     if count > few:  # the steady state goes on
@@ -392,8 +393,11 @@ def _of_layers(cost: StageCost, times: float) -> StageCost:
 
 def _with_head(cost: StageCost, head: Timeline) -> StageCost:
     forward, backward = head.phase_ns
+    # It is at work where F ends, with all of F's kept, and where the backward begins.
+    works = {"F": cost.saved + head.peak_bytes, "I": head.peak_bytes, "B": head.peak_bytes}
     return replace(
         cost,
+        working=tuple((kind, max(size, works.get(kind, 0))) for kind, size in cost.working),
         forward_ns=cost.forward_ns + forward,
         input_ns=cost.input_ns + backward // 2,
         weight_ns=cost.weight_ns + backward - backward // 2,
