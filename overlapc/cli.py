@@ -104,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("problem", help="a problem file")
     explain.add_argument("plan", help="a plan file for it")
+    explain.add_argument(
+        "--ops", action="store_true", help="say of each op, too, what is saved, or made again where"
+    )
     plan = command("plan", _plan, "solve a problem file")
     plan.add_argument("problem", help="a problem file")
     plan.add_argument("--solver", default="overlap")
@@ -368,12 +371,14 @@ def _report(problem: Any, plan: Any, name: str) -> Any:
 
 def _explain(args: argparse.Namespace) -> int:
     from overlapc.files import load_plan, load_problem
+    from overlapc.report.explain import explain_ops, op_fates
 
     report = _report(load_problem(args.problem), load_plan(args.plan), args.plan)
     if args.json:
-        print(json.dumps(_figures(report), indent=1))
+        ops = {"ops": [asdict(fate) for fate in op_fates(report)]} if args.ops else {}
+        print(json.dumps(_figures(report) | ops, indent=1))
     else:
-        print(report.explain())
+        print("\n".join([report.explain(), *([explain_ops(report)] if args.ops else [])]))
     return GOOD
 
 

@@ -1,11 +1,14 @@
 """`explain(report)`: for every collective its time, what is exposed, what hides it, and why the
-rest is not hidden."""
+rest is not hidden. `op_fates(report)`: for every forward op what becomes of what it makes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from overlapc.ir import Exposure, Problem, issue, issues, parse_issue
+from overlapc.ir import COMPUTE, Exposure, Problem, Span, issue, issues, parse_issue
+from overlapc.solvers.choice import Needs
 
 if TYPE_CHECKING:
     from overlapc.planning import Report
@@ -42,11 +45,79 @@ def explain(report: Report) -> str:
                 reasons.why(exposure),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    for row in rows:
-        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *_table(rows)])
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of what a forward op makes: saved, recomputed or dropped; where and why."""
+
+    op: str
+    compute_ns: int
+    bytes: int  # that it makes and no input holds already
+    what: str
+    why: str
+
+
+def op_fates(report: Report) -> list[Fate]:
+    """Of every forward op that makes something of its own, in order."""
+    problem, plan = report.problem, report.plan
+    trace, needs = problem.trace, Needs(problem.trace)
+    saved = {trace.value[name].storage for name in plan.saved}
+    returned = {trace.value[name].storage for name in trace.outputs}
+    again = set(plan.recomputed)
+    seen = set(trace.resident)
+    found = []
+    for op in trace.ops:
+        if not op.is_forward:
+            continue
+        made = {trace.value[name].storage: trace.value[name].bytes for name in op.outputs}
+        made = {storage: size for storage, size in made.items() if storage not in seen}
+        seen |= made.keys()
+        if not sum(made.values()):
+            continue
+        cost_ns = problem.cost(op.name).compute_ns
+        if op.name in again:
+            what, why = "recomputed", _where(issue(op.name, True), report.timeline.spans)
+        elif made.keys() & saved:
+            what = "saved"
+            why = f"{_ms(cost_ns)} ms to make again"
+            if not needs.may_rerun(op):
+                why = "must not run twice"
+        elif made.keys() & returned:
+            what, why = "returned", "an output of the graph"
+        else:
+            what, why = "dropped", "nothing behind the forward needs it"
+        found.append(Fate(op.name, cost_ns, sum(made.values()), what, why))
+    return found
+
+
+def explain_ops(report: Report) -> str:
+    """The fates as a table."""
+    rows = [("op", "ms", "MB", "its result is", "where, or why")]
+    rows += [(f.op, _ms(f.compute_ns), _mb(f.bytes), f.what, f.why) for f in op_fates(report)]
+    return "\n".join(_table(rows))
+
+
+def _where(text: str, spans: Sequence[Span]) -> str:
+    """Beside which collectives it runs."""
+    mine = next((span for span in spans if span.issue == text and span.lane == COMPUTE), None)
+    if mine is None:
+        return "takes no time"
+    beside = {
+        span.issue: None
+        for span in spans
+        if span.lane != COMPUTE and span.start_ns < mine.end_ns and mine.start_ns < span.end_ns
+    }
+    return f"beside {', '.join(beside)}" if beside else "beside no collective"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 class Reasons:

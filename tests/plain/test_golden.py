@@ -37,6 +37,7 @@ COMMANDS = {
     "models": "models",
     "hardware": "hardware",
     "explain": "explain problem full",
+    "explain_ops": "explain problem full --ops",
     "diff": "diff problem none full",
     "simulate": "simulate problem full",
     "simulate_rows": "simulate rows --costs costs",
@@ -78,6 +79,23 @@ def test_texts(
     out, err = capsys.readouterr()
     assert err == ""
     check(name, out)
+
+
+def test_what_becomes_of_each_op(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the plan says; some of what is made again is made beside a collective."""
+    problem = load_problem(files / "problem")
+    plan = solve(problem, "heu")
+    save_plan(files / "heu", plan)
+    assert main(["explain", str(files / "problem"), str(files / "heu"), "--ops", "--json"]) == GOOD
+    fates = json.loads(capsys.readouterr().out)["ops"]
+    told = {what: {f["op"] for f in fates if f["what"] == what} for what in ("recomputed", "saved")}
+    value = problem.trace.value
+    saved = {value[name].storage for name in plan.saved}
+    keeps = {op.name for op in problem.trace.ops if saved & {value[v].storage for v in op.outputs}}
+    assert told["recomputed"] <= set(plan.recomputed)
+    assert told["saved"] <= keeps
+    assert any(f["why"].startswith("beside all_reduce") for f in fates)
+    assert sum(f["bytes"] for f in fates) > 0
 
 
 def test_the_verdict_of_a_search() -> None:
