@@ -96,7 +96,7 @@ class OwnModel:
 
     def flops_per_token(self) -> int:
         """Counted in a forward of the block on one rank, thrice; and those of the scores."""
-        return self.layers * _sizes(self.name)[1] + 6 * self.vocab * self.width
+        return self.layers * _sizes(self.name, self.seq)[1] + 6 * self.vocab * self.width
 
     def hint(self) -> str:
         return f"a tp that divides a node, {self.heads} heads and {self.vocab} words"
@@ -124,11 +124,12 @@ def _made(where: str, tensor: ProcessGroup | None, expert: ProcessGroup | None) 
 
 
 @lru_cache
-def _sizes(where: str) -> tuple[OwnModel, int]:
-    """The model, and the flops of a token in one block, forward and backward."""
+def _sizes(where: str, seq: int = 0) -> tuple[OwnModel, int]:
+    """The model, and the flops of a token in one block, forward and backward, in sequences of so
+    many; by default of the model's own."""
     with FakeTensorMode():
         made = _made(where, None, None)
-        x = torch.zeros(1, made.seq, made.width, requires_grad=True)
+        x = torch.zeros(1, seq or made.seq, made.width, requires_grad=True)
         shape = tuple(x.shape)
         try:
             out = made.block(x)
@@ -144,7 +145,7 @@ def _sizes(where: str) -> tuple[OwnModel, int]:
         flops = forward_flops(capture(made.block, x))
     known = {field.name for field in fields(OwnModel)} & {field.name for field in fields(Repeats)}
     model = OwnModel(name=where, **{key: getattr(made, key) for key in known})
-    return model, 3 * flops // made.seq
+    return model, 3 * flops // x.shape[1]
 
 
 @lru_cache

@@ -346,7 +346,9 @@ def as_experts(tensor, expert):
 def test_a_block_of_the_users_own_is_searched_as_a_preset_is(name, preset):
     own = find_model(f"{__name__}:{name}")
     assert own.parameters() == preset.parameters()
-    assert own.flops_per_token() == preset.flops_per_token()
+    for seq in (preset.seq, 2 * preset.seq):
+        longer = replace(own, seq=seq), replace(preset, seq=seq)
+        assert longer[0].flops_per_token() == longer[1].flops_per_token()
     found = list(layouts(own, CLUSTER))
     assert found == list(layouts(preset, CLUSTER))
     for layout in found:
