@@ -152,21 +152,21 @@ def layout_name(found: Mapping[str, Any]) -> str:
 
 
 def _founds(found: Sequence[Mapping[str, Any]], by: str) -> str:
-    head = ("step ms", "tokens/s", "MFU", "exposed TP", "all-to-all", "DP", "bubble")
+    head = ("step ms", "tokens/s", "MFU", "exposed TP", "all-to-all", "DP", "p2p", "bubble")
     more = ("recompute", "hidden", "peak GB", "gap")
     rows = []
     for one in found:
         name = one["solver"] if by == "solver" else layout_name(one)
         if one["smallest_bytes"]:
             lacks = f"does not fit: {_gb(one['smallest_bytes'])} GB at least"
-            rows.append(f'<tr class="no"><td>{_text(name)}</td><td colspan="11">{lacks}</td></tr>')
+            rows.append(f'<tr class="no"><td>{_text(name)}</td><td colspan="12">{lacks}</td></tr>')
             continue
         step, exposed = one["step_ns"], one["exposed_ns"] or {}
         cells = [
             _ms(step),
             f"{one['tokens_per_s']:,.0f}",
             f"{one['mfu']:.1%}",
-            *(f"{exposed.get(kind, 0) / step:.1%}" for kind in ("tp", "all-to-all", "dp")),
+            *(f"{exposed.get(kind, 0) / step:.1%}" for kind in ("tp", "all-to-all", "dp", "p2p")),
             f"{one['bubble']:.1%}",
             f"{one['recompute_ns'] / step:.1%}",
             f"{one['recompute_hidden_ns'] / step:.1%}",

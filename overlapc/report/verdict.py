@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def pareto(found: Sequence[Found]) -> list[Found]:
 
 
 def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
-    guessed = sum("guess" in source or "unknown" in source for source in machine.sources.values())
+    guessed = [key for key, source in machine.sources.items() if _is_guess(source)]
     return [
         f"{model.name}: {model.parameters() / 1e9:.2f}B parameters, {model.layers} layers of width "
         f"{model.width}, sequences of {model.seq}" + (f" ({model.source})" if model.source else ""),
@@ -85,9 +86,14 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{_gb(cluster.memory_bytes)} of {_gb(machine.memory_bytes)} GB each ({machine.status})",
         f"{cluster.global_batch} sequences a step; bf16, float32 gradients and optimizer, the "
         "latter divided over replicas",
-        f"every figure is predicted; {guessed} of {len(machine.sources)} figures of the hardware "
-        "are guesses (`overlapc hardware --json` has the sources)",
+        f"every figure is predicted; {len(guessed)} of {len(machine.sources)} figures of the "
+        f"hardware are guesses (`overlapc hardware --json` has the sources){':' * bool(guessed)}",
+        *textwrap.wrap(", ".join(guessed), 100, initial_indent="  ", subsequent_indent="  "),
     ]
+
+
+def _is_guess(source: str) -> bool:
+    return "guess" in source or "unknown" in source
 
 
 def _nothing(result: Result) -> list[str]:
@@ -103,12 +109,12 @@ def _nothing(result: Result) -> list[str]:
 
 
 def _rows(found: Sequence[Found], by_layout: bool = False) -> list[str]:
-    head = ("", "step ms", "tokens/s", "MFU", "exposed tp", "a2a", "dp", "bubble", "recompute")
-    rows: list[tuple[str, ...]] = [(*head, "hidden", "peak GB", "gap")]
+    head = ("", "step ms", "tokens/s", "MFU", "exposed tp", "a2a", "dp", "p2p", "bubble")
+    rows: list[tuple[str, ...]] = [(*head, "recompute", "hidden", "peak GB", "gap")]
     for one in found:
         name = str(one.layout) if by_layout else one.solver
         if not one.fits:
-            rows.append((name, "does not fit", *[""] * 8, f"> {_gb(one.smallest_bytes)}", ""))
+            rows.append((name, "does not fit", *[""] * 9, f"> {_gb(one.smallest_bytes)}", ""))
             continue
         exposed = dict(one.exposed_ns or {})
         part = lambda ns, one=one: f"{ns / one.step_ns:.1%}"  # noqa: E731
@@ -118,9 +124,7 @@ def _rows(found: Sequence[Found], by_layout: bool = False) -> list[str]:
                 f"{one.step_ns / 1e6:.1f}",
                 f"{one.tokens_per_s:,.0f}",
                 f"{one.mfu:.1%}",
-                part(exposed.get("tp", 0)),
-                part(exposed.get("all-to-all", 0)),
-                part(exposed.get("dp", 0)),
+                *(part(exposed.get(kind, 0)) for kind in ("tp", "all-to-all", "dp", "p2p")),
                 f"{one.bubble:.1%}",
                 part(one.recompute_ns),
                 part(one.recompute_hidden_ns),

@@ -199,12 +199,18 @@ def evaluate(
             costs[stage] = cost
     static = static_bytes(model, layout, layers)
     timeline = simulate_pipeline(schedule, costs, resident=static, trusted=True)
-    step_ns = timeline.step_ns
     slowest_ns = max(rank.microbatch_ns for rank in ranks)
-    if count > few:  # the steady state goes on
-        fewer = make_schedule(layout.schedule, layout.pp, few - layout.pp)
-        before = simulate_pipeline(fewer, costs, trusted=True).step_ns
-        step_ns += round(max((step_ns - before) / layout.pp, slowest_ns) * (count - few))
+
+    def lasts(costs: Sequence[StageCost]) -> int:
+        step_ns = simulate_pipeline(schedule, costs, trusted=True).step_ns
+        if count > few:  # the steady state goes on
+            fewer = make_schedule(layout.schedule, layout.pp, few - layout.pp)
+            before = simulate_pipeline(fewer, costs, trusted=True).step_ns
+            step_ns += round(max((step_ns - before) / layout.pp, slowest_ns) * (count - few))
+        return step_ns
+
+    pipeline_ns = lasts(costs)
+    exposed_p2p = pipeline_ns - lasts([replace(cost, sent_ns=0) for cost in costs])
     outcome = Outcome(Found(layout, solver), timeline, tuple(ranks))
     busy = count * slowest_ns
     reduction = _reduction_ns(model, layout, machine, layers)
@@ -212,11 +218,10 @@ def evaluate(
     exposed_dp = max(0, reduction - beside)
     most = max(map(sum, rank_parameters(model, layout, layers)))
     optimizer = _optimizer_ns(most, layout, machine)
-    pipeline_ns = step_ns
-    step_ns += exposed_dp + optimizer
+    step_ns = pipeline_ns + exposed_dp + optimizer
     plan = outcome.slowest.timeline
     times = outcome.slowest.times * count
-    exposed: dict[str, int] = {"dp": exposed_dp}
+    exposed: dict[str, int] = {"dp": exposed_dp, "p2p": max(0, exposed_p2p)}
     for exposure in plan.exposures:
         kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
         exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
@@ -232,7 +237,7 @@ def evaluate(
         per_s,
         per_s * model.flops_per_token() / (cluster.gpus * peak),
         exposed,
-        max(0.0, (pipeline_ns - busy) / step_ns),
+        max(0.0, (pipeline_ns - busy - exposed["p2p"]) / step_ns),
         round(plan.recompute_ns * times),
         round(_hidden_ns(plan) * times),
         sum(rank.timeline.step_ns for rank in ranks) / max(1, least) - 1,

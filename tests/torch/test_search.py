@@ -245,6 +245,9 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     out, _ = capsys.readouterr()
     found = json.loads(out[out.index("{") :])
     assert [row["solver"] for row in found["compared"]] == ["none", "full", "heu"]
+    exposed = found["best"]["exposed_ns"]
+    assert set(exposed) >= {"dp", "p2p"}
+    assert 0 < exposed["p2p"] < found["best"]["step_ns"] * (1 - found["best"]["bubble"])
     assert main(["search", str(config), "--gpus", "1", "--memory", "3MB", "--no-cache"]) == FAILED
     assert "smallest memory that works" in capsys.readouterr().out
 
