@@ -21,7 +21,7 @@ def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float =
         piece = replace(maker.piece, letter="W")
         ops.append(Op(name + ADD, "weight_grad", COMPUTE, piece, (name,), (), "add"))
         took = int(trace.value[name].bytes / 1024 * ns_per_kib)
-        costs[name + ADD] = Cost(took, source="measured")
+        costs[name + ADD] = Cost(took, source=problem.cost(maker.name).source)
 
     for op in trace.ops:
         ops.append(op)

@@ -252,8 +252,10 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert "smallest memory that works" in capsys.readouterr().out
 
 
-def test_captures_leave_the_default_dtype_alone():
-    make_unit(key(TINY, Layout(2, 1, 2, 1)))
+def test_captures_measure_nothing_and_leave_the_default_dtype_alone():
+    unit = make_unit(key(TINY, Layout(2, 1, 2, 1)))
+    problems = unit.problem, unit.head
+    assert {c.source for p in problems for c in p.profile.costs.values()} == {"estimated"}
     assert torch.get_default_dtype() == torch.float32
 
 
