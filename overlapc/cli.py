@@ -159,7 +159,7 @@ def _search(args: argparse.Namespace) -> int:
     from overlapc.profiler.hardware import load_hardware
     from overlapc.report.trace import pipeline_json
     from overlapc.report.verdict import verdict
-    from overlapc.search.chosen import memory_budgets
+    from overlapc.search.chosen import VERSION, memory_budgets
     from overlapc.search.evaluate import evaluate
     from overlapc.search.layouts import Cluster, Fixed, stage_layers
     from overlapc.search.models import Transformer, find_model
@@ -223,7 +223,7 @@ def _search(args: argparse.Namespace) -> int:
         result.interrupted = True  # what was found is told
     timeline = None if outcome is None else outcome.timeline
     document = {
-        "overlapc_search": 1,
+        "overlapc_search": VERSION,
         "model": asdict(model),
         "cluster": asdict(cluster),
         "fixed": asdict(fixed),
@@ -637,11 +637,9 @@ def _page(args: argparse.Namespace) -> int:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    from overlapc.report.table import table
+
+    return "\n".join(table(rows))
 
 
 def _positive(text: str) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from overlapc.ir import COMPUTE, Exposure, Problem, Span, issue, issues, parse_issue
+from overlapc.report.table import table
 from overlapc.solvers.choice import Needs
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def explain(report: Report) -> str:
                 reasons.why(exposure),
             )
         )
-    return "\n".join([*lines, *_table(rows)])
+    return "\n".join([*lines, *table(rows, indent="  ")])
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ def op_fates(report: Report) -> list[Fate]:
     saved = {trace.value[name].storage for name in plan.saved}
     returned = {trace.value[name].storage for name in trace.outputs}
     again = set(plan.recomputed)
+    spans = report.timeline.spans
+    ran = {span.issue: span for span in spans if span.lane == COMPUTE}
+    windows = [span for span in spans if span.lane != COMPUTE]
     seen = set(trace.resident)
     found = []
     for op in trace.ops:
@@ -78,7 +82,7 @@ def op_fates(report: Report) -> list[Fate]:
             continue
         cost_ns = problem.cost(op.name).compute_ns
         if op.name in again:
-            what, why = "recomputed", _where(issue(op.name, True), report.timeline.spans)
+            what, why = "recomputed", _where(ran.get(issue(op.name, True)), windows)
         elif made.keys() & saved:
             what = "saved"
             why = f"{_ms(cost_ns)} ms to make again"
@@ -96,28 +100,19 @@ def explain_ops(report: Report) -> str:
     """The fates as a table."""
     rows = [("op", "ms", "MB", "its result is", "where, or why")]
     rows += [(f.op, _ms(f.compute_ns), _mb(f.bytes), f.what, f.why) for f in op_fates(report)]
-    return "\n".join(_table(rows))
+    return "\n".join(table(rows, indent="  "))
 
 
-def _where(text: str, spans: Sequence[Span]) -> str:
+def _where(mine: Span | None, windows: Sequence[Span]) -> str:
     """Beside which collectives it runs."""
-    mine = next((span for span in spans if span.issue == text and span.lane == COMPUTE), None)
     if mine is None:
         return "takes no time"
     beside = {
         span.issue: None
-        for span in spans
-        if span.lane != COMPUTE and span.start_ns < mine.end_ns and mine.start_ns < span.end_ns
+        for span in windows
+        if span.start_ns < mine.end_ns and mine.start_ns < span.end_ns
     }
     return f"beside {', '.join(beside)}" if beside else "beside no collective"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 class Reasons:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from overlapc.errors import FileError
+from overlapc.search.chosen import VERSION
 
 COLOURS = {"F": "#4878a8", "B": "#c47a3d", "I": "#d9a05b", "W": "#7a9a5a", "R": "#a05a7a"}
 KINDS = {
@@ -62,7 +63,7 @@ for (const svg of document.querySelectorAll("svg.zoom")) {
 
 def page(document: Mapping[str, Any]) -> str:
     """The page for a search's JSON."""
-    if document.get("overlapc_search") != 1:
+    if document.get("overlapc_search") != VERSION:
         raise FileError(
             f"a search of version {document.get('overlapc_search')!r}: expected the JSON that "
             "`overlapc search --json` of this version prints"

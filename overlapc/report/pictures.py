@@ -33,7 +33,8 @@ def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
         title = f"{document['model']['name']} on {document['cluster']['gpus']} x "
         title += f"{document['cluster']['hardware']}, {layout_name(document['best'])}"
         for name, fill in (("timeline", _timeline), ("memory", _memory), ("layouts", _layouts)):
-            figure = Figure(figsize=(10, 4), layout="constrained")
+            tall = max(4.0, 1.6 + 0.35 * len(document["best"]["peak_bytes"]))
+            figure = Figure(figsize=(10, tall), layout="constrained")
             axes = figure.subplots()
             fill(axes, document)
             axes.set_title(f"{title}: predicted", fontsize="medium")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline
+from overlapc.report.table import table
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster
 from overlapc.search.models import Model
@@ -132,11 +133,7 @@ def _rows(found: Sequence[Found], by_layout: bool = False) -> list[str]:
                 f"{one.gap:.1%}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return table(rows, indent="  ")
 
 
 def _gb(size: int) -> str:

@@ -18,6 +18,8 @@ from overlapc.search.layouts import (
 from overlapc.search.models import Model
 from overlapc.solvers.schedules import make_schedule
 
+VERSION = 2  # of what a search writes; 1 had no memory budgets
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -49,8 +51,8 @@ def load_search(path: StrPath) -> Chosen:
     text = read_text(path, "search")
     try:
         document = json.loads(text)
-        if not isinstance(document, dict) or document.get("overlapc_search") != 1:
-            raise ValueError("found no search of version 1")
+        if not isinstance(document, dict) or document.get("overlapc_search") != VERSION:
+            raise ValueError(f"found no search of version {VERSION}")
         if document["best"] is None:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])

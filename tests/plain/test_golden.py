@@ -92,10 +92,11 @@ def test_what_becomes_of_each_op(files: Path, capsys: pytest.CaptureFixture[str]
     value = problem.trace.value
     saved = {value[name].storage for name in plan.saved}
     keeps = {op.name for op in problem.trace.ops if saved & {value[v].storage for v in op.outputs}}
+    assert told["recomputed"]
     assert told["recomputed"] <= set(plan.recomputed)
+    assert told["saved"]
     assert told["saved"] <= keeps
     assert any(f["why"].startswith("beside all_reduce") for f in fates)
-    assert sum(f["bytes"] for f in fates) > 0
 
 
 def test_the_verdict_of_a_search() -> None:
