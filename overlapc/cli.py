@@ -21,7 +21,7 @@ from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, InvalidSche
 
 GOOD, FAILED, USAGE = 0, 1, 2
 _MOST = 1_000_000
-COMPARED = "none,full,selective,checkmate,heu"
+COMPARED = "none,full,selective,megatron,checkmate,heu,opt"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +89,17 @@ def _parser() -> argparse.ArgumentParser:
         choices=["", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"],
         help="open by default",
     )
+    add(
+        "--no-sequence-parallel",
+        action="store_true",
+        help="tensor-parallel ranks have whole sequences between the matrices, not a part of each",
+    )
     add("--solver", default="heu", help="that plans the stages (heu, overlap, opt or a baseline)")
-    add("--compare", default=COMPARED, help=f"solvers to compare on the winner ({COMPARED})")
+    add(
+        "--compare",
+        default=COMPARED,
+        help=f"solvers to compare on the winner ({COMPARED}); opt within seconds",
+    )
     add("--top", type=_positive, default=5, help="layouts to list")
     add("--exhaustive", action="store_true", help="plan every layout, leave none out by its bound")
     add("--cache", type=Path, help="folder that keeps what was planned (~/.cache/overlapc)")
@@ -161,9 +170,9 @@ def _search(args: argparse.Namespace) -> int:
     from overlapc.report.verdict import verdict
     from overlapc.search.chosen import VERSION, memory_budgets
     from overlapc.search.evaluate import evaluate
-    from overlapc.search.layouts import Cluster, Fixed, stage_layers
+    from overlapc.search.layouts import Cluster, Fixed
     from overlapc.search.models import Transformer, find_model
-    from overlapc.search.search import Progress, rank, search
+    from overlapc.search.search import Progress, compare, search
     from overlapc.search.units import UnitKey, make_unit
     from overlapc.solvers import SOLVERS
 
@@ -180,7 +189,8 @@ def _search(args: argparse.Namespace) -> int:
     cluster = Cluster(
         args.hardware, args.gpus, machine.gpus_per_node, memory, args.batch or 8 * args.gpus
     )
-    fixed = Fixed(args.tp, args.pp, args.dp, args.microbatch, args.schedule)
+    open_ = args.tp, args.pp, args.dp, args.microbatch, args.schedule
+    fixed = Fixed(*open_, sequence=not args.no_sequence_parallel)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
         cache = None  # nobody knows whether the user's code is the same as then
@@ -188,10 +198,9 @@ def _search(args: argparse.Namespace) -> int:
         _make_folder(args.out)
 
     def tell(progress: Progress) -> None:
-        if sys.stderr.isatty():
-            best = "nothing fits yet" if progress.best is None else _best(progress)
-            line = f"{progress.elapsed_s:4.0f} s  {progress.tried} planned, {progress.left} left  "
-            print(f"\r\033[K{line}{best}", end="", file=sys.stderr, flush=True)
+        best = "nothing fits yet" if progress.best is None else _best(progress)
+        line = f"{progress.elapsed_s:4.0f} s  {progress.tried} planned, {progress.left} left  "
+        _status(line + best)
 
     def _best(progress: Progress) -> str:
         assert progress.best is not None
@@ -201,26 +210,18 @@ def _search(args: argparse.Namespace) -> int:
     result = search(
         model, cluster, fixed, args.solver, prune=not args.exhaustive, cache=cache, progress=tell
     )
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
     rows: list[Any] = []
     outcome = None
+    _status(f"comparing {', '.join(compared)}" if compared else "")
     try:
         if result.best is not None and not result.interrupted:
             layout, split = result.best.layout, result.best.layers
             unit = make_unit(UnitKey.of(model, cluster, layout))
-            where = model, cluster, layout, unit
-            outcome = evaluate(*where, args.solver, layers=split)
-            for solver in compared:
-                if solver == args.solver:
-                    rows.append(outcome.found)
-                    continue
-                splits = {split, tuple(stage_layers(model, layout.stages))}
-                rows.append(
-                    min((evaluate(*where, solver, layers=s).found for s in splits), key=rank)
-                )
+            outcome = evaluate(model, cluster, layout, unit, args.solver, layers=split)
+            rows = compare(model, cluster, outcome.found, unit, compared)
     except KeyboardInterrupt:
         result.interrupted = True  # what was found is told
+    _status("")
     timeline = None if outcome is None else outcome.timeline
     document = {
         "overlapc_search": VERSION,
@@ -259,6 +260,12 @@ def _search(args: argparse.Namespace) -> int:
                 "layers and\nmemory budgets as overlapc.Pipeline and overlapc.optimize take them."
             )
     return GOOD if result.best is not None else FAILED
+
+
+def _status(line: str) -> None:
+    """What is going on, in place of what was said last, to somebody at a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _explained(outcome: Any) -> str:

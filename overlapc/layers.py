@@ -1,5 +1,6 @@
-"""What models of several ranks are made of, so that it is captured: Megatron's f and g operators
-and the experts' all-to-all, as functional collectives inside autograd Functions.
+"""What models of several ranks are made of, so that it is captured: Megatron's f and g operators,
+those of its sequence parallelism, and the experts' all-to-all, as functional collectives inside
+autograd Functions.
 """
 
 from __future__ import annotations
@@ -40,6 +41,44 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    """The rows of all ranks of the group, one rank's after the other's."""
+    start = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group)
+    return torch.ops._c10d_functional.wait_tensor(start)
+
+
+def scatter_sum(x: Tensor, ranks: int, group: str) -> Tensor:
+    """This rank's rows of the sum of `x` over the ranks of the group."""
+    start = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
+    return torch.ops._c10d_functional.wait_tensor(start)
+
+
+class GatherRows(torch.autograd.Function):
+    """f where each rank has a part of the rows: every rank uses all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.where = ranks, group
+        return gather(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_sum(grad, *ctx.where), None, None
+
+
+class ScatterRows(torch.autograd.Function):
+    """g where each rank gets a part of the rows: of the sum of the ranks' partial results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.where = ranks, group
+        return scatter_sum(x, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather(grad, *ctx.where), None, None
 
 
 def exchange(x: Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> Tensor:

@@ -41,6 +41,8 @@ def verdict(
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",
     ]
+    if any(found.layout.sequence for found in result.tried):
+        lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
     if timeline is not None and best.layout.pp > 1:
         lines += ["", timeline.picture(), "(of few microbatches; the steady state goes on)"]
     if compared:

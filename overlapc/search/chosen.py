@@ -44,6 +44,7 @@ class Chosen:
     layers: tuple[int, ...]  # of each stage
     memory_budgets: tuple[int, ...]  # of each stage: what weights and optimizer leave
     solver: str
+    sequence_parallel: bool = False
 
 
 def load_search(path: StrPath) -> Chosen:
@@ -78,6 +79,7 @@ def load_search(path: StrPath) -> Chosen:
         layers,
         budgets,
         found.solver,
+        layout.sequence,
     )
 
 

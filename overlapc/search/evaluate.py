@@ -21,6 +21,7 @@ from overlapc.search.layouts import (
     Cluster,
     Layout,
     expert_ranks,
+    expert_replicas,
     microbatches,
     rank_parameters,
     stage_layers,
@@ -292,8 +293,7 @@ class Place:
 
     @property
     def room(self) -> int:
-        """Scores are there when a microbatch's last block is done and its backward begins: instead
-        of what the plan's own worst moment has."""
+        """What is left for what blocks save and work with, and the head's scores between."""
         return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
 
     @property
@@ -310,13 +310,16 @@ class Place:
     def problem(self, unit: Unit) -> Problem:
         """As many blocks as were captured stand for all."""
         copies = max(1, math.ceil(self.held(unit)))
-        return replace(unit.problem, in_flight=copies, budget_bytes=max(1, self.room))
+        return replace(self.blocks(unit), in_flight=copies, budget_bytes=max(1, self.room))
 
     def loose(self, unit: Unit) -> Problem:
         """The same with no more in flight than there is: its bounds hold here."""
         copies = math.floor(self.held(unit))
         budget = max(1, self.room) if copies else None
-        return replace(unit.problem, in_flight=max(1, copies), budget_bytes=budget)
+        return replace(self.blocks(unit), in_flight=max(1, copies), budget_bytes=budget)
+
+    def blocks(self, unit: Unit) -> Problem:
+        return unit.problem if self.head is None else unit.with_head
 
 
 def _solved(
@@ -369,11 +372,7 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
     peak += boundary
     if place.head is not None:
-        head = simulate(unit.head, solve(unit.head, "none"))
-        costs[place.head] = _with_head(costs[place.head], head)
-        peak = max(peak, round(cost.saved * place.held(unit)) + boundary + head.peak_bytes)
-        if peak > cluster.memory_bytes - static:
-            raise Infeasible(cluster.memory_bytes, peak)
+        costs[place.head] = _with_head(costs[place.head], unit.head_ran)
     exact = problem.in_flight == place.held(unit)
     proven = (plan.bound_ns if exact else 0) or bound_ns(place.loose(unit))
     times = place.layers / unit.blocks
@@ -415,19 +414,22 @@ def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) ->
         return 0
     across = layout.tp * layout.dp >= cluster.gpus_per_node
     # Ranks of a node send at the same time, each its part of the width.
-    size = unit.boundary_bytes // layout.tp if across else unit.boundary_bytes
+    apart = across and not layout.sequence
+    size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
     return machine.collective_ns("p2p", size, 2, 1 if across else 2)
 
 
 def _reduction_ns(model: Model, layout: Layout, machine: Hardware, layers: Sequence[int]) -> int:
     """Gradients summed over the replicas and weights handed back: a reduce-scatter in float32 and
     an all-gather in bf16; experts only over the replicas that hold them."""
-    replicas = layout.dp // expert_ranks(model, layout.dp)
+    replicas = expert_replicas(model, layout)
+    here = machine.gpus_per_node // layout.tp  # replicas in a node
+    alike = max(1, here // expert_ranks(model, layout.dp)) * (layout.tp if layout.sequence else 1)
     longest = 0
     for dense, experts in rank_parameters(model, layout, layers):
         took = 0
-        for count, ranks in ((dense, layout.dp), (experts, replicas)):
-            near = max(1, min(ranks, machine.gpus_per_node // layout.tp))
+        for count, ranks, near in ((dense, layout.dp, here), (experts, replicas, alike)):
+            near = max(1, min(ranks, near))
             took += machine.collective_ns("reduce_scatter", count * 4, ranks, near)
             took += machine.collective_ns("all_gather", count * 2, ranks, near)
         longest = max(longest, took)

@@ -19,13 +19,16 @@ WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 @dataclass(frozen=True, order=True)
 class Layout:
     """tp ranks share each matrix, pp hold different layers, dp see different data; a pipeline takes
-    `microbatch` sequences at a time. Its schedule says how many stages a rank holds."""
+    `microbatch` sequences at a time. Its schedule says how many stages a rank holds. With
+    `sequence` the tp ranks have a part of each sequence between the matrices, as Megatron's
+    sequence parallelism does."""
 
     tp: int
     pp: int
     dp: int
     microbatch: int
     schedule: str = "1f1b"
+    sequence: bool = False
 
     @property
     def stages(self) -> int:
@@ -40,7 +43,8 @@ class Layout:
         return (rank,)
 
     def __str__(self) -> str:
-        text = f"tp={self.tp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
+        tp = f"{self.tp}+sp" if self.sequence else self.tp
+        text = f"tp={tp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
         return text + (f" {self.schedule}" if self.pp > 1 else "")
 
 
@@ -57,25 +61,29 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user has decided; 0 or none is left open."""
+    """What the user has decided; 0 or none is left open. Without `sequence` every tp rank has
+    whole sequences."""
 
     tp: int = 0
     pp: int = 0
     dp: int = 0
     microbatch: int = 0
     schedule: str = ""
+    sequence: bool = True
 
 
 ANY = Fixed()
 
 
 def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
-    """Every layout that divides ranks, heads, layers and batch without a rest."""
+    """Every layout that divides ranks, heads, layers and batch without a rest. Ranks share
+    sequences wherever they can: as many bytes travel, and fewer are held."""
     for tp in divisors(cluster.gpus):
         if tp > cluster.gpus_per_node or not model.splits(tp):
             continue
         if cluster.gpus > cluster.gpus_per_node and cluster.gpus_per_node % tp:
             continue  # a group would have ranks on two nodes
+        sequence = fixed.sequence and model.shares_sequence(tp)
         for pp in divisors(cluster.gpus // tp):
             dp = cluster.gpus // tp // pp
             if pp * model.period > model.layers or cluster.global_batch % dp:
@@ -87,7 +95,7 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                 if microbatch > 16:
                     break
                 for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-                    layout = Layout(tp, pp, dp, microbatch, schedule)
+                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence)
                     if layout.stages * model.period > model.layers:
                         continue
                     if (
@@ -105,6 +113,11 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
 def expert_ranks(model: Model, dp: int) -> int:
     """Over how many of the replicas the experts are divided."""
     return min(model.experts, dp) if model.experts else 1
+
+
+def expert_replicas(model: Model, layout: Layout) -> int:
+    """How many ranks hold the same experts, and have met other tokens."""
+    return layout.dp * (layout.tp if layout.sequence else 1) // expert_ranks(model, layout.dp)
 
 
 def divisors(number: int) -> list[int]:
@@ -160,7 +173,7 @@ def rank_parameters(
 def static_bytes(model: Model, layout: Layout, layers_of: Sequence[int] | None = None) -> list[int]:
     """What weights, gradients and optimizer take on each rank of the pipeline. The optimizer's part
     is divided over all replicas that hold the same weights (a distributed optimizer)."""
-    replicas = layout.dp // expert_ranks(model, layout.dp)
+    replicas = expert_replicas(model, layout)
     return [
         dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // layout.dp
         + experts * (WEIGHT_BYTES + GRADIENT_BYTES) + experts * OPTIMIZER_BYTES // replicas

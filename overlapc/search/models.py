@@ -99,11 +99,15 @@ class Transformer:
             f"{self.vocab} words"
         )
 
-    def blocks(self, count: int, tensor: Any, expert: Any) -> Any:
+    def shares_sequence(self, tp: int) -> bool:
+        """Whether so many ranks can each have a part of a sequence between the matrices."""
+        return tp > 1 and self.seq % tp == 0
+
+    def blocks(self, count: int, tensor: Any, expert: Any, sequence: bool = False) -> Any:
         """The first so many, as modules of one rank in these process groups."""
         from overlapc.search.modules import Blocks
 
-        return Blocks(self, count, tensor, expert)
+        return Blocks(self, count, tensor, expert, sequence)
 
     def parameters(self) -> int:
         """All of them."""

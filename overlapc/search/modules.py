@@ -8,22 +8,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from overlapc.layers import CopyToRanks, Exchange, SumOverRanks
+from overlapc.layers import CopyToRanks, Exchange, GatherRows, ScatterRows, SumOverRanks
 from overlapc.search.models import Model, Transformer
 
 
 class Ranks:
-    """Those of a process group; without one, one rank."""
+    """Those of a process group; without one, one rank. With `sequence` each of them has its part of
+    every sequence, which is then the first dimension, wherever not all of it is needed."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, sequence: bool = False) -> None:
         self.name = group.group_name if group else None
         self.count = group.size() if group else 1
+        self.sequence = sequence
 
     def enter(self, x: Tensor) -> Tensor:
-        return x if self.name is None else CopyToRanks.apply(x, self.name)
+        if self.name is None:
+            return x
+        if self.sequence:
+            return GatherRows.apply(x, self.count, self.name)
+        return CopyToRanks.apply(x, self.name)
 
     def leave(self, x: Tensor) -> Tensor:
-        return x if self.name is None else SumOverRanks.apply(x, self.name)
+        if self.name is None:
+            return x
+        if self.sequence:
+            return ScatterRows.apply(x, self.count, self.name)
+        return SumOverRanks.apply(x, self.name)
 
 
 class Norm(nn.Module):
@@ -50,14 +60,19 @@ class Attention(nn.Module):
         self.out = _linear(self.heads * self.head_width, model.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, seq, _ = x.shape
         sizes = [n * self.head_width for n in (self.heads, self.kv_heads, self.kv_heads)]
         parts = self.qkv(self.ranks.enter(x)).split(sizes, -1)
-        q, k, v = (p.view(batch, seq, -1, self.head_width).transpose(1, 2) for p in parts)
+        q, k, v = (self.by_head(p.unflatten(-1, (-1, self.head_width))) for p in parts)
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
-        return self.ranks.leave(self.out(mixed.transpose(1, 2).reshape(batch, seq, -1)))
+        return self.ranks.leave(self.out(self.by_head(mixed, back=True).flatten(2)))
+
+    def by_head(self, x: Tensor, back: bool = False) -> Tensor:
+        """(batch, heads, sequence, width) of a head, from what the ranks have; or back."""
+        if not self.ranks.sequence:
+            return x.transpose(1, 2)
+        return x.permute(2, 0, 1, 3) if back else x.permute(1, 2, 0, 3)
 
 
 class MLP(nn.Module):
@@ -127,9 +142,10 @@ class Blocks(nn.Module):
         count: int,
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
+        sequence: bool = False,
     ) -> None:
         super().__init__()
-        period, (ranks, held) = model.period, map(Ranks, (tensor, expert))
+        period, ranks, held = model.period, Ranks(tensor, sequence), Ranks(expert)
         self.blocks = nn.ModuleList(
             Block(model, ranks, held, bool(model.experts) and i % period == period - 1)
             for i in range(count)
@@ -144,9 +160,9 @@ class Blocks(nn.Module):
 class Head(nn.Module):
     """The last norm, a rank's part of the vocabulary's scores, and the loss."""
 
-    def __init__(self, model: Model, tensor: ProcessGroup | None) -> None:
+    def __init__(self, model: Model, tensor: ProcessGroup | None, sequence: bool = False) -> None:
         super().__init__()
-        self.norm, self.tensor = Norm(model), Ranks(tensor)
+        self.norm, self.tensor = Norm(model), Ranks(tensor, sequence)
         self.scores = _linear(model.width, model.vocab // self.tensor.count)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -101,9 +101,17 @@ class OwnModel:
     def hint(self) -> str:
         return f"a tp that divides a node, {self.heads} heads and {self.vocab} words"
 
+    def shares_sequence(self, tp: int) -> bool:
+        return False  # a block takes whole sequences, whatever is inside
+
     def blocks(
-        self, count: int, tensor: ProcessGroup | None, expert: ProcessGroup | None
+        self,
+        count: int,
+        tensor: ProcessGroup | None,
+        expert: ProcessGroup | None,
+        sequence: bool = False,
     ) -> nn.Module:
+        assert not sequence
         return nn.Sequential(*(_made(self.name, tensor, expert).block for _ in range(count)))
 
 

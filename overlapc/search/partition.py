@@ -10,8 +10,7 @@ from overlapc.search.evaluate import Place, least_ns, planned
 from overlapc.search.layouts import Cluster, Layout, microbatches, stage_layers
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
-from overlapc.simulate import simulate
-from overlapc.solvers import bound_ns, solve
+from overlapc.solvers import bound_ns
 from overlapc.solvers.partition import TOGETHER, Partition, best_partition, even
 from overlapc.solvers.schedules import make_schedule
 
@@ -31,7 +30,7 @@ def partitioned(
     count = microbatches(cluster, layout)
     schedule = make_schedule(layout.schedule, layout.pp, min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period
-    head_ns = simulate(unit.head, solve(unit.head, "none")).step_ns
+    head_ns = unit.head_ran.step_ns
     compute_ns = least_ns(unit.problem) / unit.blocks
     too_many = [model.layers + 1] * layout.pp  # as few layers of the stage do not fit, nor do more
 

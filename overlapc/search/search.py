@@ -26,6 +26,7 @@ from overlapc.search.layouts import (
     Fixed,
     Layout,
     layouts,
+    stage_layers,
     static_bytes,
 )
 from overlapc.search.models import Model
@@ -33,9 +34,10 @@ from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
+_OPT_SECONDS = 10.0  # that opt has for all stages where it is only compared
 
 
 @dataclass
@@ -110,10 +112,7 @@ def search(
         run.interrupted = True
     except BrokenProcessPool as error:
         if not run.complete:
-            raise OverlapcError(
-                f"a process of the search ended by itself ({error}); expected it to plan on: see "
-                "above for why, most often too little memory here, and start it again"
-            ) from None
+            raise _ended(error) from None
     return Result(
         run.best,
         sorted(run.tried, key=rank),
@@ -123,6 +122,41 @@ def search(
         certain=run.best is not None or run.certain,
         seconds=time.monotonic() - begin,
         interrupted=run.interrupted,
+    )
+
+
+def compare(
+    model: Model, cluster: Cluster, chosen: Found, unit: Unit, solvers: Sequence[str]
+) -> list[Found]:
+    """The chosen layout with the plans of each solver, its layers divided as chosen or evenly,
+    whichever is faster."""
+    splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages))}
+    limit = _OPT_SECONDS / (chosen.layout.pp * len(splits))
+    where = model, cluster, chosen.layout, unit
+    try:
+        with planners() as pool:
+            try:
+                tasks = {
+                    solver: [pool.submit(_evaluated, *where, solver, s, limit) for s in splits]
+                    for solver in sorted(solvers, key="opt".__ne__)  # it takes longest
+                    if solver != chosen.solver
+                }
+                best = {
+                    solver: min((task.result() for task in tried), key=rank)
+                    for solver, tried in tasks.items()
+                }
+            except KeyboardInterrupt:
+                stop(pool)
+                raise
+    except BrokenProcessPool as error:
+        raise _ended(error) from None
+    return [best.get(solver, chosen) for solver in solvers]
+
+
+def _ended(error: BrokenProcessPool) -> OverlapcError:
+    return OverlapcError(
+        f"a process of the search ended by itself ({error}); expected it to plan on: see above for "
+        "why, most often too little memory here, and start it again"
     )
 
 
@@ -299,8 +333,9 @@ def _evaluated(
     unit: Unit,
     solver: str,
     layers: Sequence[int] | None = None,
+    time_limit_s: float = 10.0,
 ) -> Found:
-    return evaluate(model, cluster, layout, unit, solver, layers=layers).found
+    return evaluate(model, cluster, layout, unit, solver, time_limit_s, layers).found
 
 
 class _Cache:
@@ -344,4 +379,4 @@ class _Cache:
             self.path = None
 
 
-__all__ = ["Progress", "Result", "search"]
+__all__ = ["Progress", "Result", "compare", "search"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from overlapc.ir import Problem
+from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
+from overlapc.simulate import simulate
+from overlapc.solvers import solve
 
+_HEAD = "head"
 BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
 
 
@@ -22,11 +26,13 @@ class UnitKey:
     tp: int
     expert_ranks: int
     microbatch: int
+    sequence: bool = False
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
         experts = expert_ranks(model, layout.dp)
-        return UnitKey(model, cluster.hardware, cluster.gpus, layout.tp, experts, layout.microbatch)
+        where = model, cluster.hardware, cluster.gpus
+        return UnitKey(*where, layout.tp, experts, layout.microbatch, layout.sequence)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,23 @@ class Unit:
     received: tuple[str, ...]  # its inputs that another stage makes
     head: Problem
     boundary_bytes: int
+
+    @cached_property
+    def head_ran(self) -> Timeline:
+        return simulate(self.head, solve(self.head, "none"))
+
+    @cached_property
+    def with_head(self) -> Problem:
+        """The blocks, and between their forward and their backward what the head holds meanwhile:
+        its memory alone."""
+        trace = self.problem.trace
+        made = tuple(n for n in trace.outputs if trace.op[trace.value[n].producer].is_forward)
+        head = Op(_HEAD, "forward", COMPUTE, Piece(0, "F", 0), made, (), _HEAD, recomputable=False)
+        forward = sum(op.is_forward for op in trace.ops)
+        ops = (*trace.ops[:forward], head, *trace.ops[forward:])
+        costs = {**self.problem.profile.costs, _HEAD: Cost(0, 0, self.head_ran.peak_bytes)}
+        profile = replace(self.problem.profile, costs=costs)
+        return replace(self.problem, trace=replace(trace, ops=ops), profile=profile)
 
 
 def make_unit(key: UnitKey) -> Unit:
@@ -58,9 +81,12 @@ def make_unit(key: UnitKey) -> Unit:
     try:
         with fake_groups(key.gpus, key.tp, key.expert_ranks) as (tensor, expert), FakeTensorMode():
             count = min(model.layers, max(BLOCKS // model.period, 1) * model.period)
-            x = torch.zeros(key.microbatch, model.seq, model.width, requires_grad=True)
-            blocks = _problem(model.blocks(count, tensor, expert), x, machine)
-            head = _problem(Head(model, tensor), x, machine)
+            shape = (key.microbatch, model.seq)
+            if key.sequence:
+                shape = (model.seq // key.tp, key.microbatch)
+            x = torch.zeros(*shape, model.width, requires_grad=True)
+            blocks = _problem(model.blocks(count, tensor, expert, key.sequence), x, machine)
+            head = _problem(Head(model, tensor, key.sequence), x, machine)
     finally:
         torch.set_default_dtype(before)
     problem, received = blocks

@@ -7,8 +7,9 @@ uniform     `full` for groups of blocks, as small as fit: only their inputs are 
 block       `full` for the first blocks, as few as fit; the rest keep all (Megatron's "block")
 checkmate   the least recompute that fits, blind to communication (Checkmate's optimum)
 megatron    the fastest that fits of none, full and any of Megatron's recompute_modules (core of
-            attention, layer norm, activation), its weight gradients hidden under the collective
-            that follows (Megatron's own overlap)
+            attention, layer norm, activation), gathered parts of sequences kept or gathered again,
+            its weight gradients hidden under the collective that follows and gathers under the
+            input gradient before (Megatron's own overlap)
 lancet      save everything; weight gradients into windows by best fit (Lancet's backward)
 lynx        the repeated block's choice, recompute into windows, weight gradients left in place
 
@@ -24,7 +25,7 @@ from dataclasses import replace
 from itertools import product
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Op, Plan, Problem, Slowdown, Trace
+from overlapc.ir import Op, Plan, Problem, Slowdown, Trace, parse_issue
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.blocks import block_borders, repetition
 from overlapc.solvers.choice import Choice, Needs, plan_on_demand
@@ -32,6 +33,8 @@ from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, backward_work
+
+_GATHER = "all_gather_into_tensor"
 
 
 def none(problem: Problem) -> Plan:
@@ -56,9 +59,16 @@ def selective(problem: Problem) -> Plan:
 
 
 def _without(problem: Problem, dropped: set[str], solver: str) -> Plan:
-    needs = Needs(problem.trace)
-    kept = {s for s in needs.storages if s not in dropped}
-    return plan_on_demand(problem, kept, solver, needs)
+    """The parts of what is gathered again are kept, unless they are dropped, too."""
+    needs, trace = Needs(problem.trace), problem.trace
+    parts = {
+        trace.value[name].storage
+        for op in trace.ops
+        if _is_gather(op) and op.is_forward
+        for name in op.inputs
+        if trace.value[op.outputs[0]].storage in dropped
+    }
+    return plan_on_demand(problem, (set(needs.storages) | parts) - dropped, solver, needs)
 
 
 def _core_attention(problem: Problem) -> set[str]:
@@ -81,6 +91,10 @@ def _outputs_of(problem: Problem, *targets: str) -> set[str]:
         if op.is_forward and op.signature.split(".")[1:2] and op.signature.split(".")[1] in targets
         for name in op.outputs
     }
+
+
+def _is_gather(op: Op) -> bool:
+    return op.signature.startswith(f"_c10d_functional.{_GATHER}.")
 
 
 def _is_core_attention(op: Op) -> bool:
@@ -193,12 +207,14 @@ def megatron(problem: Problem) -> Plan:
         _core_attention(problem),
         _outputs_of(problem, "native_layer_norm", "_fused_rms_norm"),
         _outputs_of(problem, "gelu", "silu", "relu"),
+        _outputs_of(problem, _GATHER),
     )
+    there = [storages for storages in modules if storages]
     plans = [full(problem)]
-    for chosen in product((False, True), repeat=len(modules)):
-        dropped = set().union(*(m for m, is_in in zip(modules, chosen, strict=True) if is_in))
+    for chosen in product((False, True), repeat=len(there)):
+        dropped = set().union(*(m for m, is_in in zip(there, chosen, strict=True) if is_in))
         plans.append(_without(problem, dropped, "megatron"))
-    ordered = [_hide_weights(problem, plan, at_most=1) for plan in plans]
+    ordered = [_hide_weights(problem, _gather_early(problem, p), at_most=1) for p in plans]
     return _fastest_fitting(problem, [*plans, *ordered], "megatron")
 
 
@@ -260,6 +276,24 @@ def _hide_weights(problem: Problem, plan: Plan, at_most: int) -> Plan:
             order += held
             held.clear()
     return replace(plan, order=(*order, *held))
+
+
+def _gather_early(problem: Problem, plan: Plan) -> Plan:
+    """The plan with each gather that runs again started before the computation before it, if that
+    makes nothing it reads."""
+    trace = problem.trace
+    order: list[str] = []
+    for text in plan.order:
+        name, again = parse_issue(text)
+        at = len(order)
+        if again and _is_gather(trace.op[name]):
+            needed = {trace.value[given].producer for given in trace.op[name].inputs}
+            names = [parse_issue(other)[0] for other in order]
+            timed = (i for i in range(at - 1, -1, -1) if problem.cost(names[i]).compute_ns)
+            first = next(timed, at)
+            at = first if needed.isdisjoint(names[first:]) else at
+        order.insert(at, text)
+    return replace(plan, order=tuple(order))
 
 
 def _reads_from(trace: Trace, op: Op, held: list[str]) -> bool:

@@ -24,6 +24,8 @@ import overlapc
 from examples.gpt.model import GPT, GPTConfig, parallelize_dtensor
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.errors import Infeasible
+from overlapc.search.models import Transformer
+from overlapc.search.modules import Blocks as SearchBlocks
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import Batch, differences, train
 
@@ -83,6 +85,28 @@ def sequence_parallel() -> nn.Module:
     return parallelize_module(Blocks(), mesh, plan)
 
 
+class Sequences(nn.Module):
+    """What the search captures, behind an embedding: each rank has a part of every sequence."""
+
+    def __init__(self, shared: bool = True) -> None:
+        super().__init__()
+        model = Transformer("small", layers=2, width=32, heads=4, ffn=64, vocab=32, seq=16)
+        self.shared = shared
+        self.embed = nn.Embedding(32, 32)
+        self.blocks = SearchBlocks(model, 2, dist.group.WORLD, None, shared)
+        for block in self.blocks.blocks:
+            for norm in (block.attn_norm, block.norm):
+                nn.init.ones_(norm.scale)
+                nn.init.zeros_(norm.shift)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.shared:
+            rows = tokens.shape[1] // dist.get_world_size()
+            x = x.transpose(0, 1).narrow(0, rows * dist.get_rank(), rows)
+        return self.blocks(x).logsumexp(-1)
+
+
 def moe() -> nn.Module:
     config = MoEConfig(
         vocab=32, layers=2, width=32, heads=4, experts=4, expert_width=32, max_seq=16, dropout=0.1
@@ -112,6 +136,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Batch]]]] = {
     "gpt": (gpt, same_batches),
     "gpt_dtensor": (gpt_dtensor, same_batches),
     "sequence_parallel": (sequence_parallel, only_tokens),
+    "shared sequences": (Sequences, only_tokens),
     "moe": (moe, own_batches),
 }
 
@@ -190,6 +215,29 @@ def check_ranks(ranks: int, name: str, configs: list[tuple[Any, str, str]]) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks(name: str) -> None:
     check_ranks(2, name, QUICK if name.startswith("gpt") else QUICK[1:])
+
+
+def sequences_on_rank(rank: int, ranks: int) -> None:
+    """Shared or whole, the blocks' results and gradients are the same but for rounding."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    whole, shared = Sequences(shared=False), Sequences()
+    dist.broadcast(whole.embed.weight.data, 0)
+    shared.load_state_dict(whole.state_dict())
+    full, mine = whole(tokens(3)), shared(tokens(3))
+    torch.testing.assert_close(mine, full.transpose(0, 1).chunk(ranks)[rank])
+    full.sum().backward()
+    mine.sum().backward()
+    for (name, ours), theirs in zip(shared.named_parameters(), whole.parameters(), strict=True):
+        if "norm" in name or "embed" in name:  # of this rank's part of the sequence
+            dist.all_reduce(ours.grad)
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_that_share_sequences_do_what_others_do() -> None:
+    run_ranks(sequences_on_rank, 2)
 
 
 @pytest.mark.slow

@@ -44,7 +44,8 @@ PAIR = replace(CLUSTER, gpus=2, global_batch=4)
 
 def key(model: Transformer, layout: Layout) -> UnitKey:
     ranks = min(model.experts, layout.dp) or 1
-    return UnitKey(model, CLUSTER.hardware, CLUSTER.gpus, layout.tp, ranks, layout.microbatch)
+    where = model, CLUSTER.hardware, CLUSTER.gpus
+    return UnitKey(*where, layout.tp, ranks, layout.microbatch, layout.sequence)
 
 
 @pytest.mark.parametrize("model", [TINY, EXPERTS, replace(TINY, gated=True, kv_heads=2)])
@@ -92,6 +93,10 @@ def test_layouts_divide_everything():
             assert not model.experts or layout.dp % min(model.experts, layout.dp) == 0
             assert CLUSTER.gpus_per_node % layout.tp == 0
     assert {layout.tp for layout in layouts(TINY, CLUSTER, Fixed(tp=2))} == {2}
+    assert all(layout.sequence == (layout.tp > 1) for layout in layouts(TINY, CLUSTER))
+    assert not any(layout.sequence for layout in layouts(TINY, CLUSTER, Fixed(sequence=False)))
+    odd = replace(TINY, seq=255)
+    assert not any(layout.sequence for layout in layouts(odd, CLUSTER))
 
 
 @pytest.mark.parametrize("model", [TINY, EXPERTS])
@@ -109,6 +114,43 @@ def test_no_plan_beats_the_bounds(model):
             else:
                 assert found.smallest_bytes > CLUSTER.memory_bytes
     assert tried > 3
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_where_a_baseline_fits_so_do_we_and_are_no_slower(sequence):
+    """Beside the head, too, whose scores take most of what a small model may take."""
+    layout = Layout(2, 1, 2, 4, sequence=sequence)
+    unit = make_unit(key(TINY, layout))
+    static = max(static_bytes(TINY, layout))
+    most = max(evaluate(TINY, CLUSTER, layout, unit, "none").found.peak_bytes)
+    fitted = 0
+    for percent in range(20, 101, 8):
+        size = static + (most - static) * percent // 100
+        cluster = replace(CLUSTER, memory_bytes=size)
+        ours = evaluate(TINY, cluster, layout, unit, "heu").found
+        for baseline in ("none", "full", "selective", "megatron"):
+            theirs = evaluate(TINY, cluster, layout, unit, baseline).found
+            if theirs.fits:
+                fitted += 1
+                assert ours.fits, (percent, baseline)
+                assert ours.step_ns <= theirs.step_ns, (percent, baseline)
+                assert max(theirs.peak_bytes) <= size
+    assert fitted > 8
+
+
+def test_shared_sequences_take_less_memory():
+    for model in (TINY, EXPERTS):
+        found = []
+        for sequence in (False, True):
+            layout = Layout(2, 1, 2, 4, sequence=sequence)
+            unit = make_unit(key(model, layout))
+            found.append(evaluate(model, CLUSTER, layout, unit, "none").found.peak_bytes)
+            lanes = {
+                op.signature.split(".")[1] for op in unit.problem.trace.ops if op.lane != "compute"
+            }
+            assert ("all_reduce" in lanes) != sequence
+            assert ({"all_gather_into_tensor", "reduce_scatter_tensor"} <= lanes) == sequence
+        assert found[1] < found[0]
 
 
 @pytest.fixture
@@ -214,7 +256,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     config.write_text(json.dumps(small | {"vocab_size": 512, "max_position_embeddings": 256}))
     argv = ["search", str(config), "--gpus", "2", "--batch", "8", "--pp", "2", "--memory", "200MB"]
-    argv += ["--cache", str(tmp_path / "cache"), "--compare", "none,full,heu"]
+    argv += ["--cache", str(tmp_path / "cache"), "--compare", "none,full,heu,opt"]
     assert main([*argv, "--out", str(tmp_path / "out")]) == GOOD
     out, err = capsys.readouterr()
     assert "the fastest: tp=1 pp=2 dp=1" in out
@@ -244,7 +286,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert main([*argv, "--json"]) == GOOD
     out, _ = capsys.readouterr()
     found = json.loads(out[out.index("{") :])
-    assert [row["solver"] for row in found["compared"]] == ["none", "full", "heu"]
+    assert [row["solver"] for row in found["compared"]] == ["none", "full", "heu", "opt"]
     exposed = found["best"]["exposed_ns"]
     assert set(exposed) >= {"dp", "p2p"}
     assert 0 < exposed["p2p"] < found["best"]["step_ns"] * (1 - found["best"]["bubble"])
@@ -355,7 +397,7 @@ def test_a_block_of_the_users_own_is_searched_as_a_preset_is(name, preset):
         longer = replace(own, seq=seq), replace(preset, seq=seq)
         assert longer[0].flops_per_token() == longer[1].flops_per_token()
     found = list(layouts(own, CLUSTER))
-    assert found == list(layouts(preset, CLUSTER))
+    assert found == list(layouts(preset, CLUSTER, Fixed(sequence=False)))
     for layout in found:
         assert static_bytes(own, layout) == static_bytes(preset, layout)
     layout = next(one for one in found if (one.tp, one.dp) == (2, 2))
