@@ -56,8 +56,8 @@ class Unit:
         trace = self.problem.trace
         made = tuple(n for n in trace.outputs if trace.op[trace.value[n].producer].is_forward)
         head = Op(_HEAD, "forward", COMPUTE, Piece(0, "F", 0), made, (), _HEAD, recomputable=False)
-        forward = sum(op.is_forward for op in trace.ops)
-        ops = (*trace.ops[:forward], head, *trace.ops[forward:])
+        behind = max(i for i, op in enumerate(trace.ops, 1) if op.is_forward)
+        ops = (*trace.ops[:behind], head, *trace.ops[behind:])
         costs = {**self.problem.profile.costs, _HEAD: Cost(0, 0, self.head_ran.peak_bytes)}
         profile = replace(self.problem.profile, costs=costs)
         return replace(self.problem, trace=replace(trace, ops=ops), profile=profile)
