@@ -113,12 +113,12 @@ def lower_bound(
     unit: Unit,
     layers: Sequence[int] | None = None,
 ) -> int:
-    """No plan can take less: the slowest rank does each microbatch, its compute and its collectives
-    each take their time, and the pipeline fills and drains. `layers` are those of each stage, by
-    default an even split."""
+    """No plan can take less: the slowest rank does each microbatch, its blocks take what they take
+    at least, and the pipeline fills and drains. `layers` are those of each stage, by default an
+    even split."""
     layers = layers or stage_layers(model, layout.stages)
     count = microbatches(cluster, layout)
-    block, head = least_ns(unit.problem) / unit.blocks, least_ns(unit.head)
+    block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
 
     def slowest(block: float, head: float, share: float = 1.0) -> float:
         """A rank begins when the stages before its first have done this share of a microbatch, or
@@ -132,7 +132,7 @@ def lower_bound(
         )
 
     if layout.schedule.startswith("zero-bubble"):  # weight gradients wait till a rank drains
-        forward, inputs = _compute_ns(unit.problem, "F"), _compute_ns(unit.problem, "I")
+        forward, inputs = unit.least.forward, unit.least.inputs
         least = max(
             slowest(block, head, forward / unit.blocks / block),
             slowest((forward + inputs) / unit.blocks, 0.0),
@@ -145,25 +145,11 @@ def lower_bound(
     return max(0, int(least) - rounded) + _optimizer_ns(most, layout, machine)
 
 
-def _compute_ns(problem: Problem, letter: str) -> int:
-    """Of one kind of piece."""
-    ops = (op for op in problem.trace.ops if op.piece.letter == letter)
-    return sum(problem.cost(op.name).compute_ns for op in ops)
-
-
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
     """The same before anything is captured: flops at the full rate."""
     peak = max(load_hardware(cluster.hardware).peak_flops.values())
     tokens = cluster.global_batch * model.seq
     return round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
-
-
-def least_ns(problem: Problem) -> int:
-    costs = [(op, problem.cost(op.name)) for op in problem.trace.ops]
-    lanes: dict[str, int] = {}
-    for op, cost in costs:
-        lanes[op.lane] = lanes.get(op.lane, 0) + cost.comm_ns
-    return max(sum(cost.compute_ns for _, cost in costs), *lanes.values())
 
 
 def _optimizer_ns(parameters: float, layout: Layout, machine: Hardware) -> int:

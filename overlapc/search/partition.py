@@ -6,7 +6,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cache
 
 from overlapc.errors import Infeasible
-from overlapc.search.evaluate import Place, least_ns, planned
+from overlapc.search.evaluate import Place, planned
 from overlapc.search.layouts import Cluster, Layout, microbatches, stage_layers
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
@@ -31,7 +31,7 @@ def partitioned(
     schedule = make_schedule(layout.schedule, layout.pp, min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period
     head_ns = unit.head_ran.step_ns
-    compute_ns = least_ns(unit.problem) / unit.blocks
+    block_ns = unit.least.whole / unit.blocks
     too_many = [model.layers + 1] * layout.pp  # as few layers of the stage do not fit, nor do more
 
     def place(stage: int, first: int, behind: int) -> Place | None:
@@ -42,11 +42,11 @@ def partitioned(
             return None
         return Place.of(model, cluster, layout, unit, schedule, stage, counts)
 
-    def by_compute(*segment: int) -> int | None:
+    def by_blocks(*segment: int) -> int | None:
         found = place(*segment)
         if found is None or found.room < 0:
             return None
-        return int(compute_ns * found.layers) + head_ns * (found.head is not None) - _ROUNDED
+        return int(block_ns * found.layers) + head_ns * (found.head is not None) - _ROUNDED
 
     def by_memory(*segment: int) -> int | None:
         found = place(*segment)
@@ -72,7 +72,7 @@ def partitioned(
 
     with ThreadPoolExecutor(TOGETHER) as threads:
         split = even(periods, layout.pp, by_plan, threads.map)
-        ways = by_plan, by_compute, by_memory
+        ways = by_plan, by_blocks, by_memory
         return split, best_partition(periods, layout.pp, *ways, run=threads.map)
 
 

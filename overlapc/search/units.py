@@ -10,7 +10,8 @@ from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 from overlapc.simulate import simulate
-from overlapc.solvers import solve
+from overlapc.solvers import bound_ns, solve
+from overlapc.solvers.bounds import phase_bounds_ns
 
 _HEAD = "head"
 BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
@@ -36,6 +37,21 @@ class UnitKey:
 
 
 @dataclass(frozen=True)
+class Least:
+    """Nanoseconds that blocks take at least, whatever their plan and their memory: for a
+    microbatch, for its forward, and for its backward without weight gradients."""
+
+    whole: int
+    forward: int
+    inputs: int
+
+    @staticmethod
+    def of(problem: Problem) -> Least:
+        forward, inputs, _ = phase_bounds_ns(replace(problem, phases=("F", "I", "W")))
+        return Least(bound_ns(problem), forward, inputs)
+
+
+@dataclass(frozen=True)
 class Unit:
     """A few blocks as a problem, the head as another, and what travels between stages."""
 
@@ -44,6 +60,10 @@ class Unit:
     received: tuple[str, ...]  # its inputs that another stage makes
     head: Problem
     boundary_bytes: int
+
+    @cached_property
+    def least(self) -> Least:
+        return Least.of(self.problem)
 
     @cached_property
     def head_ran(self) -> Timeline:
@@ -89,8 +109,10 @@ def make_unit(key: UnitKey) -> Unit:
             head = _problem(Head(model, tensor, key.sequence), x, machine)
     finally:
         torch.set_default_dtype(before)
-    problem, received = blocks
-    return Unit(count, problem, received, head[0], x.nbytes)
+    unit = Unit(count, *blocks, head[0], x.nbytes)
+    assert unit.least.whole  # found here, and not by each who asks
+    assert unit.head_ran.step_ns
+    return unit
 
 
 def _problem(module: Any, x: Any, machine: Any) -> tuple[Problem, tuple[str, ...]]:

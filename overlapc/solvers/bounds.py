@@ -19,8 +19,13 @@ def bound_ns(problem: Problem) -> int:
 
 
 def simple_bound_ns(problem: Problem) -> int:
+    """The sum of what each phase takes at least."""
+    return sum(phase_bounds_ns(problem))
+
+
+def phase_bounds_ns(problem: Problem) -> list[int]:
     """For each phase the largest of: all compute, each lane's communication, the longest path
-    of dependent work; summed over phases. No recompute, no slowdown: those only add."""
+    of dependent work. No recompute, no slowdown: those only add."""
     trace = problem.trace
     compute = [0] * len(problem.phases)
     lanes: dict[tuple[int, str], int] = {}
@@ -42,7 +47,7 @@ def simple_bound_ns(problem: Problem) -> int:
             key = (phase, op.lane)
             lanes[key] = lanes.get(key, 0) + cost.comm_ns
         path[phase] = max(path[phase], finish[op.name])
-    return sum(
+    return [
         max([compute[phase], path[phase]] + [ns for (p, _), ns in lanes.items() if p == phase])
         for phase in range(len(problem.phases))
-    )
+    ]
