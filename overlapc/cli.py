@@ -208,7 +208,14 @@ def _search(args: argparse.Namespace) -> int:
         return f"{progress.best.layout}: {progress.best.step_ns / 1e6:.1f} ms, gap {gap:.1%}"
 
     result = search(
-        model, cluster, fixed, args.solver, prune=not args.exhaustive, cache=cache, progress=tell
+        model,
+        cluster,
+        fixed,
+        args.solver,
+        prune=not args.exhaustive,
+        shown=args.top,
+        cache=cache,
+        progress=tell,
     )
     rows: list[Any] = []
     outcome = None

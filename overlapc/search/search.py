@@ -73,12 +73,14 @@ def search(
     solver: str = "heu",
     *,
     prune: bool = True,
+    shown: int = 5,
     workers: int = WORKERS,
     cache: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
-    """The layout whose step is shortest with its stages' best plans. Ctrl-C ends it with the best
-    so far. With `cache`, what was planned is kept in that folder and not planned again."""
+    """The layout whose step is shortest with its stages' best plans, and so many to compare it
+    with. Ctrl-C ends it with the best so far. With `cache`, what was planned is kept in that folder
+    and not planned again."""
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
@@ -101,6 +103,7 @@ def search(
                 if run.best is None:
                     run.find_smallest(pool)
                 else:
+                    run.neighbours(pool, shown)
                     if run.best.layout.stages == run.best.layout.pp > 1:
                         run.divide(pool)
                     run.complete = True
@@ -177,6 +180,7 @@ class _Run:
         self.waiting: dict[UnitKey, list[Layout]] = {}  # for a capture
         self.heap: list[tuple[int, Layout]] = []
         self.running: dict[Future[Any], tuple[int, Layout | UnitKey]] = {}
+        self.passed: list[tuple[int, Layout]] = []  # that cannot win
         self.best: Found | None = None
         self.tried: list[Found] = []
         self.less: list[Found] = []
@@ -215,6 +219,7 @@ class _Run:
 
     def start(self, pool: ProcessPoolExecutor, bound: int, layout: Layout) -> None:
         if self.prune and self.best is not None and bound >= self.best.step_ns:
+            self.passed.append((bound, layout))
             return
         key = self.key(layout)
         if key not in self.units:
@@ -241,6 +246,19 @@ class _Run:
         else:
             self.take(result)
             self.known.put(result)
+
+    def neighbours(self, pool: ProcessPoolExecutor, count: int) -> None:
+        """Plan the next by their bounds until so many fit, to be shown beside the winner."""
+        count -= sum(found.fits for found in self.tried)
+        close = sorted(p for p in self.passed if self.key(p[1]) in self.units)[: max(0, count)]
+        where = self.model, self.cluster
+        tasks = [
+            pool.submit(_evaluated, *where, layout, self.units[self.key(layout)], self.solver)
+            for _, layout in close
+        ]
+        for task in tasks:
+            self.take(task.result())
+            self.known.put(task.result())
 
     def divide(self, pool: ProcessPoolExecutor) -> None:
         """Until here every layout had an even split: the best gets the best split."""

@@ -166,6 +166,7 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
     assert quick.best == every.best
     assert quick.bound_ns <= min(f.bound_ns for f in every.tried if f.fits)
     assert every.pruned == 0
+    assert sum(found.fits for found in quick.tried) >= 5  # to compare it with
     (file,) = tmp_path.iterdir()
     known = json.loads(file.read_text())
     again = search(TINY, PAIR, cache=tmp_path)
