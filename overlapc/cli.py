@@ -189,8 +189,8 @@ def _search(args: argparse.Namespace) -> int:
     cluster = Cluster(
         args.hardware, args.gpus, machine.gpus_per_node, memory, args.batch or 8 * args.gpus
     )
-    open_ = args.tp, args.pp, args.dp, args.microbatch, args.schedule
-    fixed = Fixed(*open_, sequence=not args.no_sequence_parallel)
+    decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
+    fixed = Fixed(*decided, sequence=not args.no_sequence_parallel)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
         cache = None  # nobody knows whether the user's code is the same as then

@@ -66,9 +66,9 @@ def exposed_ns(timeline: Timeline) -> int:
 def at_once(problem: Problem, plan: Plan) -> Plan:
     """The plan with each weight gradient where what it reads has just been made."""
     trace = problem.trace
-    late = [op for op in trace.ops if op.piece.letter == "W"]
-    order = [text for text in plan.order if text not in {op.name for op in late}]
-    for op in late:
+    late = {op.name: op for op in trace.ops if op.piece.letter == "W"}
+    order = [text for text in plan.order if text not in late]
+    for op in late.values():
         made = set()
         for name in op.inputs:
             maker = trace.op.get(trace.value[name].producer)

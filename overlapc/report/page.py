@@ -12,6 +12,7 @@ from typing import Any
 
 from overlapc.errors import FileError
 from overlapc.search.chosen import VERSION
+from overlapc.search.layouts import Layout
 
 COLOURS = {"F": "#4878a8", "B": "#c47a3d", "I": "#d9a05b", "W": "#7a9a5a", "R": "#a05a7a"}
 KINDS = {
@@ -147,9 +148,7 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
 
 
 def layout_name(found: Mapping[str, Any]) -> str:
-    layout = found["layout"]
-    name = " ".join(f"{key}={layout[key]}" for key in ("tp", "pp", "dp", "microbatch"))
-    return f"{name} {layout['schedule']}" if layout["pp"] > 1 else name
+    return str(Layout(**found["layout"]))
 
 
 def _founds(found: Sequence[Mapping[str, Any]], by: str) -> str:

@@ -134,7 +134,7 @@ def lower_bound(
     if layout.schedule.startswith("zero-bubble"):  # weight gradients wait till a rank drains
         forward, inputs = unit.least.forward, unit.least.inputs
         least = max(
-            slowest(block, head, forward / unit.blocks / block),
+            slowest(block, head, forward / max(1, unit.least.whole)),
             slowest((forward + inputs) / unit.blocks, 0.0),
         )
     else:

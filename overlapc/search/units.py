@@ -53,30 +53,26 @@ class Least:
 
 @dataclass(frozen=True)
 class Unit:
-    """A few blocks as a problem, the head as another, and what travels between stages."""
+    """A few blocks as a problem, the head as another, and what travels between stages; what the
+    blocks take at least, and what the head does without a plan."""
 
     blocks: int
     problem: Problem
     received: tuple[str, ...]  # its inputs that another stage makes
     head: Problem
     boundary_bytes: int
-
-    @cached_property
-    def least(self) -> Least:
-        return Least.of(self.problem)
-
-    @cached_property
-    def head_ran(self) -> Timeline:
-        return simulate(self.head, solve(self.head, "none"))
+    least: Least
+    head_ran: Timeline
 
     @cached_property
     def with_head(self) -> Problem:
         """The blocks, and between their forward and their backward what the head holds meanwhile:
         its memory alone."""
         trace = self.problem.trace
-        made = tuple(n for n in trace.outputs if trace.op[trace.value[n].producer].is_forward)
+        maker = {name: trace.op.get(trace.value[name].producer) for name in trace.outputs}
+        made = tuple(name for name, op in maker.items() if op is not None and op.is_forward)
         head = Op(_HEAD, "forward", COMPUTE, Piece(0, "F", 0), made, (), _HEAD, recomputable=False)
-        behind = max(i for i, op in enumerate(trace.ops, 1) if op.is_forward)
+        behind = max((i for i, op in enumerate(trace.ops, 1) if op.is_forward), default=0)
         ops = (*trace.ops[:behind], head, *trace.ops[behind:])
         costs = {**self.problem.profile.costs, _HEAD: Cost(0, 0, self.head_ran.peak_bytes)}
         profile = replace(self.problem.profile, costs=costs)
@@ -106,13 +102,12 @@ def make_unit(key: UnitKey) -> Unit:
                 shape = (model.seq // key.tp, key.microbatch)
             x = torch.zeros(*shape, model.width, requires_grad=True)
             blocks = _problem(model.blocks(count, tensor, expert, key.sequence), x, machine)
-            head = _problem(Head(model, tensor, key.sequence), x, machine)
+            head, _ = _problem(Head(model, tensor, key.sequence), x, machine)
     finally:
         torch.set_default_dtype(before)
-    unit = Unit(count, *blocks, head[0], x.nbytes)
-    assert unit.least.whole  # found here, and not by each who asks
-    assert unit.head_ran.step_ns
-    return unit
+    problem, received = blocks
+    head_ran = simulate(head, solve(head, "none"))
+    return Unit(count, problem, received, head, x.nbytes, Least.of(problem), head_ran)
 
 
 def _problem(module: Any, x: Any, machine: Any) -> tuple[Problem, tuple[str, ...]]:

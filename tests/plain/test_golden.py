@@ -121,6 +121,7 @@ def test_the_verdict_of_a_search() -> None:
         top=3,
     )
     check("verdict", text + "\n")
+    assert all(str(Found.parse(tried).layout) in page(found) for tried in found["tried"])
 
 
 # Says what is wider than the window, and whether the wheel zooms.

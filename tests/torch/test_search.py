@@ -411,6 +411,16 @@ def test_a_block_of_the_users_own_is_searched_as_a_preset_is(name, preset):
     )
 
 
+def nothing(tensor, expert):
+    return Repeats(torch.nn.Identity(), 4, 64, 16, 64)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_block_that_does_nothing_takes_no_time():
+    found = search(find_model(f"{__name__}:nothing"), PAIR)
+    assert found.best is not None
+
+
 def no_module(tensor, expert):
     return Repeats(lambda x: x, 1, 8, 8, 8)
 
