@@ -23,7 +23,7 @@ forward graph, then the backward graph) only saved values, inputs and outputs su
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -150,6 +150,10 @@ class Trace:
         return found
 
     @cached_property
+    def numbered(self) -> Numbered:
+        return Numbered.of(self)
+
+    @cached_property
     def lanes(self) -> tuple[str, ...]:
         """Communication lanes, in order of first use."""
         return tuple(dict.fromkeys(op.lane for op in self.ops if op.role == "start"))
@@ -204,6 +208,45 @@ class Trace:
         for value in self.values:
             if storage_bytes.setdefault(value.storage, value.bytes) != value.bytes:
                 raise InvalidProblem(f"{value.name}: two sizes for storage {value.storage}")
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A trace with numbers for names, for what goes through it often. Of values only those whose
+    memory the trace has a say in: made by an op, on no input's storage."""
+
+    op: Mapping[str, tuple[int, bool]]  # issue -> its op, and whether it is that op run again
+    value: Mapping[str, int]
+    forward: Sequence[bool]  # by op
+    reads: Sequence[tuple[int, ...]]
+    makes: Sequence[tuple[int, ...]]
+    producer: Sequence[int]  # by value: the op that makes it
+    storage: Sequence[int]
+    bytes: Sequence[int]
+
+    @staticmethod
+    def of(trace: Trace) -> Numbered:
+        op = {}
+        for i, each in enumerate(trace.ops):
+            op[each.name] = i, False
+            op[issue(each.name, True)] = i, True
+        mine = [v for v in trace.values if v.producer and v.storage not in trace.resident]
+        value = {v.name: i for i, v in enumerate(mine)}
+        storages = {v.storage: i for i, v in enumerate(mine)}
+
+        def numbers(names: Iterable[str]) -> tuple[int, ...]:
+            return tuple(value[name] for name in names if name in value)
+
+        return Numbered(
+            op,
+            value,
+            [each.is_forward for each in trace.ops],
+            [numbers(each.inputs) for each in trace.ops],
+            [numbers(each.outputs) for each in trace.ops],
+            [op[v.producer][0] for v in mine],
+            [storages[v.storage] for v in mine],
+            [v.bytes for v in mine],
+        )
 
 
 @dataclass(frozen=True, slots=True)

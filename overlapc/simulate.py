@@ -221,66 +221,52 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
     Where the backward lags behind, what it reads of the forward is there from the start, and what
     the forward saves stays to the end.
     """
-    trace = problem.trace
-    saved = frozenset(plan.saved)
-    recomputed = frozenset(plan.recomputed)
-    outputs = frozenset(trace.outputs)
-    resident = trace.resident
-    instance_of: dict[tuple[str, bool], int] = {}  # value, recomputed? -> storage instance
-    size: list[int] = []
+    trace, names = problem.trace, problem.trace.numbered
+    end = len(plan.order)
+    saved = {names.value[name] for name in plan.saved if name in names.value}
+    lasting = {names.value[name] for name in trace.outputs if name in names.value}
+    rerun = {names.op[name][0] for name in plan.recomputed}
+    size: list[int] = []  # of storage instances
     born: list[int] = []
     dies: list[int] = []
-    end = len(plan.order)
-    left: dict[str, int] = {}  # saved value -> its storage instance of an earlier run
+    # Storage instance of each value as its op made it, as it was made again, as an earlier run
+    # left it:
+    once = [-1] * len(names.producer)
+    again, left = list(once), list(once)
     if problem.lag:
-        storages: dict[str, int] = {}
-        for name in plan.saved:
-            value = trace.value[name]
-            if value.storage not in resident:
-                if value.storage not in storages:
-                    storages[value.storage] = len(size)
-                    size.append(value.bytes)
-                    born.append(0)
-                    dies.append(0)
-                left[name] = storages[value.storage]
-
-    def read(name: str, by_backward: bool) -> int | None:
-        value = trace.value[name]
-        if value.storage in resident or not value.producer:
-            return None
-        producer = trace.op[value.producer]
-        again = (
-            by_backward
-            and producer.is_forward
-            and name not in saved
-            and producer.name in recomputed
-        )
-        if problem.lag and by_backward and producer.is_forward and not again:
-            return left.get(name)
-        return instance_of.get((name, again))
-
-    for i, (name, again) in enumerate(issues(plan.order)):
-        op = trace.op[name]
-        by_backward = again or not op.is_forward
-        reads: dict[str, int] = {}
-        for given in op.inputs:
-            found = read(given, by_backward)
-            if found is not None:
-                dies[found] = max(dies[found], i)
-                reads[trace.value[given].storage] = found
-        for made in op.outputs:
-            value = trace.value[made]
-            if value.storage in resident:
-                continue
-            found = reads.get(value.storage)
-            if found is None:
-                found = len(size)
-                size.append(value.bytes)
+        lasting |= saved
+        storages: dict[int, int] = {}
+        for v in saved:
+            left[v] = storages.setdefault(names.storage[v], len(size))
+            if left[v] == len(size):
+                size.append(names.bytes[v])
+                born.append(0)
+                dies.append(0)
+    before = left if problem.lag else once
+    by_backward = [
+        once if not names.forward[p] else again if p in rerun and v not in saved else before
+        for v, p in enumerate(names.producer)
+    ]
+    order = [names.op[text] for text in plan.order]
+    for i, (op, repeated) in enumerate(order):
+        backward = repeated or not names.forward[op]
+        reads: dict[int, int] = {}
+        for v in names.reads[op]:
+            found = (by_backward[v] if backward else once)[v]
+            if found >= 0:
+                if dies[found] < i:
+                    dies[found] = i
+                reads[names.storage[v]] = found
+        made = again if repeated else once
+        for v in names.makes[op]:
+            found = reads.get(names.storage[v], -1)
+            if found < 0:
+                found = reads[names.storage[v]] = len(size)
+                size.append(names.bytes[v])
                 born.append(i)
                 dies.append(i)
-                reads[value.storage] = found
-            instance_of[made, again] = found
-            if not again and (made in outputs or (problem.lag and made in saved)):
+            made[v] = found
+            if v in lasting and not repeated:
                 dies[found] = end
     random = [name for name in plan.recomputed if trace.op[name].random]
     if random:
@@ -299,9 +285,9 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
     copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
     held = problem.resident_bytes + problem.copies * copy
     curve = []
-    for i, (name, _) in enumerate(issues(plan.order)):
-        held += change[i]
-        curve.append(held + problem.cost(name).workspace_bytes)
+    for (op, _), more in zip(order, change, strict=False):
+        held += more
+        curve.append(held + problem.cost(trace.ops[op].name).workspace_bytes)
     return curve
 
 

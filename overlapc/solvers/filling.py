@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from overlapc.ir import Plan
-from overlapc.solvers.work import Place, Work
+from overlapc.solvers.work import Work
 
 _LOOK = 120  # issues before and after a collective that are looked through
 _UNSURE = 0.25  # how often a seeded taste changes its mind
@@ -59,25 +59,21 @@ class _Filling:
     def __init__(self, plan: Plan, work: Work, budget: int, taste: Taste) -> None:
         self.plan, self.work, self.budget, self.taste = plan, work, budget, taste
         self.random = Random(taste.seed)
+        self.flow, self.before = work.flow, work.before
         mine = set(work.text(work.nodes))
         self.head = tuple(text for text in plan.order if text not in mine)
         number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
         self.order = [number[text] for text in plan.order if text in mine]
-        self.before: dict[int, list[int]] = {n: [] for n in work.nodes}
-        for n in work.nodes:
-            for user in work.after[n]:
-                self.before[user].append(n)
+        self.letter = {n: work.letter(n) for n in work.nodes}
+        self.may_move = {n: letter in "I" + taste.moves for n, letter in self.letter.items()}
+        self.role = {n: work.ops[n % work.count].role for n in work.nodes}
         self.took = {n: work.compute[n % work.count] for n in work.nodes}
-        self.users: dict[Place, list[int]] = {}
-        for n in work.nodes:
-            for place in work.reads[n]:
-                self.users.setdefault(place, []).append(n)
         self.at = {n: i for i, n in enumerate(self.order)}
-        self.held = [work.held_bytes]  # before the i-th of the order, beside what it makes
-        self.walk(0, self.order, self.held)
+        # before the i-th of the order, beside what it makes:
+        self.held = [work.held_bytes, *self.flow.along(self.order, work.held_bytes)[0]]
 
     def run(self, until: float) -> Plan:
-        starts = [n for n in self.order if self.work.ops[n % self.work.count].role == "start"]
+        starts = [n for n in self.order if self.role[n] == "start"]
         for start in starts:
             if time.monotonic() > until:
                 break
@@ -86,7 +82,7 @@ class _Filling:
 
     def fill(self, start: int) -> None:
         """Move work into one window until it is full or nothing fits."""
-        wait = next(n for n in self.work.after[start] if self.is_wait(n))
+        wait = next(n for n in self.work.after[start] if self.role[n] == "wait")
         refused: set[int] = set()
         while True:
             begin, end = self.at[start], self.at[wait]
@@ -103,52 +99,43 @@ class _Filling:
             else:
                 return
 
-    def moves(self, begin: int, end: int) -> Iterator[tuple[int, list[int]]]:
+    def moves(self, begin: int, end: int) -> Iterator[tuple[int, set[int]]]:
         """(node, all that has to move with it), for each that may run in the window."""
-        at = self.at
-        pushed: set[int] = set()
+        at, order, took, may_move = self.at, self.order, self.took, self.may_move
+        pushed: dict[int, set[int]] = {}  # with what needs it before the end; empty: may not move
         for i in range(begin - 1, max(-1, begin - _LOOK), -1):
-            n = self.order[i]
-            if self.work.ops[n % self.work.count].role in ("start", "wait"):
+            n = order[i]
+            if self.role[n] in ("start", "wait"):
                 continue
-            users = [u for u in self.work.after[n] if at[u] <= end]
-            if all(u in pushed for u in users):
-                pushed.add(n)
-                group = self.users_before(n, end) if self.took[n] else []
-                if group and all(map(self.may_move, group)):
+            group = {n} if may_move[n] else set()
+            for user in self.work.after[n]:
+                if at[user] > end:
+                    continue
+                if user not in pushed:
+                    break
+                group = group | pushed[user] if group and pushed[user] else set()
+            else:
+                pushed[n] = group
+                if group and took[n]:
                     yield n, group
-        for i in range(end + 1, min(len(self.order), end + _LOOK)):
-            n = self.order[i]
-            group = self.needs_after(n, end) if self.took[n] else []
-            if group and all(map(self.may_move, group)):
+        pulled: dict[int, set[int]] = {}  # with what it needs; empty: has to wait
+        for i in range(end + 1, min(len(order), end + _LOOK)):
+            n = order[i]
+            group = {n} if may_move[n] else set()
+            for other in self.before[n]:
+                if at[other] < end:
+                    continue
+                if self.role[other] == "wait" or self.letter[other] == "I":
+                    group = set()
+                group = group | pulled[other] if group and pulled[other] else set()
+                if not group:
+                    break
+            pulled[n] = group
+            if group and took[n]:
                 yield n, group
 
-    def may_move(self, n: int) -> bool:
-        return self.letter(n) in "I" + self.taste.moves
-
-    def users_before(self, n: int, end: int) -> list[int]:
-        found, front = {n}, [n]
-        while front:
-            for user in self.work.after[front.pop()]:
-                if self.at[user] < end and user not in found:
-                    found.add(user)
-                    front.append(user)
-        return sorted(found, key=self.at.__getitem__)
-
-    def needs_after(self, n: int, end: int) -> list[int]:
-        """The node and what it needs of what comes after the window; none if that has to wait."""
-        found, front = {n}, [n]
-        while front:
-            for other in self.before[front.pop()]:
-                if self.at[other] >= end and other not in found:
-                    if self.is_wait(other) or self.letter(other) == "I":
-                        return []
-                    found.add(other)
-                    front.append(other)
-        return sorted(found, key=self.at.__getitem__)
-
     def rank(
-        self, move: tuple[int, list[int]], left: int, begin: int
+        self, move: tuple[int, set[int]], left: int, begin: int
     ) -> tuple[bool, bool, bool, float]:
         n, group = move
         took = sum(self.took[m] for m in group)
@@ -158,50 +145,43 @@ class _Filling:
             recompute ^= self.random.random() < _UNSURE
             pull ^= self.random.random() < _UNSURE
             far = self.random.uniform(0.3, 3.0)
-        wanted = (self.letter(n) == "R") == recompute
+        wanted = (self.letter[n] == "R") == recompute
         pulled = self.at[n] > begin
         return took > 2 * left, not wanted, pulled != pull, abs(self.at[n] - begin) * far
 
-    def move(self, group: Sequence[int], end: int) -> bool:
+    def move(self, going: set[int], end: int) -> bool:
         """Put the group right before place `end` of the order, if memory allows."""
-        going = set(group)
+        group = sorted(going, key=self.at.__getitem__)
         low = min(end, self.at[group[0]])
         high = max(end, self.at[group[-1]] + 1)
         early = [n for n in self.order[low:end] if n not in going]
         late = [n for n in self.order[end:high] if n not in going]
         part = [*early, *group, *late]
-        held = self.held[: low + 1]
-        if self.walk(low, part, held) > self.budget:
+        held = self.walk(low, part)
+        if held is None:
             return False
         self.order[low:high] = part
-        self.held[low : high + 1] = held[low:]
+        self.held[low + 1 : high + 1] = held
         for i in range(low, high):
             self.at[self.order[i]] = i
         return True
 
-    def walk(self, low: int, part: Sequence[int], held: list[int]) -> int:
-        """Append to `held` what is there after each node of a part of the order that begins at
-        place `low`; returns the peak on the way."""
-        work = self.work
-        readers: dict[Place, int] = {}  # still to come
-        peak, now = 0, held[low]
+    def walk(self, low: int, part: Sequence[int]) -> list[int] | None:
+        """What is held after each node of a part of the order that begins at place `low`; None if
+        that is more than the budget on the way."""
+        flow, at = self.flow, self.at
+        readers: dict[int, int] = {}  # of a place, still to come
+        now = self.held[low]
+        held = []
         for n in part:
-            peak = max(peak, now + work.allocates(n))
-            now += sum(work.size[storage] for storage, _ in work.makes[n])
-            for place in work.makes[n]:
-                if not self.users.get(place) and not work.lasts(place):
-                    now -= work.size[place[0]]
-            for place in work.reads[n]:
+            if now + flow.allocates[n] > self.budget:
+                return None
+            now += flow.makes[n]
+            for place in flow.frees[n]:
                 if place not in readers:
-                    readers[place] = sum(self.at[user] >= low for user in self.users[place])
+                    readers[place] = sum([at[user] >= low for user in flow.users[place]])
                 readers[place] -= 1
-                if not readers[place] and not work.lasts(place):
-                    now -= work.size[place[0]]
+                if not readers[place]:
+                    now -= flow.size[place]
             held.append(now)
-        return peak
-
-    def is_wait(self, n: int) -> bool:
-        return self.work.ops[n % self.work.count].role == "wait"
-
-    def letter(self, n: int) -> str:
-        return "R" if n >= self.work.count else self.work.ops[n].piece.letter
+        return held

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from overlapc.ir import Plan
 from overlapc.simulate import memory_curve
 from overlapc.solvers.choice import on_demand
-from overlapc.solvers.work import NEVER, Place, Work
+from overlapc.solvers.work import NEVER, Work
 
 _SOON = 2  # windows
 _LOOK = 24  # how many spare ops are compared for a window, or for relief
@@ -54,7 +54,8 @@ class Listing:
         self.memory = work.held_bytes
         self.missing = dict(work.needs)
         self.asked: set[int] = set()  # lazy recompute whose weight gradient lacks nothing else
-        self.readers = dict(work.readers)
+        self.flow = work.flow
+        self.readers = [len(users) for users in self.flow.users]  # of each place, still to come
         self.ends: dict[int, int] = {}  # start node -> when its collective ends
         self.lane_free: dict[str, int] = {}
         # What could run now, by kind:
@@ -84,7 +85,7 @@ class Listing:
         """Issue the next op, or let time go on."""
         if self.ready:
             _, n = heapq.heappop(self.ready)
-            self.relieve(self.work.allocates(n))
+            self.relieve(self.flow.allocates[n])
             if self.ahead is not None:
                 self.ahead.passed = n
             self.issue(n)
@@ -96,7 +97,7 @@ class Listing:
                 self.issue(filler)
         elif self.refill:
             _, n = heapq.heappop(self.refill)
-            self.relieve(self.work.allocates(n))
+            self.relieve(self.flow.allocates[n])
             self.issue(n)
         elif self.spare:
             self.issue(heapq.heappop(self.spare)[1])
@@ -130,7 +131,7 @@ class Listing:
             self.views.append(n)
         elif work.deadline[n] == NEVER:
             heapq.heappush(self.spare, ((work.age[n], n < work.count), n))
-            self.largest = max(self.largest, work.allocates(n))
+            self.largest = max(self.largest, self.flow.allocates[n])
         elif n >= work.count:
             heapq.heappush(self.refill, (work.deadline[n], n))
         else:
@@ -146,7 +147,7 @@ class Listing:
         self.memory += self.growth(n)
         self.order.append(n)
         self.done.add(n)
-        for place in work.reads[n]:
+        for place in self.flow.frees[n]:
             self.readers[place] -= 1
         if op.role == "start":
             begin = max(self.now, self.lane_free.get(op.lane, 0))
@@ -157,14 +158,11 @@ class Listing:
 
     def growth(self, n: int) -> int:
         """Bytes alive more (or less) once the node has run."""
-        work = self.work
-        change = sum(work.size[s] for s, _ in work.makes[n])
-        change -= sum(work.size[p[0]] for p in work.reads[n] if self.dies(p, readers=1))
-        change -= sum(work.size[p[0]] for p in work.makes[n] if self.dies(p, readers=0))
+        change = self.flow.makes[n]
+        for place in self.flow.frees[n]:
+            if self.readers[place] == 1:
+                change -= self.flow.size[place]
         return change
-
-    def dies(self, place: Place, readers: int) -> bool:
-        return self.readers.get(place, 0) == readers and not self.work.lasts(place)
 
     def land(self) -> None:
         """Waits whose collective has ended cost nothing: take them at once."""
@@ -183,7 +181,7 @@ class Listing:
                     if n < self.work.count:
                         return
             elif self.memory + self.largest > self.limit:
-                key, n = max(self.spare, key=lambda item: self.work.allocates(item[1]))
+                key, n = max(self.spare, key=lambda item: self.flow.allocates[item[1]])
             else:
                 return
             self.take_spare(key, n)
@@ -192,7 +190,7 @@ class Listing:
     def take_spare(self, key: tuple[int, bool], n: int) -> None:
         self.spare.remove((key, n))
         heapq.heapify(self.spare)
-        self.largest = max((self.work.allocates(other) for _, other in self.spare), default=0)
+        self.largest = max((self.flow.allocates[other] for _, other in self.spare), default=0)
 
     def filler(self, gap_ns: int) -> int | None:
         """What to run while the result waits `gap_ns` for a collective: recompute that is due
@@ -206,7 +204,7 @@ class Listing:
         best: tuple[tuple[int, bool], int] | None = None
         for key, n in heapq.nsmallest(_LOOK if self.style.by_path else 1, self.spare):
             took = self.compute(n)
-            if took > longest or self.memory + self.work.allocates(n) > self.limit:
+            if took > longest or self.memory + self.flow.allocates[n] > self.limit:
                 continue
             if best is None or took > self.compute(best[1]):
                 best = (key, n)
@@ -234,7 +232,7 @@ class Listing:
         """May the node's result be held until its deadline?"""
         if self.ahead is None:
             return True
-        if self.memory + self.work.allocates(n) > self.limit:
+        if self.memory + self.flow.allocates[n] > self.limit:
             return False
         return self.ahead.most(deadline, self.memory) + self.growth(n) <= self.limit
 

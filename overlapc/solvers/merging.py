@@ -226,7 +226,7 @@ class _Merging(Listing):
             due, n = self.refill[0]
             waiting = any(w not in self.forward and not self.is_spare(w) for _, w in self.flying)
             early = ready is None and waiting
-            if not early or self.memory + self.work.allocates(n) <= self.limit * self.pace.ahead:
+            if not early or self.memory + self.flow.allocates[n] <= self.limit * self.pace.ahead:
                 found.insert(0 if ready is None or due < ready else 1, n)
         return found
 
@@ -247,7 +247,7 @@ class _Merging(Listing):
 
     def is_safe(self, n: int) -> bool:
         """Does the node fit, and may both chains go on to their ends after it?"""
-        if self.memory + self.work.allocates(n) > self.limit:
+        if self.memory + self.flow.allocates[n] > self.limit:
             return False
         if self.room is None:
             return True
@@ -288,9 +288,9 @@ class _Room:
         self.work = work
         self.spare = {n for n in backward if work.deadline[n] == NEVER}
         self.at, self.back_at = 0, 0  # the first of each chain that is still to come
-        self.held, self.during = chain_memory(work, forward)
+        self.held, self.during = work.flow.along(forward)
         self.back_now = 0  # what the backward really holds, more or less than at the start
-        back_held, during = chain_memory(work, backward)
+        back_held, during = work.flow.along(backward)
         self.back_held = [0, *back_held]
         self.back_most = [*[*accumulate(reversed(during), max)][::-1], -NEVER]
         last = len(forward) - 1
@@ -354,25 +354,6 @@ class _Room:
             if self.held[low] - here + need <= left:
                 return True
         return False
-
-
-def chain_memory(work: Work, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """What a chain holds after each of its nodes and while it runs, beside what was there."""
-    readers = dict(work.readers)
-    now = 0
-    held, during = [], []
-    for n in nodes:
-        during.append(now + work.allocates(n))
-        now += sum(work.size[storage] for storage, _ in work.makes[n])
-        for place in work.makes[n]:
-            if not readers.get(place) and not work.lasts(place):
-                now -= work.size[place[0]]
-        for place in work.reads[n]:
-            readers[place] -= 1
-            if not readers[place] and not work.lasts(place):
-                now -= work.size[place[0]]
-        held.append(now)
-    return held, during
 
 
 def _thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:

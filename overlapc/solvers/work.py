@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from overlapc.ir import Op, Problem, issue
@@ -18,6 +19,53 @@ from overlapc.solvers.choice import Choice
 NEVER = 1 << 60
 Place = tuple[str, int]
 _FORWARD = -1  # the maker of what the forward left, in a Place
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What nodes do to memory, with places as numbers."""
+
+    allocates: list[int]  # by node: while it runs
+    makes: list[int]  # by node: what is there more once it has run, unless what it reads dies
+    frees: list[list[int]]  # by node: the places it reads that die with their last reader
+    size: list[int]  # by place
+    users: list[list[int]]  # by place: the nodes that read it
+
+    @staticmethod
+    def of(work: Work) -> Flow:
+        nodes = 2 * work.count
+        flow = Flow([0] * nodes, [0] * nodes, [[] for _ in range(nodes)], [], [])
+        number: dict[Place, int] = {}
+        for n in work.nodes:
+            made = sum(work.size[storage] for storage, _ in work.makes[n])
+            unread = (p for p in work.makes[n] if not work.readers.get(p) and not work.lasts(p))
+            flow.allocates[n] = made + work.space[n % work.count]
+            flow.makes[n] = made - sum(work.size[storage] for storage, _ in unread)
+            for place in work.reads[n]:
+                if work.lasts(place):
+                    continue
+                at = number.setdefault(place, len(number))
+                if at == len(flow.size):
+                    flow.size.append(work.size[place[0]])
+                    flow.users.append([])
+                flow.frees[n].append(at)
+                flow.users[at].append(n)
+        return flow
+
+    def along(self, nodes: Iterable[int], held: int = 0) -> tuple[list[int], list[int]]:
+        """What is held after each of the nodes, of which each reader of a place is one, and while
+        it runs."""
+        left = [len(users) for users in self.users]
+        after, during = [], []
+        for n in nodes:
+            during.append(held + self.allocates[n])
+            held += self.makes[n]
+            for place in self.frees[n]:
+                left[place] -= 1
+                if not left[place]:
+                    held -= self.size[place]
+            after.append(held)
+        return after, during
 
 
 @dataclass
@@ -77,8 +125,21 @@ class Work:
         """Recompute that only weight gradients need."""
         return n >= self.count and self.deadline[n] == NEVER
 
-    def allocates(self, n: int) -> int:
-        return sum(self.size[s] for s, _ in self.makes[n]) + self.space[n % self.count]
+    @cached_property
+    def before(self) -> dict[int, list[int]]:
+        """The other way round than `after`."""
+        found: dict[int, list[int]] = {n: [] for n in self.nodes}
+        for n in self.nodes:
+            for user in self.after[n]:
+                found[user].append(n)
+        return found
+
+    @cached_property
+    def flow(self) -> Flow:
+        return Flow.of(self)
+
+    def letter(self, n: int) -> str:
+        return "R" if n >= self.count else self.ops[n].piece.letter
 
 
 def forward_work(problem: Problem) -> Work:

@@ -49,7 +49,7 @@ def test_memory_on_the_way_is_that_of_simulate():
         filling = _Filling(filled(plan, work, NEVER, PASSES[0]), work, NEVER, PASSES[0][0])
         expected = memory_curve(problem, filling.plan)[len(filling.head) :]
         found = [
-            held + work.allocates(n)
+            held + work.flow.allocates[n]
             for n, held in zip(filling.order, filling.held[:-1], strict=True)
         ]
         # What is saved and never read is let go by the forward, and held on the way.

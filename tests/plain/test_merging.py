@@ -17,7 +17,7 @@ from overlapc.simulate import RNG_STATE_BYTES, memory_curve, simulate
 from overlapc.solvers import bound_ns, solve
 from overlapc.solvers.choice import Needs
 from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import PACES, chain_memory, merged_order, solve_step
+from overlapc.solvers.merging import PACES, merged_order, solve_step
 from overlapc.solvers.work import NEVER, merged_work
 from tests.plain.brute_force import TooMany, brute_force
 from tests.plain.strategies import random_problem
@@ -44,7 +44,7 @@ def test_orders_are_legal_and_known_in_memory(rng, lag, pace):
             order = merged_order(work, limit, pace)
             plan = plan_of(problem, " ".join(order), " ".join(choice.saved))
             curve = memory_curve(problem, plan)
-            _, during = chain_memory(work, [number[text] for text in order])
+            _, during = work.flow.along(number[text] for text in order)
             states = sum(problem.trace.op[name].random for name in choice.recomputed)
             room = RNG_STATE_BYTES * ((problem.copies + 2) * states + 1)
             for text, known, true in zip(order, during, curve, strict=True):
