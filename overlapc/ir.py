@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
@@ -291,7 +292,8 @@ class Problem:
                 *merged*: what is saved for the backward is there when the step begins, and what
                 the forward saves is there when it ends
     in_flight   how many microbatches hold their saved values at the worst moment, beside what
-                lag asks for
+                lag asks for; a fraction where the trace stands for more or fewer blocks than
+                its own
     resident_bytes  counted into the peak on top of what the trace allocates
     """
 
@@ -299,7 +301,7 @@ class Problem:
     profile: Profile
     budget_bytes: int | None = None
     resident_bytes: int = 0
-    in_flight: int = 1
+    in_flight: int | Fraction = 1
     phases: tuple[str, ...] = ("F", "IW")
     lag: int = 0
 
@@ -308,9 +310,11 @@ class Problem:
             raise InvalidProblem(
                 f"lag {self.lag} with phases {', '.join(self.phases)}: expected 0, or one phase"
             )
+        if self.in_flight <= 0:
+            raise InvalidProblem(f"{self.in_flight} microbatches in flight: expected some")
 
     @property
-    def copies(self) -> int:
+    def copies(self) -> int | Fraction:
         """How often what is saved is held beside what the trace itself makes and reads."""
         return self.in_flight - 1 + max(0, self.lag - 1)
 

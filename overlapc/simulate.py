@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import ceil
 
 from overlapc.errors import InvalidPlan
 from overlapc.ir import (
@@ -283,7 +284,7 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
         change[first] += bytes_
         change[last + 1] -= bytes_
     copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
-    held = problem.resident_bytes + problem.copies * copy
+    held = problem.resident_bytes + ceil(problem.copies * copy)
     curve = []
     for (op, _), more in zip(order, change, strict=False):
         held += more

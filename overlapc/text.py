@@ -23,6 +23,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import NoReturn, TypeVar
 
 from overlapc.errors import FileError, InvalidProblem
@@ -121,7 +122,7 @@ def format_problem(problem: Problem) -> str:
         [
             _field("budget_bytes", "none" if budget is None else budget),
             _field("resident_bytes", problem.resident_bytes),
-            _field("in_flight", problem.in_flight),
+            _field("in_flight", str(problem.in_flight)),
             _field("phases", *problem.phases),
             *([_field("lag", problem.lag)] if problem.lag else []),
             *_trace_lines(problem.trace),
@@ -136,7 +137,7 @@ def parse_problem(text: str) -> Problem:
     budget = reader.string("budget_bytes")
     budget_bytes = None if budget == "none" else reader.as_number(budget)
     resident_bytes = reader.number("resident_bytes")
-    in_flight = reader.number("in_flight")
+    in_flight = reader.fraction("in_flight")
     phases = tuple(map(reader.as_string, reader.field("phases")))
     lag = reader.number("lag") if reader.next_is("lag") else 0
     trace = _read_trace(reader)
@@ -345,6 +346,16 @@ class _Reader:
 
     def number(self, key: str) -> int:
         return self.as_number(self.field(key, 1)[0])
+
+    def fraction(self, key: str) -> int | Fraction:
+        """A whole number, or two as in `10/3`."""
+        above, *below = map(self.as_number, self.field(key, 1)[0].split("/", 1))
+        if not below:
+            return above
+        found = Fraction(above, max(1, *below))
+        if f"{above}/{below[0]}" != str(found):
+            self.fail(f"{above}/{below[0]}", "a fraction in lowest terms")
+        return found
 
     def strings(self, title: str) -> tuple[str, ...]:
         return tuple(self.as_string(word) for row in self.table(title) for word in row)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from overlapc.errors import Infeasible
@@ -29,14 +30,13 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
-from overlapc.simulate import saved_bytes, simulate
-from overlapc.solvers import bound_ns, simple_plans, solve
+from overlapc.simulate import simulate
+from overlapc.solvers import bound_ns, solve
 from overlapc.solvers.schedules import make_schedule
 from overlapc.stages import in_parts, stage_cost
 
 # float32 weight and moments read and written, gradient read, bf16 weight written
 _OPTIMIZER_MOVES = 2 * 12 + 4 + 2
-_SPARE = 0.05  # of what is in flight: rounded up by more than this, a stage is planned once more
 
 
 @dataclass(frozen=True)
@@ -289,56 +289,12 @@ class Place:
         last = self.layout.stages - 1
         return mine.index(last) if last in mine else None
 
-    def held(self, unit: Unit) -> float:
-        """How many times the captured blocks are in flight."""
-        return self.in_flight / unit.blocks
-
     def problem(self, unit: Unit) -> Problem:
-        """As many blocks as were captured stand for all."""
-        copies = max(1, math.ceil(self.held(unit)))
-        return replace(self.blocks(unit), in_flight=copies, budget_bytes=max(1, self.room))
-
-    def loose(self, unit: Unit) -> Problem:
-        """The same with no more in flight than there is: its bounds hold here."""
-        copies = math.floor(self.held(unit))
-        budget = max(1, self.room) if copies else None
-        return replace(self.blocks(unit), in_flight=max(1, copies), budget_bytes=budget)
-
-    def blocks(self, unit: Unit) -> Problem:
-        return unit.problem if self.head is None else unit.with_head
-
-
-def _solved(
-    place: Place, unit: Unit, solver: str, time_limit_s: float
-) -> tuple[Problem, Plan, int]:
-    """The best plan found in the room there is, and its peak. In flight is what the layers make,
-    not a whole number of captured blocks: what the rounding took is given back."""
-    problem = place.problem(unit)
-    spare = problem.in_flight - place.held(unit)
-
-    def peak(plan: Plan) -> int:
-        kept = saved_bytes(problem, plan.saved)
-        return simulate(problem, plan).peak_bytes - math.floor(spare * kept)
-
-    def within(budget: int) -> tuple[Problem, Plan]:
-        found = replace(problem, budget_bytes=budget)
-        return found, solve(found, solver, time_limit_s=time_limit_s)
-
-    room = max(1, place.room)
-    try:
-        found, plan = within(room)
-    except Infeasible as error:
-        least = min(map(peak, simple_plans(problem)))
-        if solver in ("heu", "overlap", "opt") and least > room:
-            raise Infeasible(room, least) from None
-        found, plan = within(error.smallest_bytes)
-        if peak(plan) > room:
-            raise Infeasible(room, peak(plan)) from None
-    if plan.recomputed and spare > _SPARE * place.held(unit):
-        more = within(room + math.floor(spare * saved_bytes(problem, plan.saved)))
-        if peak(more[1]) <= room:
-            found, plan = more
-    return found, plan, peak(plan)
+        """The captured blocks stand for all that the rank holds."""
+        times = Fraction(self.in_flight, unit.blocks)
+        whole = times.numerator if times.denominator == 1 else times
+        blocks = unit.problem if self.head is None else unit.with_head
+        return replace(blocks, in_flight=whole, budget_bytes=max(1, self.room))
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
@@ -347,8 +303,9 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
     cluster, layout = place.cluster, place.layout
     machine = load_hardware(cluster.hardware)
     static, boundary = place.static_bytes, place.boundary_bytes
+    problem = place.problem(unit)
     try:
-        problem, plan, peak = _solved(place, unit, solver, time_limit_s)
+        plan = solve(problem, solver, time_limit_s=time_limit_s)
     except Infeasible as error:
         raise Infeasible(cluster.memory_bytes, error.smallest_bytes + boundary) from None
     timeline = simulate(problem, plan)
@@ -356,13 +313,12 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
     received = unit.received if layout.pp > 1 else ()
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
-    peak += boundary
     if place.head is not None:
         costs[place.head] = _with_head(costs[place.head], unit.head_ran)
-    exact = problem.in_flight == place.held(unit)
-    proven = (plan.bound_ns if exact else 0) or bound_ns(place.loose(unit))
+    proven = plan.bound_ns or bound_ns(problem)
     times = place.layers / unit.blocks
-    return Stage(problem, plan, ran, tuple(costs), proven, times, peak + static)
+    peak = static + boundary + timeline.peak_bytes
+    return Stage(problem, plan, ran, tuple(costs), proven, times, peak)
 
 
 def _of_layers(cost: StageCost, times: float) -> StageCost:

@@ -54,7 +54,7 @@ def partitioned(
 
     @cache
     def bounded(found: Place) -> int:
-        bound = bound_ns(found.loose(unit)) * found.layers // unit.blocks
+        bound = bound_ns(found.problem(unit)) * found.layers // unit.blocks
         return bound + head_ns * (found.head is not None) - _ROUNDED
 
     def by_plan(*segment: int) -> int | None:

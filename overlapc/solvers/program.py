@@ -327,7 +327,7 @@ class Program:
         """A row of memory: the terms, `there` bytes besides, what lasts, and what later
         microbatches hold."""
         problem = self.problem
-        if copies := problem.in_flight - 1:
+        if copies := float(problem.in_flight - 1):
             for storage, column in self.keep.items():
                 terms[column] = terms.get(column, 0) + copies * self.size[storage] / self.bytes
         there += self.anyway

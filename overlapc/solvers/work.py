@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from math import ceil
 
 from overlapc.ir import Op, Problem, issue
 from overlapc.simulate import RNG_STATE_BYTES, saved_bytes
@@ -163,7 +165,7 @@ def backward_work(problem: Problem, choice: Choice, defer: bool = True) -> Work:
         trace.value[name].storage for op in ops if op.is_forward for name in op.outputs
     } & work.lasting
     work.held_bytes = sum(work.size[s] for s in held - trace.resident) + problem.resident_bytes
-    work.held_bytes += problem.copies * saved_bytes(problem, choice.saved)
+    work.held_bytes += ceil(problem.copies * saved_bytes(problem, choice.saved))
     work.held_bytes += _states(problem, choice, 1 + problem.copies)
     return _measure(work, before, defer)
 
@@ -177,16 +179,16 @@ def merged_work(problem: Problem, choice: Choice) -> Work:
     nodes += [i for i, op in enumerate(ops) if op.is_forward]
     work = Work(problem, choice, nodes)
     copies = problem.copies + 1
-    work.held_bytes = problem.resident_bytes + copies * saved_bytes(problem, choice.saved)
+    work.held_bytes = problem.resident_bytes + ceil(copies * saved_bytes(problem, choice.saved))
     work.held_bytes += _states(problem, choice, 1 + copies)
     return _measure(work, _link(work))
 
 
-def _states(problem: Problem, choice: Choice, copies: int) -> int:
+def _states(problem: Problem, choice: Choice, copies: int | Fraction) -> int:
     """At most what the generator's states take that recompute of random ops needs: a copy of each
     for every microbatch, and one put aside."""
     count = sum(problem.trace.op[name].random for name in choice.recomputed)
-    return RNG_STATE_BYTES * (count * copies + (count > 0))
+    return ceil(RNG_STATE_BYTES * (count * copies + (count > 0)))
 
 
 def _link(work: Work) -> dict[int, set[int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -240,7 +241,7 @@ def random_problem(rng: Random, max_ops: int = 6, lags: bool = False) -> Problem
         Profile(costs, slowdown, {"device": "none", "found by": "tests/plain"}),
         budget_bytes=rng.randint(made_bytes // 4, made_bytes + 80) if b.chance(70) else None,
         resident_bytes=rng.randint(0, 50) if b.chance(50) else 0,
-        in_flight=rng.randint(1, 3),
+        in_flight=rng.choice((1, 2, 3, Fraction(5, 3))),
         phases=("FIW",) if one_phase else ("F", "IW"),
         lag=lag,
     )

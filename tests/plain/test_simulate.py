@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from random import Random
 
 import pytest
@@ -492,7 +493,8 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
     saved = {trace.value[name].storage: trace.value[name].bytes for name in plan.saved}
     saved["states"] = RNG_STATE_BYTES * sum(trace.op[name].random for name in plan.recomputed)
     copies = problem.in_flight - 1
-    always = problem.resident_bytes + copies * sum(b for s, b in saved.items() if s not in kept)
+    each = sum(b for s, b in saved.items() if s not in kept)
+    always = problem.resident_bytes + ceil(copies * each)
     return [
         always
         + problem.profile.costs[parse_issue(text)[0]].workspace_bytes

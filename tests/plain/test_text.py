@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -367,3 +368,18 @@ def test_digest_tells_names_from_separators() -> None:
     two = replace(trace, outputs=("a", "b"))
     assert one.digest != two.digest
     assert replace(trace, outputs=("\ud800",)).digest
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [("10/3", Fraction(10, 3)), ("2", 2), ("10/4", None), ("1/0", None), ("3/1", None)],
+)
+def test_microbatches_in_flight_may_be_a_fraction(word, found) -> None:
+    text = seal(body(PROBLEM.replace("in_flight 2", f"in_flight {word}")))
+    if found is None:
+        with pytest.raises(FileError, match="fraction in lowest terms"):
+            parse_problem(text)
+    else:
+        problem = parse_problem(text)
+        assert problem.in_flight == found
+        assert body(format_problem(problem)) == body(text)
