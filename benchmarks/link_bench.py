@@ -38,6 +38,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
+from benchmarks.duplex import init_duplex
 from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
@@ -133,10 +134,12 @@ def slowest(value: float) -> float:
     return agreed.item()
 
 
-def make_bench(name: str) -> Bench:
+def make_bench(name: str, width: int | None = None) -> Bench:
+    """The model of that name; a GPT perhaps of another width."""
     group, text = dist.group.WORLD, Text()
     if name == "gpt":
-        return Bench(GPT(GPT_SIZE, group), text.batch(0, stream=0, batch=BATCH, seq=SEQ))
+        size = GPT_SIZE if width is None else replace(GPT_SIZE, width=width, heads=width // 64)
+        return Bench(GPT(size, group), text.batch(0, stream=0, batch=BATCH, seq=SEQ))
     batch = text.batch(0, stream=group.rank(), batch=BATCH, seq=SEQ)
     return Bench(MoEGPT(MOE_SIZE, group), batch)
 
@@ -204,7 +207,7 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.capture_scalar_outputs = True
     torch._dynamo.config.recompile_limit = 1024  # one function, many variants of it
-    dist.init_process_group("gloo")
+    init_duplex()
     bench = make_bench(args.model)
     eager = Variant(EAGER, model=bench.twin())
     sync = Variant(CHECKPOINT, model=checkpoint_blocks(bench.twin()))

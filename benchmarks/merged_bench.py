@@ -27,6 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.duplex import init_duplex
 from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench, slowest
 from examples.common import Text, leave, measure_exposed, same, say
@@ -79,8 +80,8 @@ def gradients(bench: Bench) -> list[Tensor]:
 
 def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    bench = make_bench(args.model)
+    init_duplex()
+    bench = make_bench(args.model, args.width)
     stream = 0 if args.model == "gpt" else dist.get_rank()
     batches = [Text().batch(i, stream, BATCH, SEQ) for i in range(args.microbatches)]
 
@@ -132,8 +133,9 @@ def rank_main(args: argparse.Namespace) -> None:
             }
             for v in variants
         ]
-        document = conditions(args.model) | {"microbatches": args.microbatches, "variants": rows}
-        write_results(f"merged_{args.model}_{document['rate_mbit']}", document)
+        size = {"microbatches": args.microbatches, "width": args.width}
+        document = conditions(args.model) | size | {"variants": rows}
+        write_results(f"merged_{args.model}{args.width or ''}_{document['rate_mbit']}", document)
     leave()
 
 
@@ -171,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=["gpt", "moe"], default="gpt")
+    add("--width", type=int, help="of the GPT: the narrower, the more communication")
     add("--rates", default="400,800", help="of the link, in Mbit/s; none is unshaped")
     add("--microbatches", type=int, default=8)
     add("--reps", type=int, default=5)

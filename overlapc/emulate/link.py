@@ -66,7 +66,7 @@ class LinkGroup(EmulatedGroup):
         launched_ns = time.monotonic_ns()
         lane = self._pair(call, args[1]) if call in ("send", "recv") else self._collectives
         transfer = lane.launch(launched_ns, self.duration_ns(wire_bytes))
-        work = getattr(self._gloo, _GLOO_NAME.get(call, call))(*args)
+        work = gloo_call(self._gloo, call, *args)
         return _Work(work, transfer, lane, result=args[0] if args else None)
 
     def _pair(self, call: str, peer: int) -> _Lane:
@@ -272,6 +272,12 @@ _GLOO_NAME = (
         "all_to_all_single": "alltoall_base",
     }
 )
+
+
+def gloo_call(gloo: dist.ProcessGroup, call: str, *args: Any) -> dist.Work:
+    """An operation of the wrapped group, by its name of torch 2.13."""
+    work: dist.Work = getattr(gloo, _GLOO_NAME.get(call, call))(*args)
+    return work
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
