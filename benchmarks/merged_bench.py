@@ -3,10 +3,11 @@
     python benchmarks/merged_bench.py --model gpt --rates 400,800 --microbatches 8 --reps 5
 
 Two ranks as in `link_bench.py`. `megatron` is full recompute with Megatron's own overlap, each
-weight gradient behind its layer's all-reduce, gradients added up as soon as they are there. Its
-peak is the budget of the others at level 1.0: `unmerged`, the best plan of one microbatch after
-the other, and `merged`, the forward of one with the backward of the one before. Every repetition
-runs every variant once, in turn and in the same processes.
+weight gradient behind its layer's all-reduce, gradients added up as soon as they are there. At
+level 1.0 the others have its *measured* peak: `unmerged`, the best plan of one microbatch after
+the other, and `merged`, the forward of one with the backward of the one before. The budget that
+takes as much is found by trying. Every repetition runs every variant once, in turn and in the
+same processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 
 BASE = "megatron"
+_TRIES, _NEAR = 4, 0.005  # of the peak
 
 
 @dataclass
@@ -101,8 +104,6 @@ def rank_main(args: argparse.Namespace) -> None:
             bench.model.zero_grad()
             peaks.append(measure_peak(lambda: variant.step(batches)))
         variant.peak_bytes = int(slowest(min(peaks)))
-        seen = [measure_exposed(lambda: run(bench, variant, batches)) for _ in range(3)]
-        variant.exposed_ms = slowest(statistics.median(seen)) * 1e3
         return variant
 
     cache = str(Path(tempfile.mkdtemp()) / "costs")  # measured once
@@ -110,11 +111,13 @@ def rank_main(args: argparse.Namespace) -> None:
     limit = everything.plan(batches).peak_bytes
     variants = [made(BASE, solver="megatron", memory_budget=limit)]
     for level in args.levels.split(","):
-        budget = int(limit * float(level))
+        most, budget = (int(float(level) * peak) for peak in (variants[0].peak_bytes, limit))
         for name, merge in (("unmerged", False), ("merged", True)):
-            variants.append(
-                made(f"{name}@{level}", memory_budget=budget, merge=merge, solver=args.solver)
-            )
+            options = {"merge": merge, "solver": args.solver}
+            variants.append(fitting(made, f"{name}@{level}", most, budget, options))
+    for variant in variants:
+        seen = [measure_exposed(lambda v=variant: run(bench, v, batches)) for _ in range(3)]
+        variant.exposed_ms = slowest(statistics.median(seen)) * 1e3
     for repetition in range(args.reps):
         turn = repetition % len(variants)
         for variant in variants[turn:] + variants[:turn]:
@@ -137,6 +140,29 @@ def rank_main(args: argparse.Namespace) -> None:
         document = conditions(args.model) | size | {"variants": rows}
         write_results(f"merged_{args.model}{args.width or ''}_{document['rate_mbit']}", document)
     leave()
+
+
+def fitting(
+    made: Callable[..., Variant], name: str, most: int, budget: int, options: dict[str, Any]
+) -> Variant:
+    """Of a few budgets the largest with which the variant's measured peak is at most `most`."""
+    found = None
+    for _ in range(_TRIES):
+        variant = made(name, memory_budget=budget, **options)
+        left = most - variant.peak_bytes
+        say(f"  budget {budget / 2**20:.1f} MiB: measured {variant.peak_bytes / 2**20:.1f} MiB")
+        if left >= 0:
+            found = variant
+            if left <= most * _NEAR:
+                break
+            budget += left
+        elif found is not None:
+            break
+        else:
+            budget += left - int(most * _NEAR)
+    if found is None:
+        raise RuntimeError(f"no plan of {name} was measured with at most {most / 2**20:.1f} MiB")
+    return found
 
 
 def timed_ms(bench: Bench, variant: Variant, batches: list[tuple[Tensor, Tensor]]) -> float:
