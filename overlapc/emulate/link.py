@@ -58,7 +58,9 @@ class LinkGroup(EmulatedGroup):
         super().__init__(rank, size, link)
         self.settings = link
         self._board = _Board(dist.PrefixStore("board", store), rank, size, timeout)
-        self._gloo = _gloo(dist.PrefixStore("data", store), rank, size, timeout)
+        loopback = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        data = dist.PrefixStore("data", store)
+        self._gloo = in_order_gloo(data, rank, size, timeout, loopback)
         self._collectives = _Lane(self._board, mine=rank, all_rows=list(range(size)))
         self._pairs: dict[tuple[int, int], _Lane] = {}
 
@@ -280,12 +282,14 @@ def gloo_call(gloo: dist.ProcessGroup, call: str, *args: Any) -> dist.Work:
     return work
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A plain gloo group over loopback. One thread makes its collectives run in order."""
+def in_order_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, device: Any
+) -> dist.ProcessGroup:
+    """A plain gloo group. One thread makes its collectives run in order."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 1
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [device]
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
