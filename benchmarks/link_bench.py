@@ -38,7 +38,6 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.duplex import init_duplex
 from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
@@ -207,7 +206,7 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.capture_scalar_outputs = True
     torch._dynamo.config.recompile_limit = 1024  # one function, many variants of it
-    init_duplex()
+    dist.init_process_group("gloo")
     bench = make_bench(args.model)
     eager = Variant(EAGER, model=bench.twin())
     sync = Variant(CHECKPOINT, model=checkpoint_blocks(bench.twin()))

@@ -5,7 +5,10 @@
 Each rank is pinned to a core of its own and in a network namespace of its own (`lab.py`). PyTorch's
 runtime gets the same stage modules: 1F1B with full recompute (`checkpoint` around each block), 1F1B
 without, zero-bubble with one stage a rank and as a V. Each of their measured peaks is a budget
-for overlapc. Every repetition runs every variant once, in turn and in the same processes.
+for overlapc, and so are `--levels` of the first one's. At every such peak ours meet the fastest of
+PyTorch's that fits, and what no rows of these stages can beat: a rank's work, all of it, from when
+its first input can be there. Every repetition runs every variant once, in turn and in the same
+processes.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from examples.common import Text, checkpoint_blocks, leave, same, say
 from examples.gpt.model import GPT, GPTConfig, cross_entropy
 from examples.pipeline import cut_into_stages
 from overlapc.errors import Infeasible
+from overlapc.pipeline import StageCost
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.pipeline import Pipeline
 
@@ -59,6 +63,7 @@ class Variant:
     bitwise_equal: bool | None = None
     close: bool | None = None
     pipeline: Pipeline | None = None
+    limit: int = 0  # of the peak, where it is ours
 
     def run(self) -> None:
         for module in self.modules:
@@ -108,13 +113,12 @@ def torch_variant(name: str, batches: list[tuple[Tensor, Tensor]]) -> Variant:
 
 
 def our_variant(
-    rows: str, rival: Variant, batches: list[tuple[Tensor, Tensor]], costs: str
+    rows: str, at: str, limit: int, batches: list[tuple[Tensor, Tensor]], costs: str
 ) -> Variant:
-    """Ours within the rival's peak on either rank: the budget is what is left beside what a
-    pipeline holds that no plan has a say in, found by trying. `costs` is a file of this rank in
-    which measured ones are kept: all variants are planned with the same."""
+    """Ours within a peak on either rank: the budget is what is left beside what a pipeline holds
+    that no plan has a say in, found by trying. `costs` is a file of this rank in which measured
+    ones are kept: all variants are planned with the same."""
     rank, count = dist.get_rank(), len(batches)
-    limit = max(rival.peak_bytes)
     inputs, targets = map(list, zip(*batches, strict=True))
     budget = limit
     for _ in range(4):
@@ -125,10 +129,11 @@ def our_variant(
             memory_budget=budget // len(modules), cache=costs,
         )  # fmt: skip
         variant = Variant(
-            f"overlapc {rows} @ {rival.name}",
+            f"overlapc {rows} @ {at}",
             list(modules.values()),
             lambda pipeline=pipeline: pipeline(inputs, targets),
             pipeline=pipeline,
+            limit=limit,
         )
         measure(variant)
         say(
@@ -168,11 +173,14 @@ def rank_main(args: argparse.Namespace) -> None:
         measure(rivals[-1])
         variants.append(rivals[-1])
     measured = tempfile.TemporaryDirectory()
-    for rival in rivals:
+    limits = {rival.name: max(rival.peak_bytes) for rival in rivals}
+    for level in filter(None, args.levels.split(",")):
+        limits[f"{level} of {rivals[0].name}"] = int(float(level) * max(rivals[0].peak_bytes))
+    for at, limit in limits.items():
         for rows in args.rows.split(","):
-            say(f"planning {rows} @ {rival.name}: {max(rival.peak_bytes) / 2**20:.1f} MiB")
+            say(f"planning {rows} @ {at}: {limit / 2**20:.1f} MiB")
             try:
-                variants.append(our_variant(rows, rival, batches, f"{measured.name}/costs"))
+                variants.append(our_variant(rows, at, limit, batches, f"{measured.name}/costs"))
             except Infeasible as error:
                 say(f"  {error}")
                 continue
@@ -215,10 +223,37 @@ def print_table(variants: list[Variant]) -> None:
             line += f" {timeline.step_ns / 1e6:12.0f} {mib(predicted_peaks(v)):>14}"
             line += f" {' '.join(bubbles):>12}"
         print(line)
+    theirs = [v for v in variants if v.pipeline is None]
     for ours in (v for v in variants if v.pipeline is not None):
-        rival = next(v for v in variants if ours.name.endswith("@ " + v.name))
-        print(f"{ours.name}: {ratio(rival.step_ms, ours.step_ms)} times as fast")
+        rival = min((v for v in theirs if max(v.peak_bytes) <= ours.limit), key=middle)
+        print(
+            f"{ours.name}, {ours.limit / 2**20:.1f} MiB: {ratio(rival.step_ms, ours.step_ms)} "
+            f"times as fast as {rival.name}; none could be more than "
+            f"{middle(rival) / least_ms(ours.pipeline):.3f}"
+        )
     sys.stdout.flush()
+
+
+def middle(variant: Variant) -> float:
+    return statistics.median(variant.step_ms)
+
+
+def least_ms(pipeline: Pipeline) -> float:
+    """No rows take less: the rank that begins last does all its work without recompute."""
+    rows, costs = pipeline.schedule, pipeline.costs
+    ends = []
+    for rank in range(len(rows.rows)):
+        mine = [stage for stage, holder in rows.rank_of.items() if holder == rank]
+        before = sum(cost.forward_ns + cost.sent_ns for cost in costs[: min(mine)])
+        each = sum(cost.forward_ns + backward_ns(cost) for cost in (costs[s] for s in mine))
+        ends.append(before + rows.microbatches * each)
+    return max(ends) / 1e6
+
+
+def backward_ns(cost: StageCost) -> int:
+    """Without recompute, in one or in two."""
+    apart = cost.input_ns + cost.weight_ns
+    return min(apart, cost.whole_ns - cost.recompute_ns) if cost.whole_ns else apart
 
 
 def predicted_peaks(variant: Variant) -> list[int]:
@@ -270,6 +305,7 @@ def main() -> None:
     add("--reps", type=int, default=5)
     add("--rows", default="1f1b", help="schedules of ours, with commas")
     add("--rivals", default=",".join(RIVALS))
+    add("--levels", default="1.5", help="further peaks, relative to the first rival's")
     add("--show", action="store_true", help="the predicted pictures")
     args = parser.parse_args()
     if "RANK" in os.environ:

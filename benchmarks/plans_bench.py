@@ -32,7 +32,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.duplex import init_duplex
 from benchmarks.lab import run_at_rates, write_results
 from benchmarks.link_bench import (
     CHECKPOINT,
@@ -105,7 +104,7 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.capture_scalar_outputs = True
     torch._dynamo.config.recompile_limit = 1024
-    init_duplex()
+    dist.init_process_group("gloo")
     bench = make_bench(args.model)
     sync = Variant(CHECKPOINT, model=checkpoint_blocks(bench.twin()))
     eager = Variant("eager", model=bench.twin())

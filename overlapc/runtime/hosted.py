@@ -24,8 +24,7 @@ class PipelineSchedule:
 
     `stage` is this rank's stage, or a list of them; `schedule` and all other options are those of
     `overlapc.Pipeline`. Gradients are divided by the number of microbatches unless `scale_grads` is
-    False. The stages' modules take and give one tensor; outputs of the last are not kept, so `step`
-    returns nothing.
+    False. Outputs of the last stage are not kept, so `step` returns nothing.
     """
 
     def __init__(

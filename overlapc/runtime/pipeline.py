@@ -24,7 +24,7 @@ from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.files import StrPath
 from overlapc.passes.capture import Captured, capture, without_ties
 from overlapc.passes.parts import cut, parameter_gradients
-from overlapc.pipeline import AHEAD, PipelineTimeline, describe
+from overlapc.pipeline import AHEAD, PipelineTimeline, StageCost, describe
 from overlapc.planning import (
     Options,
     StageFigures,
@@ -37,8 +37,15 @@ from overlapc.planning import (
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.ranks import exchange_for
-from overlapc.runtime.row import Links, Run, Shape, Stage, blank
-from overlapc.runtime.train_step import Inputs, adding, alike, mode, refuse_hooks
+from overlapc.runtime.row import Links, Run, Stage, blank
+from overlapc.runtime.train_step import (
+    Inputs,
+    Shapes,
+    adding,
+    alike,
+    mode,
+    refuse_hooks,
+)
 from overlapc.schedule import Schedule, format_schedule
 from overlapc.stages import stage_cost
 
@@ -47,8 +54,9 @@ Budget = int | float | str | None
 
 
 class Pipeline:
-    """This rank's part of a pipeline. `stages` are its stages' modules by number; a stage takes
-    one tensor and gives one, the first takes a microbatch's inputs.
+    """This rank's part of a pipeline. `stages` are its stages' modules by number; a stage gives a
+    tensor or a tuple of them, which are the next one's arguments, and the first takes a
+    microbatch's inputs.
 
     schedule        a Schedule, or the name of one: "gpipe", "1f1b", "interleaved", "zero-bubble",
                     "zero-bubble-v", "merged"; row n is what rank n of `group` does
@@ -124,6 +132,9 @@ class Pipeline:
         self.modules = dict(stages)
         self.reports: dict[int, StepReport] = {}
         self.timeline: PipelineTimeline | None = None  # as predicted, of all ranks
+        self.costs: tuple[
+            StageCost, ...
+        ] = ()  # what a microbatch takes on each stage, of all ranks
         self._loss = loss
         self._place = place
         self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
@@ -185,7 +196,7 @@ class Pipeline:
         schedule, last = self.schedule, self.schedule.stages - 1
         ranks = dist.get_process_group_ranks(self.group)
         timeout_s = self._links.timeout_s
-        shapes: dict[int, Shape] = {}
+        shapes: dict[int, Shapes] = {}
         found: dict[int, tuple[Captured, Inputs, tuple[Any, ...]]] = {}
         with Exchange(ranks, timeout_s) as exchange:
             exchange.agree(
@@ -196,7 +207,7 @@ class Pipeline:
             for stage in range(schedule.stages):
                 told = b""
                 if stage in self.modules:
-                    given = inputs[0] if stage == 0 else (blank(shapes[stage - 1]),)
+                    given = inputs[0] if stage == 0 else tuple(map(blank, shapes[stage - 1]))
                     module = self.modules[stage]
                     if stage == last:
                         assert self._loss is not None
@@ -205,9 +216,10 @@ class Pipeline:
                     else:
                         module = _Sends(module)
                     found[stage] = (*_traced(stage, without_ties(module), given, last), given)
-                    told = found[stage][1].result_shape().encode()
+                    told = _format_shapes(found[stage][1].shapes).encode()
                 answers = exchange.gather(f"the output of stage {stage}", told)
-                shapes[stage] = _parse_shape(answers[schedule.rank_of[stage]].decode())
+                shapes[stage] = _parse_shapes(answers[schedule.rank_of[stage]].decode())
+        self._links.width = max(map(len, shapes.values()))
         sent_ns = {stage: self._sent_ns(stage, shapes[stage]) for stage in range(last)}
         figures: dict[int, Any] = {}
         reports: dict[int, StepReport] = {}
@@ -223,14 +235,15 @@ class Pipeline:
                 parts = cut(captured, report.lone.plan)
                 merged = parts.merged(report.merged.plan) if report.merged is not None else None
                 reports[stage] = report
-                incoming = None if stage == 0 else shapes[stage - 1]
-                outgoing = None if stage == last else shapes[stage]
+                incoming = () if stage == 0 else shapes[stage - 1]
+                outgoing = () if stage == last else shapes[stage]
                 stages[stage] = Stage(
                     places, parts.forward, parts.backward, parts.pieces(), merged, incoming,
                     outgoing,
                 )  # fmt: skip
                 sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
-                received = self._received(stage, places)
+                received = [places.argument(i) for i in range(len(incoming))]
+                received += places.tangents if stage < last else ()
                 cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
                 figures[stage] = asdict(StageFigures.of(cost, report, held))
         with Exchange(ranks, timeout_s) as exchange:
@@ -246,19 +259,15 @@ class Pipeline:
                 rows, timeline = plan_rows(schedule, every, self._place)
             exchange.agree("the rows", format_schedule(rows), "report this as a bug")
         self.schedule, self.timeline = rows, timeline
+        self.costs = tuple(figure.cost for figure in every)
         self.reports, self._stages = reports, stages
         self._links.step_s = timeline.step_ns / 1e9
 
-    def _received(self, stage: int, places: Inputs) -> list[str]:
-        """The stage's inputs that other stages make."""
-        received = [places.first] if stage > 0 else []
-        return received + (list(places.tangents) if stage < self.schedule.stages - 1 else [])
-
-    def _beside(self, stage: int, shapes: Mapping[int, Shape]) -> int:
+    def _beside(self, stage: int, shapes: Mapping[int, Shapes]) -> int:
         """Bytes that a stage holds whatever its plan: inputs of the microbatches in flight, and
         what is on its way in and out."""
         coming, going = (
-            blank(shapes[end]).nbytes if 0 <= end < self.schedule.stages - 1 else 0
+            _bytes(shapes[end]) if 0 <= end < self.schedule.stages - 1 else 0
             for end in (stage - 1, stage)
         )
         return self.schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
@@ -286,12 +295,12 @@ class Pipeline:
                 exchange=joined,
             )
 
-    def _sent_ns(self, stage: int, shape: Shape) -> int:
+    def _sent_ns(self, stage: int, shapes: Shapes) -> int:
         """How long what a stage makes is on its way to the next; measured by the two of them."""
         here, there = (self.schedule.rank_of[s] for s in (stage, stage + 1))
         if here == there:
             return 0
-        tensor = blank(shape).detach()
+        tensor = torch.zeros(_bytes(shapes), dtype=torch.uint8)
         if self._options.profile == "estimate":
             machine = load_hardware(self._options.hardware)
             return machine.collective_ns("p2p", tensor.nbytes, 2, machine.gpus_per_node)
@@ -348,26 +357,34 @@ def _traced(
             captured = capture(module, *given)
             inputs = Inputs.of(captured, module, stage == last)
     except CaptureError as error:
-        hint = "a stage gives one tensor, and has something to train itself or before it"
+        hint = "a stage gives tensors, and has something to train itself or before it"
         raise CaptureError(f"stage {stage}: {error.reason}; {hint}", error.place) from error
-    if stage < last and len(inputs.returned) != 1:
-        raise CaptureError(
-            f"stage {stage} gives {len(inputs.returned)} results, expected one tensor: stages hand "
-            "on one"
-        )
     return captured, inputs
 
 
 class _Sends(nn.Module):
-    """A stage whose result is sent as it lies in memory."""
+    """A stage whose results are sent as they lie in memory."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any) -> Any:
-        result = self.module(*args)
-        return result.contiguous() if isinstance(result, Tensor) else result
+        results = self.module(*args)
+        several = results if isinstance(results, (tuple, list)) else (results,)
+        for i, result in enumerate(several):
+            if not isinstance(result, Tensor):
+                raise CaptureError(
+                    f"result {i} is a {type(result).__name__}, expected a tensor, or a tuple of "
+                    "tensors in all"
+                )
+        # What only passes through, or is given twice, is a tensor of its own behind the stage.
+        return tuple(
+            result.clone()
+            if any(result is other for other in (*args, *several[:i]))
+            else result.contiguous()
+            for i, result in enumerate(several)
+        )
 
 
 class _WithLoss(nn.Module):
@@ -387,6 +404,17 @@ def _tuple(given: Any) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
 
 
-def _parse_shape(text: str) -> Shape:
-    sizes, _, dtype = text.rpartition(" ")
-    return tuple(int(size) for size in sizes.split()), getattr(torch, dtype)
+def _bytes(shapes: Shapes) -> int:
+    return sum(blank(shape).nbytes for shape in shapes)
+
+
+def _format_shapes(shapes: Shapes) -> str:
+    told = [[sizes, str(dtype).removeprefix("torch."), grad] for sizes, dtype, grad in shapes]
+    return json.dumps(told)
+
+
+def _parse_shapes(text: str) -> Shapes:
+    return tuple(
+        (tuple(sizes), getattr(torch, dtype), gradient)
+        for sizes, dtype, gradient in json.loads(text)
+    )

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.errors import InvalidSchedule, RankError
+from overlapc.errors import RankError
 from overlapc.passes.parts import Part
 from overlapc.pipeline import AHEAD
-from overlapc.runtime.train_step import Inputs
+from overlapc.runtime.train_step import Inputs, Shape, Shapes
 from overlapc.schedule import Action, Schedule, Step, format_step, is_pair
 
-Shape = tuple[tuple[int, ...], torch.dtype]
-Key = tuple[int, bool, int]  # what travels: the stage that gets it, is it an activation, microbatch
+# What travels: the stage that gets it, is it an activation, microbatch, which of several
+Key = tuple[int, bool, int, int]
 
 
 @dataclass
@@ -39,23 +39,22 @@ class Stage:
     backward: Part
     pieces: Mapping[str, Part]
     merged: Part | None
-    incoming: Shape | None
-    outgoing: Shape | None
+    incoming: Shapes  # of nothing on the first stage
+    outgoing: Shapes  # of nothing on the last
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def begin(self, microbatch: int, given: tuple[Any, ...]) -> None:
         self.states[microbatch] = self.inputs.state(given)
 
-    def gradient_came(self, microbatch: int, gradient: Tensor) -> None:
-        (name,) = self.inputs.tangents
-        self.states[microbatch][name] = gradient
+    def gradients_came(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
+        self.states[microbatch].update(zip(self.inputs.tangents, gradients, strict=True))
 
-    def do(self, kind: str, microbatch: int) -> Tensor | None:
+    def do(self, kind: str, microbatch: int) -> Sequence[Tensor]:
         """Run one action; what it gives is what F, or I and B, send on."""
         state = self.states[microbatch]
         if kind == "F":
             self.forward.run(self.shared, state)
-            return self.result(microbatch)
+            return self.results(microbatch)
         if kind == "B":
             # Where recompute has run already, what is left are the other two pieces.
             parts = [self.pieces["I"], self.pieces["W"]] if "again" in state else [self.backward]
@@ -67,31 +66,33 @@ class Stage:
             part.run(self.shared, state)
         if kind == "R":
             state["again"] = True
-        return self.gradient(kind, microbatch)
+        return self.gradients(kind, microbatch)
 
-    def do_merged(self, forward: int, backward: int) -> tuple[Tensor, Tensor | None]:
+    def do_merged(self, forward: int, backward: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """F of one microbatch and B of another, as one graph."""
         assert self.merged is not None
         self.merged.run(self.shared, self.states[forward], self.states[backward])
-        return self.result(forward), self.gradient("B", backward)
+        return self.results(forward), self.gradients("B", backward)
 
     @property
     def shared(self) -> dict[str, Any]:
-        return self.inputs.shared() if self.outgoing is None else self.inputs.parameters
+        return self.inputs.parameters if self.outgoing else self.inputs.shared()
 
-    def result(self, microbatch: int) -> Tensor:
-        found: Tensor = self.inputs.results(self.states[microbatch])
-        return found
+    def results(self, microbatch: int) -> Sequence[Tensor]:
+        return self.inputs.results(self.states[microbatch])
 
-    def gradient(self, kind: str, microbatch: int) -> Tensor | None:
-        """What the stage before gets, if this action made it; what is done with is forgotten."""
+    def gradients(self, kind: str, microbatch: int) -> Sequence[Tensor]:
+        """What the stage before gets, if this action made it; what is done with is forgotten. What
+        the stage does not use has a gradient of zeros, for it is waited for."""
         state = self.states[microbatch]
-        gradient: Tensor | None = None
-        if kind in "BI" and self.incoming is not None:
-            gradient = state.pop("gradient" + str(self.inputs.order.index(self.inputs.first)))
+        found = []
+        for place, shape in enumerate(self.incoming if kind in "BI" else ()):
+            if has_gradient(shape):
+                gradient = state.pop(self.inputs.gradient_of(place), None)
+                found.append(blank(shape).detach() if gradient is None else gradient)
         if kind in "BW":
             del self.states[microbatch]
-        return gradient
+        return found
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Links:
     replicas: dist.ProcessGroup | None
     tied: Sequence[Mapping[int, str]]
     step_s: float = 0.0  # that a step is predicted to take, once it is planned
+    width: int = 1  # the most tensors between two stages
 
     @property
     def patience_s(self) -> float:
@@ -243,67 +245,69 @@ class Run:
             forward, backward = step
             self.get(forward)
             self.get(backward)
-            result, gradient = stage.do_merged(forward.microbatch, backward.microbatch)
-            return self.give(forward, result) + self.give(backward, gradient)
+            results, gradients = stage.do_merged(forward.microbatch, backward.microbatch)
+            return self.give(forward, results) + self.give(backward, gradients)
         losses = []
         # The backward first, which makes room for the forward.
         for action in sorted(step, key=lambda a: a.kind == "F"):
             self.get(action)
-            result = self.stages[action.stage].do(action.kind, action.microbatch)
-            losses += self.give(action, result)
+            losses += self.give(
+                action, self.stages[action.stage].do(action.kind, action.microbatch)
+            )
         return losses
 
     def get(self, action: Action) -> None:
         """Receive what the action needs."""
         stage, m = self.stages[action.stage], action.microbatch
         if action.kind == "F":
-            given = self.inputs[m] if action.stage == 0 else (self.receive(action),)
+            given = self.inputs[m] if action.stage == 0 else self.receive(action)
             stage.begin(m, given if stage.outgoing else (*given, *self.targets[m]))
-        elif action.kind in "BI" and stage.outgoing is not None:
-            stage.gradient_came(m, self.receive(action))
+        elif action.kind in "BI" and stage.outgoing:
+            stage.gradients_came(m, self.receive(action))
 
-    def give(self, action: Action, result: Tensor | None) -> list[Tensor]:
+    def give(self, action: Action, results: Sequence[Tensor]) -> list[Tensor]:
         """Send on what the action made; a loss is handed out."""
-        m = action.microbatch
-        if action.kind == "F":
-            assert result is not None
-            if action.stage == self.schedule.stages - 1:
-                return [result]
-            self.send(result, (action.stage + 1, True, m))
-        elif action.kind in "BI" and action.stage > 0:
-            assert result is not None
-            self.send(result, (action.stage - 1, False, m))
+        m, forward = action.microbatch, action.kind == "F"
+        if forward and action.stage == self.schedule.stages - 1:
+            return list(results[:1])
+        for which, result in enumerate(results):
+            self.send(result, (action.stage + (1 if forward else -1), forward, m, which))
         return []
 
     # --- what travels along the pipeline
 
-    def needed(self, action: Action) -> Key | None:
-        if action.kind == "F" and action.stage > 0:
-            return action.stage, True, action.microbatch
-        if action.kind in "BI" and action.stage + 1 < self.schedule.stages:
-            return action.stage, False, action.microbatch
-        return None
+    def needed(self, action: Action) -> list[tuple[Key, Shape]]:
+        """What the action needs of another stage."""
+        stage, forward = self.stages[action.stage], action.kind == "F"
+        shapes: Sequence[Shape] = ()
+        if forward:
+            shapes = stage.incoming
+        elif action.kind in "BI":
+            shapes = [shape for shape in stage.outgoing if has_gradient(shape)]
+        return [
+            ((action.stage, forward, action.microbatch, which), shape)
+            for which, shape in enumerate(shapes)
+        ]
 
     def ask(self, action: Action) -> None:
-        key = self.needed(action)
-        if key is None or key in self.asked:
-            return
-        source = self.source(key)
-        if source == self.links.rank:
-            return
-        stage = self.stages[action.stage]
-        buffer = blank(stage.incoming if key[1] else stage.outgoing).detach()
-        what = f"{_named(key)} from rank {source}"
-        self.asked[key] = self.post(dist.irecv, buffer, self.tag(key), source, what), buffer
+        for key, shape in self.needed(action):
+            source = self.source(key)
+            if key in self.asked or source == self.links.rank:
+                continue
+            buffer = blank(shape).detach()
+            what = f"{_named(key)} from rank {source}"
+            self.asked[key] = self.post(dist.irecv, buffer, self.tag(key), source, what), buffer
 
-    def receive(self, action: Action) -> Tensor:
-        key = self.needed(action)
-        assert key is not None
-        if key in self.here:
-            return self.here.pop(key)
-        work, buffer = self.asked.pop(key)
-        self.wait(work, f"{_named(key)} from rank {self.source(key)}")
-        return buffer
+    def receive(self, action: Action) -> tuple[Tensor, ...]:
+        found = []
+        for key, _ in self.needed(action):
+            if key in self.here:
+                found.append(self.here.pop(key))
+            else:
+                work, buffer = self.asked.pop(key)
+                self.wait(work, f"{_named(key)} from rank {self.source(key)}")
+                found.append(buffer)
+        return tuple(found)
 
     def send(self, result: Tensor, key: Key) -> None:
         target = self.schedule.rank_of[key[0]]
@@ -319,7 +323,9 @@ class Run:
         return self.schedule.rank_of[key[0] + (-1 if key[1] else 1)]
 
     def tag(self, key: Key) -> int:
-        return (key[0] * self.schedule.microbatches + key[2]) * 2 + key[1]
+        stage, forward, microbatch, which = key
+        number = (stage * self.schedule.microbatches + microbatch) * 2 + forward
+        return number * self.links.width + which
 
     # --- gradients that several ranks add up
 
@@ -362,7 +368,8 @@ class Run:
             return
         ranks = {stage: self.schedule.rank_of[stage] for stage in names}
         gradients = {stage: _gradient(self.modules[stage], names[stage]) for stage in mine}
-        first = 2 * self.schedule.stages * (self.schedule.microbatches + which)  # of the tags
+        first = 2 * self.schedule.stages * (self.schedule.microbatches + which)
+        first *= self.links.width  # of the tags, behind those of what travels
         coming = []
         for stage in sorted(set(names) - set(mine)):
             what = f"the gradient of {names[stage]} of stage {stage}, tied to {names[mine[0]]}"
@@ -408,17 +415,21 @@ class Run:
             ) from error
 
 
-def blank(shape: Shape | None) -> Tensor:
-    """A tensor of that shape, which gets a gradient."""
-    if shape is None:
-        raise InvalidSchedule("a stage at the end of the pipeline has nothing to receive")
-    return torch.zeros(shape[0], dtype=shape[1]).requires_grad_()
+def has_gradient(shape: Shape) -> bool:
+    return shape[2]
+
+
+def blank(shape: Shape) -> Tensor:
+    """A tensor of that shape, which gets a gradient if such tensors do."""
+    sizes, dtype, gradient = shape
+    return torch.zeros(sizes, dtype=dtype).requires_grad_(gradient)
 
 
 def _named(key: Key) -> str:
-    stage, activation, microbatch = key
+    stage, activation, microbatch, which = key
     what = "the input" if activation else "the gradient"
-    return f"{what} of stage {stage}, microbatch {microbatch}"
+    ordinal = f" {which}" if which else ""
+    return f"{what}{ordinal} of stage {stage}, microbatch {microbatch}"
 
 
 def _gradient(module: nn.Module, name: str) -> Tensor:

@@ -30,6 +30,8 @@ from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 
 _Args = tuple[Any, ...]
+Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
+Shapes = tuple[Shape, ...]
 
 
 class TrainStep:
@@ -164,7 +166,8 @@ class _Program:
                     self.merged.run(shared, state, states[i - 1])
                 else:
                     self.forward.run(shared, state)
-                results.append(self.inputs.results(state))
+                returned = self.inputs.results(state)
+                results.append(returned[0] if len(returned) == 1 else returned)
                 if self.merged is None or i == len(states) - 1:
                     self.backward.run(shared, state)
             for args, state in zip(each, states, strict=True):
@@ -182,6 +185,7 @@ class Inputs:
     tangents: dict[str, Tensor]
     updates: dict[str, Tensor]  # result -> the buffer that it is the new value of
     returned: list[str]
+    shapes: Shapes = ()  # of what is returned
 
     @staticmethod
     def of(captured: Captured, module: nn.Module, ends: bool = True) -> Inputs:
@@ -190,6 +194,7 @@ class Inputs:
         tensors = dict(module.named_parameters(remove_duplicate=False))
         tensors |= dict(module.named_buffers(remove_duplicate=False))
         found = Inputs([], {}, {}, {}, {}, [])
+        with_gradient = set()
         for node in captured.joint.graph.find_nodes(op="placeholder"):
             desc = node.meta.get("desc")
             if isinstance(desc, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)):
@@ -198,6 +203,7 @@ class Inputs:
                 found.arguments[node.name] = desc.idx
             elif isinstance(desc, descriptors.TangentAOTInput):
                 val = node.meta["val"]
+                with_gradient.add(getattr(desc.output, "idx", None))
                 found.tangents[node.name] = torch.ones(
                     val.shape, dtype=val.dtype, device=val.device
                 )
@@ -206,16 +212,21 @@ class Inputs:
             if not isinstance(desc, descriptors.TangentAOTInput):
                 found.order.append(node.name)
         shapes = [tuple(tangent.shape) for tangent in found.tangents.values()]
-        if len(shapes) != 1 or (ends and shapes[0] not in ((), (1,))):
-            what = "number, the loss" if ends else "tensor"
+        if ends and (len(shapes) != 1 or shapes[0] not in ((), (1,))):
             raise CaptureError(
                 f"the model returns {len(shapes)} results that require a gradient, of shapes "
-                f"{shapes}; expected one {what}: detach the others"
+                f"{shapes}; expected one number, the loss: detach the others"
             )
+        if not shapes:
+            raise CaptureError("nothing that the model returns requires a gradient")
         output = captured.joint.graph.find_nodes(op="output")[0]
         for i, desc in enumerate(output.meta["desc"][: captured.num_fwd_outputs]):
             if isinstance(desc, descriptors.PlainAOTOutput):
                 found.returned.append(f"result{i}")
+                val = getattr(output.args[0][i], "meta", {}).get("val")
+                if isinstance(val, Tensor):
+                    shape = tuple(val.shape), val.dtype, desc.idx in with_gradient
+                    found.shapes = (*found.shapes, shape)
             elif isinstance(desc, descriptors.InputMutationAOTOutput) and isinstance(
                 desc.mutated_input, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)
             ):
@@ -224,16 +235,13 @@ class Inputs:
                 raise CaptureError(f"the model gives {desc}, expected plain tensors")
         return found
 
-    @property
-    def first(self) -> str:
-        """The input that is the first argument."""
-        return next(name for name, place in self.arguments.items() if place == 0)
+    def argument(self, place: int) -> str:
+        """The input that is the argument at this place."""
+        return next(name for name, at in self.arguments.items() if at == place)
 
-    def result_shape(self) -> str:
-        """Of what the module gives: its sizes and dtype, as text."""
-        (tangent,) = self.tangents.values()
-        sizes = "".join(f"{size} " for size in tangent.shape)
-        return sizes + str(tangent.dtype).removeprefix("torch.")
+    def gradient_of(self, place: int) -> str:
+        """What the gradient of the argument at this place is called in a state."""
+        return f"gradient{self.order.index(self.argument(place))}"
 
     def primals(self, args: _Args) -> list[Any]:
         known = {**self.parameters, **self.state(args)}
@@ -253,12 +261,11 @@ class Inputs:
             if (gradient := state.pop(f"gradient{i}", None)) is not None:
                 accumulate((flat[self.arguments[name]],), gradient)
 
-    def results(self, state: dict[str, Any]) -> Any:
+    def results(self, state: dict[str, Any]) -> tuple[Any, ...]:
         """What the model returned, and its buffers brought up to date."""
         for name, buffer in self.updates.items():
             buffer.copy_(state.pop(name))
-        returned = [state.pop(name) for name in self.returned]
-        return returned[0] if len(returned) == 1 else tuple(returned)
+        return tuple(state.pop(name) for name in self.returned)
 
 
 def _tuples(microbatches: Sequence[Any]) -> list[_Args]:

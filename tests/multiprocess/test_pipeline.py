@@ -396,6 +396,71 @@ def test_stages_of_odd_strides_and_tied_weights_that_add_up(name: str, stages: i
     assert "another autocast" in first[2]
 
 
+class Several(nn.Module):
+    """A stage that hands on several tensors: some get a gradient, one is only passed through, one
+    is there twice, and one nobody reads."""
+
+    def __init__(self, number: int, last: int) -> None:
+        super().__init__()
+        torch.manual_seed(90 + number)
+        self.embed = nn.Embedding(12, WIDTH) if number == 0 else None
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 12) if number == last else None
+
+    def forward(self, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        if self.embed is not None:
+            mask, x = x % 3 != 0, self.embed(x)
+            more = mask, x.square().mean().reshape(1), x[:, :1] * 2
+        mask, extra, unread = more[:3]
+        x = torch.tanh(self.inner(x)) * mask[..., None]
+        extra = extra + x.square().mean()
+        return (x, mask, extra, unread, extra) if self.head is None else (self.head(x), extra)
+
+
+def several_loss(found: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    logits, extra = found
+    return loss(logits, targets) + 0.1 * extra.sum()
+
+
+def with_several(rank: int, ranks: int, names: list[str]) -> list[str]:
+    dist.init_process_group("gloo")
+    wrong = []
+    given, targets = batches(5)
+    for name in names:
+        schedule = make_schedule(name, ranks, 5)
+        last = schedule.stages - 1
+        mine = {s: Several(s, last) for s, owner in schedule.rank_of.items() if owner == rank}
+        twins = [Several(s, last) for s in range(last + 1)]
+        pipeline = Pipeline(
+            mine, schedule, 5, several_loss if last in mine else None, profile="estimate",
+            memory_budget="1GB",
+        )  # fmt: skip
+        found, expected = pipeline(given, targets), []
+        for x, target in zip(given, targets, strict=True):
+            handed: tuple[Tensor, ...] = (x,)
+            for twin in twins:
+                handed = twin(*handed)
+            expected.append(several_loss(handed, target))
+            expected[-1].backward()
+        if last in mine and not all(map(torch.equal, found, expected)):
+            wrong.append(f"{name}: losses")
+        for s, module in mine.items():
+            pairs = zip(module.named_parameters(), twins[s].parameters(), strict=True)
+            wrong += [f"{name}: stage {s} {n}" for (n, a), b in pairs if not same(a, b)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong
+
+
+def same(ours: nn.Parameter, theirs: nn.Parameter) -> bool:
+    return torch.equal(ours.grad, theirs.grad)
+
+
+def test_stages_hand_on_several_tensors() -> None:
+    names = ["1f1b", "zero-bubble-v", "merged"]
+    assert run_ranks(with_several, 2, names, timeout_s=120) == [[], []]
+
+
 def unlike_rows(rank: int, ranks: int) -> list[str]:
     """Two replicas of a V of two ranks whose rows differ."""
     dist.init_process_group("gloo")
