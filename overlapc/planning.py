@@ -7,9 +7,11 @@ trace is the same, receives the plan's text, and judges it for itself.
 from __future__ import annotations
 
 import json
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from overlapc.check import check
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from overlapc.passes.capture import Captured
     from overlapc.runtime.exchange import Exchange
 
+_CHOICES = 9  # of plans for all stages that are tried one by one
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -129,7 +132,31 @@ class StageFigures:
 
 
 def plan_rows(
-    schedule: Schedule, figures: Sequence[StageFigures], place: bool = True
+    schedule: Schedule, figures: Sequence[Sequence[StageFigures]], place: bool = True
+) -> tuple[tuple[int, ...], Schedule, PipelineTimeline]:
+    """Of each stage's plans, of which each leaves more room than the one before, those with which
+    the step is fastest: which they are, their rows, and what all ranks are predicted to do."""
+    best: tuple[tuple[int, ...], Schedule, PipelineTimeline] | None = None
+    for chosen in _choices([len(plans) for plans in figures]):
+        each = [plans[which] for plans, which in zip(figures, chosen, strict=True)]
+        rows, timeline = _placed(schedule, each, place)
+        if best is None or timeline.step_ns < best[2].step_ns:
+            best = chosen, rows, timeline
+    assert best is not None
+    return best
+
+
+def _choices(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All of them where these are few, else all stages alike."""
+    if math.prod(counts) <= _CHOICES:
+        yield from product(*map(range, counts))
+        return
+    for which in range(max(counts)):
+        yield tuple(min(which, count - 1) for count in counts)
+
+
+def _placed(
+    schedule: Schedule, figures: Sequence[StageFigures], place: bool
 ) -> tuple[Schedule, PipelineTimeline]:
     """The rows with recompute and weight gradients in their places, and what all ranks are
     predicted to do. A rank may hold what its stages' budgets allow, or what it holds anyway.
@@ -257,17 +284,20 @@ def plan_step(
     *,
     lag: int = 1,
     in_flight: int = 1,
+    further: int = 0,
     beside_bytes: int = 0,
     gradients: Sequence[str],
     add_ns_per_kib: float = 0.0,
     primals: Sequence[Any] | None = None,
     exchange: Exchange | None = None,
-) -> tuple[Captured, StepReport]:
+) -> tuple[Captured, list[StepReport]]:
     """Plan a step that adds up the `gradients` of several microbatches of one captured graph.
 
     `add_ns_per_kib` is what adding takes. The budget is one for the whole step, in which
     `in_flight` microbatches are held at a time, and `beside_bytes` of other things. A forward is
-    merged with the backward `lag` microbatches before it; 0: with none.
+    merged with the backward `lag` microbatches before it; 0: with none. Behind the report come
+    those of up to `further` more microbatches held in the same budget, where that asks for another
+    plan and has one.
     """
     captured, profiles, profile = _agreed(
         captured, options, primals, exchange, f"{microbatches} microbatches {lag} {in_flight} "
@@ -282,9 +312,13 @@ def plan_step(
     budget = parse_budget(options.memory_budget, eager.peak_bytes, problem.resident_bytes)
     problem = replace(problem, budget_bytes=budget)
 
+    roomier = [replace(problem, in_flight=in_flight + more) for more in range(1, further + 1)]
+
     def decide() -> tuple[Plan, ...]:
         alone = _solve(problem, options.solver, ())
-        if not lag or options.solver in FIELD:
+        if not lag:
+            return (alone, *_others(alone, roomier, options.solver))
+        if options.solver in FIELD:
             return (alone,)
         lone, merged = solve_step(problem, alone, microbatches, lag)
         return (lone,) if merged is None else (lone, merged)
@@ -293,10 +327,25 @@ def plan_step(
     costs = [accumulate(replace(plain, profile=p), gradients, add_ns_per_kib) for p in profiles]
     ranks = [found.profile for found in costs]
     lone = _judged("one microbatch", problem, plans[0], ranks)
+    if not lag:
+        others = [_judged("one microbatch", problem, plan, ranks) for plan in plans[1:]]
+        return captured, [StepReport(microbatches, each, None, lag) for each in (lone, *others)]
     merged = None
     if plans[1:]:
         merged = _judged("merged", merge(problem, lag), plans[1], ranks)
-    return captured, StepReport(microbatches, lone, merged, lag)
+    return captured, [StepReport(microbatches, lone, merged, lag)]
+
+
+def _others(plan: Plan, problems: Sequence[Problem], solver: str) -> Iterator[Plan]:
+    """Plans for problems that each leave less room than the one before, where that of the one
+    before does not fit."""
+    for problem in problems:
+        if simulate(problem, plan).peak_bytes > (problem.budget_bytes or 0):
+            try:
+                plan = _solve(problem, solver, ())
+            except Infeasible:
+                return
+            yield plan
 
 
 def _judged(

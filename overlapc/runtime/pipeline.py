@@ -50,6 +50,7 @@ from overlapc.schedule import Schedule, format_schedule
 from overlapc.stages import stage_cost
 
 _PINGS = 5
+_FURTHER = 2  # microbatches in flight for which stages are planned, too
 Budget = int | float | str | None
 
 
@@ -222,45 +223,44 @@ class Pipeline:
         self._links.width = max(map(len, shapes.values()))
         sent_ns = {stage: self._sent_ns(stage, shapes[stage]) for stage in range(last)}
         figures: dict[int, Any] = {}
-        reports: dict[int, StepReport] = {}
-        stages: dict[int, Stage] = {}
+        planned: dict[int, tuple[Captured, list[StepReport]]] = {}
         for stage, (captured, places, given) in found.items():
             with busy("planning its stages"):
                 held = self._beside(stage, shapes)
                 try:
-                    captured, report = self._planned(stage, captured, places, given, held)
+                    planned[stage] = self._planned(stage, captured, places, given, held)
                 except Infeasible as error:  # the others must know
-                    figures[stage] = [error.budget_bytes, error.smallest_bytes]
+                    figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
                     continue
-                parts = cut(captured, report.lone.plan)
-                merged = parts.merged(report.merged.plan) if report.merged is not None else None
-                reports[stage] = report
-                incoming = () if stage == 0 else shapes[stage - 1]
-                outgoing = () if stage == last else shapes[stage]
-                stages[stage] = Stage(
-                    places, parts.forward, parts.backward, parts.pieces(), merged, incoming,
-                    outgoing,
-                )  # fmt: skip
                 sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
-                received = [places.argument(i) for i in range(len(incoming))]
+                received = [places.argument(i) for i in range(len(shapes.get(stage - 1, ())))]
                 received += places.tangents if stage < last else ()
-                cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
-                figures[stage] = asdict(StageFigures.of(cost, report, held))
+                figures[stage] = []
+                for report in planned[stage][1]:
+                    cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
+                    figures[stage].append(asdict(StageFigures.of(cost, report, held)))
         with Exchange(ranks, timeout_s) as exchange:
             told = json.dumps(figures).encode()
             of_ranks = map(json.loads, exchange.gather("what stages take", told))
             of_stages = {int(s): figure for rank in of_ranks for s, figure in rank.items()}
             every = []
             for stage, figure in sorted(of_stages.items()):
-                if isinstance(figure, list):
-                    raise Infeasible(figure[0], figure[1], f"stage {stage}")
-                every.append(StageFigures.parse(figure))
+                if isinstance(figure, dict):
+                    raise Infeasible(figure["budget"], figure["least"], f"stage {stage}")
+                every.append([StageFigures.parse(each) for each in figure])
             with busy("placing rows"):
-                rows, timeline = plan_rows(schedule, every, self._place)
+                chosen, rows, timeline = plan_rows(schedule, every, self._place)
             exchange.agree("the rows", format_schedule(rows), "report this as a bug")
+        for stage, (captured, reports) in planned.items():
+            report = self.reports[stage] = reports[chosen[stage]]
+            parts = cut(captured, report.lone.plan)
+            merged = parts.merged(report.merged.plan) if report.merged is not None else None
+            self._stages[stage] = Stage(
+                found[stage][1], parts.forward, parts.backward, parts.pieces(), merged,
+                () if stage == 0 else shapes[stage - 1], () if stage == last else shapes[stage],
+            )  # fmt: skip
         self.schedule, self.timeline = rows, timeline
-        self.costs = tuple(figure.cost for figure in every)
-        self.reports, self._stages = reports, stages
+        self.costs = tuple(of[which].cost for of, which in zip(every, chosen, strict=True))
         self._links.step_s = timeline.step_ns / 1e9
 
     def _beside(self, stage: int, shapes: Mapping[int, Shapes]) -> int:
@@ -279,8 +279,11 @@ class Pipeline:
         places: Inputs,
         given: tuple[Any, ...],
         beside_bytes: int,
-    ) -> tuple[Captured, StepReport]:
-        lag = self.schedule.lag(stage)
+    ) -> tuple[Captured, list[StepReport]]:
+        """With as many microbatches in flight as the schedule has, and with a few more: recompute
+        makes room for rows that stand still less."""
+        lag, held = self.schedule.lag(stage), self.schedule.in_flight(stage)
+        further = min(_FURTHER, self.schedule.microbatches - held) if self._place else 0
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
             return plan_step(
                 captured,
@@ -290,7 +293,8 @@ class Pipeline:
                 gradients=list(parameter_gradients(captured)),
                 add_ns_per_kib=adding(self.modules[stage]),
                 primals=places.primals(given),
-                in_flight=lag or self.schedule.in_flight(stage),
+                in_flight=lag or held,
+                further=0 if lag else further,
                 beside_bytes=beside_bytes,
                 exchange=joined,
             )

@@ -111,7 +111,7 @@ class TrainStep:
                 inputs = Inputs.of(captured, self._whole)
             with exchange_for(captured.trace.lanes, self._options.timeout_s) as exchange:
                 primals = inputs.primals(each[0])
-                captured, report = plan_step(
+                captured, (report,) = plan_step(
                     captured,
                     self._options,
                     len(each),
