@@ -10,6 +10,7 @@ import pytest
 
 from overlapc.errors import InvalidSchedule
 from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.planning import StageFigures, plan_rows
 from overlapc.schedule import Action, Schedule, check_schedule, steps_of
 from overlapc.solvers.rows import joined, placed
 from overlapc.solvers.schedules import SCHEDULES, make_schedule
@@ -128,3 +129,18 @@ def test_against_every_arrangement(seeds):
         behind.append(ours / best - 1)
     assert sum(found == 0 for found in behind) >= 0.65 * len(behind), behind
     assert max(behind) < 0.35, behind
+
+
+def test_recompute_makes_room_for_rows_that_stand_still_less():
+    every = StageCost(100, 100, 100, saved=100, for_weights=50, sent_ns=60)
+    less = StageCost(
+        100, 100, 100, recompute_ns=10, saved=60, for_weights=50, remade=40, sent_ns=60
+    )
+    plans = [[StageFigures(cost, 0, 230) for cost in (every, less)]] * 2
+    schedule = make_schedule("1f1b", 2, 6)
+    _, _, alone = plan_rows(schedule, [plans[0][:1]] * 2)
+    chosen, rows, timeline = plan_rows(schedule, plans)
+    assert 1 in chosen
+    assert timeline.step_ns < alone.step_ns
+    assert max(timeline.peak_bytes) <= 230
+    check_schedule(rows)
