@@ -12,6 +12,8 @@ r"""The text of plans, profiles, traces and problems: what users read, ranks exc
     trace    = digest, inputs, outputs, ops, values
     problem  = budget_bytes resident_bytes in_flight phases lag?, trace, profile
 
+`in_flight` may be a fraction in lowest terms, `10/3`.
+
 `parse_x(format_x(x)) == x` for whatever holds valid Unicode and numbers from 0 to 10^18 - 1.
 The parsers raise FileError and nothing else. Fields come in the order above; to change them is
 to raise VERSION. Texts are ASCII, and the checksum covers every byte above its line.
