@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -273,7 +273,7 @@ def _fitting(
 ) -> Iterator[Choice]:
     """The period's choices that just fit, and if `thorough` those with more room left."""
     for again in shares if thorough else shares[:1]:
-        program = partial(policy, problem, period, totals, again=again)
+        program = cache(partial(policy, problem, period, totals, again=again))
         room = _least_room(problem, period, needs, program, budget)
         if room is None:
             continue
