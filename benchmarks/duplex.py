@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlapc.emulate.group import EmulatedGroup, register
+from overlapc.emulate.group import EmulatedGroup, EmulatedWork, register
 from overlapc.emulate.link import gloo_call, in_order_gloo
 from overlapc.emulate.model import Link
 
@@ -52,12 +52,12 @@ class DuplexGroup(EmulatedGroup):
         self._gloo.shutdown()
 
 
-class _Transfers(dist.Work):
+class _Transfers(EmulatedWork):
     """Several sends and receives, of which gloo lets each be waited for once."""
 
     def __init__(self, works: list[dist.Work], result: torch.Tensor) -> None:
-        super().__init__()
-        self._works, self._result = works, result
+        super().__init__(result)
+        self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         while self._works:
@@ -66,15 +66,6 @@ class _Transfers(dist.Work):
 
     def is_completed(self) -> bool:
         return not self._works
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._result
 
 
 def init_duplex() -> None:

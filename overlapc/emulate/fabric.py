@@ -15,7 +15,6 @@ not slow each other down.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -27,7 +26,13 @@ import torch
 import torch.distributed as dist
 
 from overlapc.emulate import values
-from overlapc.emulate.group import EmulatedGroup, register, settings_of_world, sleep_until
+from overlapc.emulate.group import (
+    EmulatedGroup,
+    EmulatedWork,
+    register,
+    settings_of_world,
+    sleep_until,
+)
 from overlapc.emulate.model import Link
 from overlapc.errors import OptionError
 
@@ -108,13 +113,12 @@ class FabricGroup(EmulatedGroup):
         return self._gpu_lanes[lane, device]
 
 
-class _Timed(dist.Work):
+class _Timed(EmulatedWork):
     """A transfer on CPU: its values are ready, its time has yet to pass."""
 
     def __init__(self, end_ns: int, result: Any, settle: _Settle | None) -> None:
-        super().__init__()
+        super().__init__(result)
         self._end_ns = end_ns
-        self._result = result
         self._settle = settle
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -125,26 +129,6 @@ class _Timed(dist.Work):
 
     def is_completed(self) -> bool:
         return time.monotonic_ns() >= self._end_ns
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """For DistributedDataParallel's hooks: a thread waits and then sets the result."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def finish() -> None:
-            self.wait()
-            future.set_result(self._result)
-
-        threading.Thread(target=finish, daemon=True).start()
-        return future
 
 
 class _OnStream(dist.Work):

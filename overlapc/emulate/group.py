@@ -13,6 +13,7 @@ Every operation comes down to one call, which a subclass defines:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,6 +46,38 @@ def size_bytes(tensors: torch.Tensor | Iterable[Any]) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(size_bytes(t) for t in tensors)
+
+
+class EmulatedWork(dist.Work):
+    """One operation in flight, whose `wait` and `is_completed` a subclass defines."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """For DistributedDataParallel's hooks: a thread waits and then sets the result."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def finish() -> None:
+            try:
+                self.wait()
+            except RuntimeError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self._result)
+
+        threading.Thread(target=finish, daemon=True).start()
+        return future
 
 
 class EmulatedGroup(dist.ProcessGroup):

@@ -33,7 +33,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlapc.emulate.group import EmulatedGroup, register, settings_of_world, sleep_until
+from overlapc.emulate.group import (
+    EmulatedGroup,
+    EmulatedWork,
+    register,
+    settings_of_world,
+    sleep_until,
+)
 from overlapc.emulate.model import Link
 from overlapc.errors import RankError
 
@@ -203,15 +209,14 @@ class _Lane:
         return transfer.end_ns
 
 
-class _Work(dist.Work):
+class _Work(EmulatedWork):
     """One operation in flight. `wait` may be called often and from any thread."""
 
     def __init__(self, work: dist.Work, transfer: _Transfer, lane: _Lane, result: Any) -> None:
-        super().__init__()
+        super().__init__(result)
         self._work = work
         self._transfer = transfer
         self._lane = lane
-        self._result = result
         self._lock = threading.Lock()
         self._delivered = False
 
@@ -236,30 +241,6 @@ class _Work(dist.Work):
             return False
         end_ns = self._lane.end_of(self._transfer, block=False)
         return end_ns is not None and time.monotonic_ns() >= end_ns
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """For DistributedDataParallel's hooks: a thread waits and then sets the result."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def finish() -> None:
-            try:
-                self.wait()
-            except RuntimeError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._result)
-
-        threading.Thread(target=finish, daemon=True).start()
-        return future
 
 
 # Under torch < 2.13 the wrapped group knows these by their older names.
