@@ -382,13 +382,13 @@ class _Sends(nn.Module):
                     f"result {i} is a {type(result).__name__}, expected a tensor, or a tuple of "
                     "tensors in all"
                 )
-        # What only passes through, or is given twice, is a tensor of its own behind the stage.
-        return tuple(
-            result.clone()
-            if any(result is other for other in (*args, *several[:i]))
-            else result.contiguous()
-            for i, result in enumerate(several)
-        )
+        if not several:
+            raise CaptureError("an empty tuple is returned, expected a tensor or several")
+        # Behind the stage each is a tensor of its own: results may be views of one another, be
+        # given twice, or only pass through.
+        first, *more = several
+        first = first.clone() if any(first is arg for arg in args) else first.contiguous()
+        return first, *(each.clone(memory_format=torch.contiguous_format) for each in more)
 
 
 class _WithLoss(nn.Module):

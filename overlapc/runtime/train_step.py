@@ -233,6 +233,8 @@ class Inputs:
                 found.updates[f"result{i}"] = tensors[desc.mutated_input.target]
             else:
                 raise CaptureError(f"the model gives {desc}, expected plain tensors")
+        if sum(gradient for *_, gradient in found.shapes) != len(found.tangents):
+            raise CaptureError("results are views of one another: expected tensors of their own")
         return found
 
     def argument(self, place: int) -> str:

@@ -398,7 +398,7 @@ def test_stages_of_odd_strides_and_tied_weights_that_add_up(name: str, stages: i
 
 class Several(nn.Module):
     """A stage that hands on several tensors: some get a gradient, one is only passed through, one
-    is there twice, and one nobody reads."""
+    is there twice, one is a view of another, and one nobody reads."""
 
     def __init__(self, number: int, last: int) -> None:
         super().__init__()
@@ -412,9 +412,13 @@ class Several(nn.Module):
             mask, x = x % 3 != 0, self.embed(x)
             more = mask, x.square().mean().reshape(1), x[:, :1] * 2
         mask, extra, unread = more[:3]
+        if len(more) > 3:  # by another stage
+            extra = extra + more[4].cos().mean()
         x = torch.tanh(self.inner(x)) * mask[..., None]
         extra = extra + x.square().mean()
-        return (x, mask, extra, unread, extra) if self.head is None else (self.head(x), extra)
+        return (
+            (x, mask, extra, unread, extra, x[:1]) if self.head is None else (self.head(x), extra)
+        )
 
 
 def several_loss(found: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
