@@ -133,9 +133,7 @@ class Pipeline:
         self.modules = dict(stages)
         self.reports: dict[int, StepReport] = {}
         self.timeline: PipelineTimeline | None = None  # as predicted, of all ranks
-        self.costs: tuple[
-            StageCost, ...
-        ] = ()  # what a microbatch takes on each stage, of all ranks
+        self.costs: tuple[StageCost, ...] = ()  # of one microbatch, by stage
         self._loss = loss
         self._place = place
         self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
