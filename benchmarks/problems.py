@@ -130,7 +130,7 @@ def captured(stage: Stage) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import overlapc
+    from overlapc.passes.capture import capture
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -140,7 +140,7 @@ def captured(stage: Stage) -> Any:
         model = _moe(stage) if stage.model in MOE_SHAPES else _gpt(stage)
         width = (MOE_SHAPES.get(stage.model) or GPT_SHAPES[stage.model])[0]
         x = torch.zeros(stage.batch, stage.seq, width, requires_grad=True)
-        return overlapc.capture(model, x)
+        return capture(model, x)
 
 
 @functools.lru_cache(maxsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
 
-from overlapc.errors import OptionError, OverlapcError
+from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.files import StrPath, load_plan
 from overlapc.ir import Plan
-from overlapc.passes.capture import Captured, capture
+from overlapc.passes import capture as direct
+from overlapc.passes import joint
+from overlapc.passes.capture import Captured
 from overlapc.passes.rewrite import rewrite
 from overlapc.planning import Options, Report, check_solver, plan_captured
 from overlapc.runtime.backend import Backend
@@ -71,6 +74,25 @@ def optimize(
         plan = load_plan(plan)
     options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s, cache)
     return _twin(model, options, dynamic)
+
+
+def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
+    """The joint graph of one training step of `model`, without running it: the graph that
+    `optimize` plans. Real and fake tensors, real and fake process groups.
+
+    `model(*args)` must give tensors, at least one of which requires a gradient.
+    """
+    try:
+        return joint.capture(model, *args, **kwargs).captured
+    except CaptureError as error:
+        captured = direct.capture(model, *args, **kwargs)
+        warnings.warn(
+            f"overlapc captured without Dynamo, which cannot make one graph: {error}; a plan of "
+            "this graph is none for overlapc.optimize",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return captured
 
 
 def plan(

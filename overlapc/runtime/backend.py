@@ -21,6 +21,7 @@ from torch._inductor import config as inductor_config
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.flags import log
 from overlapc.passes.capture import Captured, trace_joint
+from overlapc.passes.joint import inner_places
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.planning import Options, Report, plan_captured
@@ -101,7 +102,7 @@ class Partition:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         backend = self.backend
         static = tuple(static_lifetime_input_indices or ())
-        captured = trace_joint(joint, num_fwd_outputs, static)
+        captured = trace_joint(joint, num_fwd_outputs, inner_places(joint, static))
         name = f"graph {len(backend.reports)}"
         budgets = SWEEP if backend.options.solver == "torch" else GLANCE
         with exchange_for(captured.trace.lanes, backend.options.timeout_s) as exchange:

@@ -1,0 +1,372 @@
+"""From a Python function to joint graphs, through Dynamo: `Traced`.
+
+Dynamo traces the function as one graph. At every call it checks what the trace depends on, traces
+anew where that has changed, and repeats the function's side effects in Python. AOTAutograd makes
+the joint graph, and sees to mutated inputs, aliases and tensor subclasses around what runs in its
+place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._functorch._aot_autograd import descriptors
+from torch._inductor import config as inductor_config
+
+from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.passes.capture import Captured, trace_joint
+
+RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
+Run = Callable[[dict[str, Any]], Sequence[Any]]
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A tensor that gets a gradient. What a graph gives for it is a part of the gradient where
+    that is a tensor subclass: `whole` makes it."""
+
+    tensor: Tensor
+    whole: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Which argument of Dynamo's graph gets a gradient. `meta` and the names of the inputs that
+    are the other parts of the gradient are there for tensor subclasses."""
+
+    place: int
+    meta: Any = None
+    parts: tuple[str, ...] = ()
+
+    def owner(self, flat: Sequence[Any], state: dict[str, Any]) -> Owner:
+        if self.meta is None:
+            return Owner(flat[self.place])
+        parts = [state.get(name) for name in self.parts]
+        meta = replace(self.meta, flat_tensor_start_idx=0)
+
+        def whole(gradient: Tensor) -> Tensor:
+            inner = [gradient if part is None else part for part in parts]
+            made: Tensor = meta.creation_fn(inner, is_runtime=True)
+            return made
+
+        return Owner(flat[self.place], whole)
+
+
+@dataclass
+class Joint:
+    """A joint graph, and what its inputs and results are, by the names of their nodes."""
+
+    captured: Captured
+    inputs: tuple[str, ...]
+    places: tuple[int, ...]  # of each input, among the arguments of Dynamo's graph
+    leaves: dict[str, Leaf]  # input -> what gets its gradient
+    tangents: dict[str, Any]  # name -> descriptor
+    results: dict[str, Any]  # `result0` -> descriptor
+    marks: tuple[int | None, ...]  # what `mark` said of each result of Dynamo's graph
+    arguments: Sequence[Any] = ()  # of Dynamo's graph; only while it is adopted
+
+    def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
+        """What the parts of the graph take, of one call."""
+        state = dict(zip(self.inputs, inner, strict=True))
+        owners = {owner_of(name): leaf.owner(flat, state) for name, leaf in self.leaves.items()}
+        return state | owners
+
+
+def owner_of(name: str) -> str:
+    """What the owner of an input's gradient is called in a state."""
+    return f"owner_of_{name}"
+
+
+class Stop(Exception):
+    """Raised by what adopts a graph, or runs in its place, to go no further than that."""
+
+
+class Traced:
+    """A function whose graphs are run by what `adopt` returns for each; `ran` tells whether the
+    last call ran one.
+
+    What cannot be one graph is a CaptureError, with reason and place, and has run nothing.
+    """
+
+    def __init__(self, function: Callable[..., Any], adopt: Callable[[Joint], Run]) -> None:
+        self._adopt = adopt
+        self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
+        self.ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = False
+        with torch.enable_grad(), dynamo_config.patch(**_settings()):
+            try:
+                return self._compiled(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                inner = error.inner_exception
+                if isinstance(inner, (OverlapcError, Stop)):
+                    raise inner from None
+                raise CaptureError(f"{type(inner).__name__}: {inner}") from error
+            except TorchDynamoException as error:
+                raise CaptureError(*_reason(error)) from error
+
+    def _begin(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """The backend of `torch.compile`."""
+        run: Run | None = None
+        joint: Joint | None = None
+        flat: Sequence[Any] = ()
+
+        def partition(
+            traced: fx.GraphModule,
+            _inputs: Any,
+            *,
+            num_fwd_outputs: int,
+            static_lifetime_input_indices: Sequence[int] | None = None,
+            **_: Any,
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            nonlocal run, joint
+            static = static_lifetime_input_indices or ()
+            captured = trace_joint(traced, num_fwd_outputs, inner_places(traced, static))
+            joint = _described(captured, _marks(graph), _metas(exported))
+            joint.arguments = arguments
+            run = self._adopt(joint)
+            joint.arguments = ()
+            return _stubs(captured)
+
+        def runs(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+            if run is None:
+                raise OptionError(
+                    "nothing that the model returns requires a gradient; expected a loss of "
+                    "parameters, at least one of which requires one"
+                )
+            boxed._boxed_call = True  # type: ignore[attr-defined]
+            return boxed
+
+        def boxed(inner: list[Any]) -> list[Any]:
+            assert joint is not None
+            assert run is not None
+            state = joint.state(flat, inner)
+            inner.clear()
+            self.ran = True
+            with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+                return list(run(state))
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inductor_config.patch(fallback_random=True))
+            exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
+                stack, graph, tuple(arguments)
+            )
+            call = torch._functorch.aot_autograd.aot_compile_joint_with_descriptors(
+                exported, partition_fn=partition, fw_compiler=runs, bw_compiler=_never
+            )
+
+        def called(*given: Any) -> Any:
+            nonlocal flat
+            flat = given
+            try:
+                return call(*given)
+            finally:
+                flat = ()
+
+        return called
+
+
+def _settings() -> dict[str, Any]:
+    """Dynamo's, so that it guards all it can, and does not fall silent."""
+    return {
+        "capture_scalar_outputs": True,  # sizes that are data do not end the graph
+        "skip_nnmodule_hook_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        "skip_no_tensor_aliasing_guards_on_parameters": False,
+        "allow_unspec_int_on_nn_module": True,  # a counter is no reason to trace at every call
+        "recompile_limit": RECOMPILES,
+        "accumulated_recompile_limit": RECOMPILES,
+    }
+
+
+def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with code of its own: Dynamo keeps graphs, and what it has seen change, by
+    code and its name."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"call{next(_numbers)}")
+    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+def _reason(error: TorchDynamoException) -> tuple[str, str]:
+    """What Dynamo could not trace, and the line of the user's code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    frames = list(getattr(error, "real_stack", None) or ())
+    place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
+    return (lines or [type(error).__name__])[0], place
+
+
+def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """`make(tensor)`, which the joint graph's `marks` know by its number if it is a result."""
+    with torch.fx.traceback.annotate({_MARK: number}):
+        return make(tensor)
+
+
+_MARK = "overlapc_result"
+
+
+def _marks(graph: fx.GraphModule) -> tuple[int | None, ...]:
+    results = graph.graph.find_nodes(op="output")[0].args[0]
+    metas = [getattr(result, "meta", {}) for result in results]
+    return tuple((meta.get("custom") or {}).get(_MARK) for meta in metas)
+
+
+# --------------------------------------------------------------------------- descriptors
+
+
+def inner_places(joint: fx.GraphModule, static: Sequence[int]) -> tuple[int, ...]:
+    """Which inputs of the joint graph are tensors of these arguments of Dynamo's graph: a tensor
+    subclass has several inputs."""
+    known = set(static)
+    found = []
+    for i, node in enumerate(primals(joint)):
+        place = _place(node.meta.get("desc"))
+        if (i if place is None else place) in known and isinstance(node.meta.get("val"), Tensor):
+            found.append(i)
+    return tuple(found)
+
+
+def primals(joint: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
+
+
+def outer(desc: Any) -> Any:
+    """The descriptor of the tensor subclass that the described tensor is a part of."""
+    return outer(desc.base) if type(desc).__name__.startswith("SubclassGetAttr") else desc
+
+
+def _place(desc: Any) -> int | None:
+    whole = outer(desc)
+    return whole.idx if isinstance(whole, descriptors.PlainAOTInput) else None
+
+
+def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequence[Any]) -> Joint:
+    joint = captured.joint
+    inputs = primals(joint)
+    places = []
+    for node in inputs:
+        place = _place(node.meta["desc"])
+        if place is None:
+            raise CaptureError(
+                f"the model takes {node.meta['desc']}, expected tensors that share no memory with "
+                "one another where they are changed"
+            )
+        places.append(place)
+    output = joint.graph.find_nodes(op="output")[0]
+    count = captured.num_fwd_outputs
+    descs = output.meta["desc"]
+    gradients = list(output.args[0][count:])
+    if len(gradients) != len(inputs):
+        raise CaptureError("gradients are other tensor subclasses than what they are of")
+    tangents = {
+        node.name: node.meta["desc"]
+        for node in joint.graph.find_nodes(op="placeholder")
+        if node not in set(inputs)
+    }
+    return Joint(
+        captured,
+        tuple(node.name for node in inputs),
+        tuple(places),
+        _leaves(inputs, gradients, places, metas),
+        tangents,
+        {f"result{i}": descs[i] for i in range(count)},
+        marks,
+    )
+
+
+def _leaves(
+    inputs: Sequence[fx.Node], gradients: Sequence[Any], places: Sequence[int], metas: Sequence[Any]
+) -> dict[str, Leaf]:
+    found = {}
+    for place in dict.fromkeys(places):
+        mine = [i for i, other in enumerate(places) if other == place]
+        made = [i for i in mine if is_gradient(gradients[i])]
+        if not made:
+            continue
+        meta = metas[place] if place < len(metas) else None
+        meta = meta if hasattr(meta, "creation_fn") else None
+        parts = [getattr(gradients[i], "name", "") for i in mine]
+        known = {node.name for node in inputs}
+        others = [part for i, part in zip(mine, parts, strict=True) if i != made[0]]
+        if len(made) > 1 or not known.issuperset(others):
+            raise CaptureError(
+                f"{inputs[made[0]].name} is a tensor subclass of several tensors, expected one"
+            )
+        names = tuple("" if i == made[0] else part for i, part in zip(mine, parts, strict=True))
+        found[inputs[made[0]].name] = Leaf(place, meta, names if meta is not None else ())
+    return found
+
+
+def is_gradient(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def _metas(exported: Any) -> Sequence[Any]:
+    """How gradients that are tensor subclasses are made of their parts."""
+    found = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
+    return () if found is None else found.grad_input_metas or ()
+
+
+# --------------------------------------------------------------------------- in AOTAutograd's place
+
+
+def _stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """For AOTAutograd, which builds what it does around a graph by that graph's ends: a forward
+    that saves nothing, and a backward with no gradients. Neither is ever run."""
+    joint, count = captured.joint, captured.num_fwd_outputs
+    results = joint.graph.find_nodes(op="output")[0]
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    forward, backward = fx.Graph(), fx.Graph()
+    copies = {node: forward.node_copy(node) for node in primals(joint)}
+    ends = []
+    for result in results.args[0][:count]:
+        if isinstance(result, fx.Node) and result not in copies:
+            copies[result] = forward.call_function(_never)
+            copies[result].meta = dict(result.meta)
+        ends.append(copies.get(result, result) if isinstance(result, fx.Node) else result)
+    forward.output(tuple(ends)).meta = dict(results.meta)
+    for node in placeholders:
+        if node not in copies:
+            backward.node_copy(node)
+    backward.output((None,) * (len(results.args[0]) - count))
+    return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
+
+
+def _never(*_: Any) -> Any:
+    """The backward is the owner's own; autograd does not know it."""
+
+    def backward(_given: list[Any]) -> Any:
+        raise OverlapcError(
+            "a result of a TrainStep or Pipeline was differentiated; expected no use but its value"
+        )
+
+    backward._boxed_call = True  # type: ignore[attr-defined]
+    return backward
+
+
+def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
+    """The joint graph of a call, which is not run."""
+    found: list[Joint] = []
+
+    def adopt(joint: Joint) -> Run:
+        found.append(joint)
+        raise Stop
+
+    with contextlib.suppress(Stop):
+        Traced(function, adopt)(*args, **kwargs)
+    if not found:
+        raise CaptureError("torch.compile traced nothing; expected it to be enabled")
+    return found[0]

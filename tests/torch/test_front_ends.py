@@ -1,0 +1,77 @@
+"""A plan of `overlapc.plan` is one for `overlapc.optimize`: both see the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import overlapc
+from examples.moe.model import MoEConfig, MoEGPT
+from tests.torch.exact import Batch, loss_of, randn
+from tests.torch.zoo import KINDS, MLP, tokens
+
+ONE_GRAPH = [kind for kind, it in KINDS.items() if it.graphs == 1 and not it.dynamic]
+QUICK = {"plain", "tied", "batch norm", "gpt on a fabric", "frozen", "input changed in place"}
+
+
+def taken_back(make: Callable[[], nn.Module], batch: Batch, path: Path) -> nn.Module:
+    """A model under the plan that was made for another of its kind."""
+    torch.manual_seed(0)
+    _, report = overlapc.plan(
+        make(), *batch.args, solver="full", memory_budget="40GB", **batch.kwargs
+    )
+    overlapc.save_plan(path, report.plan)
+    twin = overlapc.optimize(make(), plan=path, profile="estimate")
+    loss_of(twin(*batch.args, **batch.kwargs)).backward()
+    assert twin.plan.saved == report.plan.saved
+    return twin
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in ONE_GRAPH],
+)
+def test_a_plan_made_beforehand_is_used(name, tmp_path):
+    with KINDS[name].world():
+        batch = KINDS[name].batches()[0]
+        assert taken_back(KINDS[name].make, batch, tmp_path / "plan.txt").unchanged == []
+
+
+def test_so_it_is_for_experts(tmp_path):
+    config = MoEConfig(layers=1, width=16, heads=2, experts=4, expert_width=16, max_seq=8)
+    batch = Batch((tokens(2, 8, seed=0), tokens(2, 8, seed=1)))
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        taken_back(lambda: MoEGPT(config, dist.group.WORLD), batch, tmp_path / "plan.txt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fake_and_real_tensors_are_one_graph():
+    real = overlapc.capture(MLP(), randn(4, 16)).trace
+    with FakeTensorMode():
+        fake = overlapc.capture(MLP(), torch.zeros(4, 16)).trace
+    meta = overlapc.capture(MLP().to("meta"), torch.zeros(4, 16, device="meta")).trace
+    assert real.digest == fake.digest == meta.digest
+
+
+def test_what_is_not_one_graph_for_dynamo_is_said():
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = MLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            y: Tensor = self.body(x)
+            return y
+
+    with pytest.warns(RuntimeWarning, match="captured without Dynamo.*none for overlapc.optimize"):
+        captured = overlapc.capture(Breaks(), randn(4, 16))
+    assert captured.trace.ops
