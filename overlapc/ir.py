@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -161,10 +161,17 @@ class Trace:
 
     @cached_property
     def digest(self) -> str:
-        """Changes whenever structure, shapes or order of the trace change."""
+        """Changes whenever structure, shapes or order of the trace change.
+
+        Ranks that do the same work share it. So lanes count by their order of first use, since
+        process groups have other names on other ranks, and inputs by name, since a rank may put
+        its own part of something in another place than the others theirs.
+        """
+        lanes = {COMPUTE: COMPUTE} | {name: str(i) for i, name in enumerate(self.lanes)}
         h = hashlib.sha256()
         for op in self.ops:
-            h.update(ascii(op).encode())
+            alike = replace(op, lane=lanes.get(op.lane, op.lane), inputs=tuple(sorted(op.inputs)))
+            h.update(ascii(alike).encode())
         for value in self.values:
             h.update(ascii((value.name, value.storage, value.producer)).encode())
         h.update(ascii((self.inputs, self.outputs)).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.partitioners import _is_tangent, is_sym_node
+from torch.fx.graph import _Namespace
 
 from overlapc.errors import CaptureError
 from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
@@ -101,6 +103,22 @@ def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
     return set(found[:last])
 
 
+def number_ops(joint: fx.GraphModule) -> None:
+    """Name the ops of each kind by their order in the graph: `mm`, `mm_1`, `mm_2`.
+
+    Tracing also numbers what is dropped later. Ranks that keep different parts of one result, such
+    as `split(x)[rank]`, would call the same op by different names.
+    """
+    names = _Namespace()
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            names.create_name(node.name, node)
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            node.name = names.create_name(re.sub(r"(_\d+)+$", "", node.name), node)
+    joint.graph._graph_namespace = names
+
+
 def trace_joint(
     joint: fx.GraphModule,
     num_fwd_outputs: int,
@@ -113,6 +131,7 @@ def trace_joint(
     `static_inputs` are the positions of primals that are parameters or buffers: their gradients
     are weight gradients. `sizes` overrides the storage bytes of values (as measured).
     """
+    number_ops(joint)
     forward = forward_nodes(joint)
     weight = weight_grads(joint, forward, num_fwd_outputs, frozenset(static_inputs))
     ops: list[Op] = []

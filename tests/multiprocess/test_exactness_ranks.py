@@ -107,6 +107,15 @@ class Sequences(nn.Module):
         return self.blocks(x).logsumexp(-1)
 
 
+def gathered_head() -> nn.Module:
+    """A head whose logits every rank gathers: in the backward each goes on with its own part."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"norm": ColwiseParallel(output_layouts=Replicate())}
+    model = Blocks()
+    model.norm = nn.Linear(32, 48)  # type: ignore[assignment]
+    return parallelize_module(model, mesh, plan)
+
+
 def moe() -> nn.Module:
     config = MoEConfig(
         vocab=32, layers=2, width=32, heads=4, experts=4, expert_width=32, max_seq=16, dropout=0.1
@@ -137,6 +146,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Batch]]]] = {
     "gpt_dtensor": (gpt_dtensor, same_batches),
     "sequence_parallel": (sequence_parallel, only_tokens),
     "shared sequences": (Sequences, only_tokens),
+    "gathered head": (gathered_head, only_tokens),
     "moe": (moe, own_batches),
 }
 
