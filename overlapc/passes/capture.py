@@ -59,6 +59,13 @@ def is_random(node: fx.Node) -> bool:
     return seeded or any(is_random(inner) for inner in _inner_nodes(node))
 
 
+def line_of(node: fx.Node) -> str:
+    """The line of the user's code that a node comes from."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    frames = [line for line in lines if line.startswith("File ")]
+    return frames[-1] if frames else "of no known source"
+
+
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes of the graphs that a higher-order op, such as `cond`, is given to run."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):

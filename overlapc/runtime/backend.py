@@ -20,13 +20,14 @@ from torch._inductor import config as inductor_config
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.flags import log
-from overlapc.passes.capture import Captured, trace_joint
+from overlapc.passes.capture import Captured, line_of, trace_joint
 from overlapc.passes.joint import inner_places
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.planning import Options, Report, plan_captured
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
+from overlapc.runtime.seeds import warn_of_seeds
 
 COMPILERS = ("eager", "inductor")
 
@@ -105,15 +106,17 @@ class Partition:
         captured = trace_joint(joint, num_fwd_outputs, inner_places(joint, static))
         name = f"graph {len(backend.reports)}"
         budgets = SWEEP if backend.options.solver == "torch" else GLANCE
+        primals = matching(self.primals, captured)
         with exchange_for(captured.trace.lanes, backend.options.timeout_s) as exchange:
             captured, report = plan_captured(
                 captured,
                 backend.options,
                 name=name,
-                primals=matching(self.primals, captured),
+                primals=primals,
                 exchange=exchange,
                 torch_choices=lambda: torch_choices(captured, joint_inputs, budgets),
             )
+            warn_of_seeds(captured, primals, exchange)
             modules = rewrite(
                 captured,
                 report.plan,
@@ -128,10 +131,8 @@ class Partition:
 def _begin(gm: fx.GraphModule) -> str:
     """The line of the user's code that a graph of Dynamo's begins with."""
     for node in gm.graph.nodes:
-        lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
-        frames = [line for line in lines if line.startswith("File ")]
-        if node.op != "placeholder" and frames:
-            return f"from {frames[-1]}"
+        if node.op != "placeholder" and node.stack_trace:
+            return f"from {line_of(node)}"
     return "of no known source"
 
 

@@ -38,6 +38,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run, Stage, blank
+from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.train_step import (
     Inputs,
     Shapes,
@@ -282,20 +283,23 @@ class Pipeline:
         makes room for rows that stand still less."""
         lag, held = self.schedule.lag(stage), self.schedule.in_flight(stage)
         further = min(_FURTHER, self.schedule.microbatches - held) if self._place else 0
+        primals = places.primals(given)
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
-            return plan_step(
+            planned = plan_step(
                 captured,
                 replace(self._options, memory_budget=self._budgets[stage]),
                 self.schedule.microbatches,
                 lag=lag,
                 gradients=list(parameter_gradients(captured)),
                 add_ns_per_kib=adding(self.modules[stage]),
-                primals=places.primals(given),
+                primals=primals,
                 in_flight=lag or held,
                 further=0 if lag else further,
                 beside_bytes=beside_bytes,
                 exchange=joined,
             )
+            warn_of_seeds(captured, primals, joined)
+            return planned
 
     def _sent_ns(self, stage: int, shapes: Shapes) -> int:
         """How long what a stage makes is on its way to the next; measured by the two of them."""

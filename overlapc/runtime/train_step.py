@@ -28,6 +28,7 @@ from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
 from overlapc.planning import Options, StepReport, check_solver, plan_step
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
+from overlapc.runtime.seeds import warn_of_seeds
 
 _Args = tuple[Any, ...]
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
@@ -121,6 +122,7 @@ class TrainStep:
                     primals=primals,
                     exchange=exchange,
                 )
+                warn_of_seeds(captured, primals, exchange)
                 return _Program.of(captured, report, inputs)
         except CaptureError as error:
             warnings.warn(

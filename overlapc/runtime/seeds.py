@@ -1,0 +1,152 @@
+"""Do ranks draw the same random numbers for what they hold in common? `warn_of_seeds`.
+
+Ranks of one tensor-parallel group hold copies of the same activations between their collectives.
+Dropout on such a copy must drop the same elements on each, or the copies are no copies any more:
+nothing fails, and the model trains on something else. Where every rank has a part of its own (a
+slice of the sequence, its own heads, its own batch) each may draw as it likes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from overlapc.passes.capture import Captured, forward_nodes, group_of, is_random, is_start, line_of
+from overlapc.runtime.exchange import Exchange
+
+# What a value is to the ranks of a group.
+CONSTANT = "constant"  # the same, made of parameters and numbers alone
+COMMON = "common"  # the same, made of data
+NOISE = "noise"  # random numbers, not yet put together with data
+OWN = "own"  # each rank has its own
+# Collectives after which every rank of their group has the same.
+_GIVE_ALL = ("all_reduce", "all_gather", "broadcast")
+_SAMPLE = 4096
+
+
+def warn_of_seeds(
+    captured: Captured, primals: Sequence[Any] | None, exchange: Exchange | None
+) -> None:
+    """Warn when ranks of a group have other random states, and one of their ops draws for a value
+    that they hold in common. All ranks of the round call this, once they agree on the trace."""
+    if exchange is None or not any(op.random for op in captured.trace.ops):
+        return
+    mine = json.dumps(_fingerprints(captured, primals, exchange.rank)).encode()
+    told = dict(zip(exchange.ranks, map(json.loads, exchange.gather("seeds", mine)), strict=True))
+    for group in captured.trace.lanes:
+        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+        found = [told[rank] for rank in ranks if rank in told]
+        if exchange.rank != ranks[0] or len({each["random state"] for each in found}) < 2:
+            continue
+        alike = {name for name, mark in found[0].items() if all(e.get(name) == mark for e in found)}
+        node = drawn_for_common(captured, group, alike)
+        if node is not None:
+            warnings.warn(
+                f"overlapc: ranks {', '.join(map(str, ranks))} hold the same activations where "
+                f"{node.name} draws random numbers ({line_of(node)}), but their random states differ, "
+                "so each makes something else of them and trains on without an error: seed these "
+                "ranks alike (torch.manual_seed with one number) before the first step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+
+
+def drawn_for_common(captured: Captured, group: str, alike: set[str]) -> fx.Node | None:
+    """The first forward op that draws random numbers for data that all ranks of `group` hold.
+
+    `alike` are the inputs that are equal on these ranks, and the ops whose numbers are."""
+    forward = forward_nodes(captured.joint)
+    state: dict[fx.Node, str] = {}
+    primals = captured.joint.graph.find_nodes(op="placeholder")
+    weights = {node for i, node in enumerate(primals) if i in captured.static_inputs}
+    for node in captured.joint.graph.nodes:
+        if node not in forward:
+            continue
+        given = [state[n] for n in node.all_input_nodes if n in state]
+        if node.op == "get_attr":
+            state[node] = CONSTANT
+        elif node.name not in alike:
+            state[node] = OWN
+        elif node.op == "placeholder":
+            state[node] = CONSTANT if node in weights else COMMON
+        else:
+            state[node] = _made_of(node, given, group)
+            if state[node] == NOISE and COMMON in given:
+                return node
+    return None
+
+
+def _made_of(node: fx.Node, given: Sequence[str], group: str) -> str:
+    if is_start(node) and group_of(node) == group:
+        kind = str(node.target).partition(".")[2]
+        if not kind.startswith(_GIVE_ALL):
+            return OWN
+        return CONSTANT if set(given) <= {CONSTANT} else COMMON
+    if OWN in given:
+        return OWN
+    if NOISE in given or (is_random(node) and _chance(node) != 0):
+        return NOISE
+    return COMMON if COMMON in given else CONSTANT
+
+
+def _chance(node: fx.Node) -> Any:
+    """The probability that a random op is given: nothing random comes of 0. None without one."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in ("p", "dropout_p"):
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get(argument.name, given)
+    return None
+
+
+def _fingerprints(
+    captured: Captured, primals: Sequence[Any] | None, rank: int
+) -> Mapping[str, str]:
+    """What tells the ranks' inputs, and the numbers among their ops' arguments, from each other."""
+    nodes = captured.joint.graph.nodes
+    inputs = [n for n in nodes if n.op == "placeholder" and "primals" in str(n.target)]
+    found = {node.name: f"of rank {rank}" for node in inputs}
+    devices = {torch.device("cpu")}
+    with torch.no_grad(), _disable_current_modes():
+        for node, value in zip(inputs, primals or (), strict=False):
+            found[node.name] = _hash(_sample(value) if isinstance(value, torch.Tensor) else value)
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                devices.add(value.device)
+        found["random state"] = _hash([_random_state(device) for device in devices])
+    for node in nodes:
+        if node.op == "call_function":
+            found[node.name] = _hash(_numbers(node))
+    return found
+
+
+def _random_state(device: torch.device) -> list[int]:
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    found: list[int] = state.tolist()
+    return found
+
+
+def _sample(tensor: torch.Tensor) -> list[int]:
+    """The bytes of elements at even distances, enough to tell two tensors apart."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, len(flat) // _SAMPLE)].cpu().contiguous()
+    found: list[int] = some.view(torch.uint8).tolist()
+    return found
+
+
+def _numbers(node: fx.Node) -> str:
+    """The arguments of a node that are no tensors; names of process groups differ by rank."""
+    args = (*node.args[:-1], None) if is_start(node) else node.args
+    return repr(fx.map_arg((args, dict(node.kwargs)), lambda n: n.name))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
