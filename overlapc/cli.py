@@ -374,13 +374,12 @@ def _report(problem: Any, plan: Any, name: str) -> Any:
     from overlapc.check import check
     from overlapc.planning import Report, eager_timeline
     from overlapc.simulate import simulate
-    from overlapc.solvers import bound_ns
 
     check(problem, plan)
     timeline = simulate(problem, plan)
     if problem.budget_bytes is None:
         problem = replace(problem, budget_bytes=timeline.peak_bytes)
-    return Report(name, problem, plan, timeline, bound_ns(problem), eager_timeline(problem))
+    return Report(name, problem, plan, timeline, eager_timeline(problem))
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -335,6 +335,11 @@ class Problem:
     def cost(self, op: str) -> Cost:
         return self.profile.costs[op]
 
+    @cached_property
+    def costs(self) -> Sequence[Cost]:
+        """The costs of the trace's ops, in their order."""
+        return [self.profile.costs[op.name] for op in self.trace.ops]
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
 from overlapc.schedule import Schedule, Step, check_schedule, is_pair
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
+from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Needs, plan_on_demand
 from overlapc.solvers.merging import solve_step
 from overlapc.solvers.rows import placed
@@ -61,8 +63,16 @@ class Report:
     problem: Problem
     plan: Plan
     timeline: Timeline
-    bound_ns: int
     eager: Timeline  # of the plan that saves all, in the graph's own order
+    given: bool = False  # a plan handed in: its bound may be of other costs
+
+    @cached_property
+    def bound_ns(self) -> int:
+        """What any plan of this problem takes at least: computed when it is first asked for."""
+        if self.timeline.step_ns <= (least := simple_bound_ns(self.problem)):
+            return least
+        proven = 0 if self.given else self.plan.bound_ns
+        return max(bound_ns(self.problem), proven)
 
     def explain(self) -> str:
         from overlapc.report.explain import explain
@@ -270,9 +280,12 @@ def plan_captured(
 
     leads = exchange is None or exchange.rank == exchange.leader
     wanted = leads and torch_choices is not None and options.solver in ("overlap", "opt", "torch")
-    choices = torch_choices() if wanted and options.plan is None and torch_choices else ()
 
-    plan = _decide(problem, options, choices, exchange)
+    def choices() -> Iterator[tuple[str, ...]]:  # asked for when all else is above the bound
+        if wanted and torch_choices is not None:
+            yield from torch_choices()
+
+    plan = _decide(problem, options, choices(), exchange)
     log(2, format_plan(plan))
     return captured, _judged(name, problem, plan, profiles, given=options.plan is not None)
 
@@ -359,10 +372,7 @@ def _judged(
             f"the plan of solver {plan.solver!r} peaks at {timeline.peak_bytes} bytes, "
             f"the budget is {problem.budget_bytes}"
         )
-    proven = bound_ns(problem)
-    if not given:  # one that was handed in may carry a bound of other costs
-        proven = max(proven, plan.bound_ns)
-    return Report(name, problem, plan, timeline, proven, eager_timeline(problem))
+    return Report(name, problem, plan, timeline, eager_timeline(problem), given)
 
 
 def _agreed(
@@ -404,7 +414,7 @@ _NOTHING_FITS = "infeasible "
 def _decide(
     problem: Problem,
     options: Options,
-    choices: Sequence[tuple[str, ...]],
+    choices: Iterable[tuple[str, ...]],
     exchange: Exchange | None,
 ) -> Plan:
     """The plan, or Infeasible, the same on every rank."""
@@ -430,7 +440,7 @@ def _decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) 
     return tuple(map(parse_plan, json.loads(text)))
 
 
-def _solve(problem: Problem, solver: str, choices: Sequence[tuple[str, ...]]) -> Plan:
+def _solve(problem: Problem, solver: str, choices: Iterable[tuple[str, ...]]) -> Plan:
     """A solver that crashes does not cost the user the run: the plain plan is used instead."""
     try:
         return solve(problem, solver, torch_choices=choices)

@@ -50,6 +50,52 @@ def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = Non
     )
 
 
+def peak_bytes(problem: Problem, plan: Plan) -> int:
+    """The peak of `simulate`, without the rest."""
+    return max(memory_curve(problem, plan), default=0)
+
+
+def step_ns(problem: Problem, plan: Plan) -> int:
+    """The step of `simulate` on one rank, without the rest: for solvers, which ask it often."""
+    trace, costs = problem.trace, problem.costs
+    number = trace.numbered.op
+    lanes: dict[str, deque[_Collective]] = {lane: deque() for lane in trace.lanes}
+    launched: dict[str, _Collective] = {}
+    now = 0
+
+    def go_on(work: int) -> int:
+        """Run until the first of all lanes ends its work; what is left of the compute's `work`."""
+        nonlocal now
+        rank = _Rank((), work=work)
+        active = [lane[0] for lane in lanes.values() if lane]
+        now += _progress([rank] if work else [], active, problem.profile.slowdown)
+        land()
+        return rank.work
+
+    def land() -> None:
+        for lane in lanes.values():
+            while lane and lane[0].work == 0:
+                lane.popleft().done = True
+
+    for text in plan.order:
+        i, repeated = number[text]
+        op, work = trace.ops[i], costs[i].compute_ns
+        if op.role == "wait":
+            awaited = launched[issue(trace.start_of[op.name], repeated)]
+            while not awaited.done:
+                go_on(0)
+        while work and any(lanes.values()):
+            work = go_on(work)
+        now += work
+        if op.role == "start":
+            launched[text] = _Collective(text, op.lane, costs[i].comm_ns)
+            lanes[op.lane].append(launched[text])
+            land()
+    while any(lanes.values()):
+        go_on(0)
+    return now
+
+
 # --------------------------------------------------------------------------- time
 
 
@@ -222,7 +268,7 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
     Where the backward lags behind, what it reads of the forward is there from the start, and what
     the forward saves stays to the end.
     """
-    trace, names = problem.trace, problem.trace.numbered
+    trace, names, costs = problem.trace, problem.trace.numbered, problem.costs
     end = len(plan.order)
     saved = {names.value[name] for name in plan.saved if name in names.value}
     lasting = {names.value[name] for name in trace.outputs if name in names.value}
@@ -288,7 +334,7 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
     curve = []
     for (op, _), more in zip(order, change, strict=False):
         held += more
-        curve.append(held + problem.cost(trace.ops[op].name).workspace_bytes)
+        curve.append(held + costs[op].workspace_bytes)
     return curve
 
 

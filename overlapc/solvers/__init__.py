@@ -1,7 +1,7 @@
 """Solvers: from a Problem to a Plan. Torch-free; `simulate` is their only judge.
 
     overlap   the default: a menu of plans that does not depend on the budget, so a smaller
-              budget never gives a faster plan nor a larger peak
+              budget never gives a larger peak, nor a plan that is faster by 1/10,000
     heu       one small program for the repeated block, found in hundredths of a second at any
               depth, and a few schedules of what it chose: the quickest
     opt       the best plan that can be found, with a proven bound: up to a minute
@@ -22,9 +22,9 @@ from itertools import chain
 from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
 from overlapc.ir import Plan, Problem
-from overlapc.simulate import simulate
+from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers import baselines
-from overlapc.solvers.bounds import bound_ns
+from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, plan_on_demand
 from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.keep import keep_sets
@@ -62,12 +62,13 @@ _QUICK = ("uniform", "block", "megatron", "lancet")  # found in tenths of a seco
 _SMALL = 64  # ops up to which heu, too, tries the same budgets whatever it is given
 _LARGE = 1500  # ops up to which the smallest budgets of the ladder get all of HEU's effort
 _RUNGS = 12
+_AT_BOUND = 1 + 1e-4  # times the bound: nothing that is worth a search is faster
 
 
 def solve(
     problem: Problem,
     solver: str = "overlap",
-    torch_choices: Sequence[tuple[str, ...]] = (),
+    torch_choices: Iterable[tuple[str, ...]] = (),
     *,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
@@ -76,7 +77,8 @@ def solve(
     """The best plan of this solver (or baseline) that fits the problem's budget.
 
     `torch_choices` are saved sets PyTorch's partitioner proposes; they are the plans of solver
-    "torch" and further candidates for "overlap" and "opt". `time_limit_s`, `gap` (proven, at
+    "torch" and further candidates for "overlap" and "opt", asked for only where what costs less
+    does not reach the bound. `time_limit_s`, `gap` (proven, at
     which it stops) and `progress` are opt's. Raises Infeasible, naming the smallest budget that
     works, if nothing fits.
     """
@@ -85,12 +87,13 @@ def solve(
     if problem.lag:
         return _merged(problem, solver)
     if solver == "torch":
-        if not torch_choices:
+        theirs = [_torch(problem, names) for names in torch_choices]
+        if not theirs:
             raise OptionError(
                 'solver="torch" needs the saved sets that PyTorch\'s partitioner proposes, and '
                 'found none: pass torch_choices, or use "overlap"'
             )
-        return _best(problem, [_torch(problem, names) for names in torch_choices])
+        return _best(problem, theirs)
     if solver in FIELD:
         return _best(problem, [FIELD[solver](problem)])
     cheap = [make(problem) for make in BASELINES.values()]
@@ -102,21 +105,37 @@ def solve(
             return _best(problem, chain(cheap, rivals, heu_plans(problem, hopeful=hopeful)))
         except Infeasible:
             return _best(problem, [*cheap, *steady_plans(problem)])
-    steady = simple_plans(problem)
-    ladder = _ladder(problem, steady)
-    theirs = [_torch(problem, names) for names in torch_choices]
-    choices = [Choice(plan.saved, plan.recomputed) for plan in (*steady, *theirs)]
+    best = _Best(problem)
+    if solver == "overlap":
+        best.goal_ns = int(simple_bound_ns(problem) * _AT_BOUND)
+        if best.take(cheap):
+            return best.plan()
+        unlimited = replace(problem, budget_bytes=None)  # the same goal for every budget
+        best.goal_ns = int(bound_ns(unlimited) * _AT_BOUND)
+    steady = [*cheap, *steady_plans(problem)]
+    ladder = _ladder(problem, steady, best.worth)
+    choices = [Choice(plan.saved, plan.recomputed) for plan in steady]
     try:
         if solver == "heu":
             return _best(problem, [*steady, *ladder])
-        menu = chain(steady, theirs, overlap_plans(problem, choices))
         if solver == "overlap":
-            return _best(problem, chain(menu, ladder))
-        menu = chain(menu, ladder if small else (), heu_plans(problem, grouped=True))
+            menu = overlap_plans(problem, choices, worth=best.worth)
+            last = _theirs(problem, torch_choices, best.worth)
+            best.take(chain(steady, menu, ladder, last))
+            return best.plan()
+
+        def others() -> Iterator[Plan]:
+            theirs = [_torch(problem, names) for names in torch_choices]
+            yield from theirs
+            more = [Choice(plan.saved, plan.recomputed) for plan in theirs]
+            yield from overlap_plans(problem, [*choices, *more])
+            yield from ladder if small else ()
+            yield from heu_plans(problem, grouped=True)
+
         found = opt(
             problem,
             [*steady, *rivals],
-            menu,
+            others(),
             () if small else ladder,
             time_limit_s=time_limit_s,
             gap=gap,
@@ -141,21 +160,39 @@ def _merged(problem: Problem, solver: str) -> Plan:
         check(problem, found[0].plan)
         return found[0].plan
     free = merged_plans(replace(problem, budget_bytes=None), choices)
-    smallest = [simulate(problem, merged.plan).peak_bytes for merged in free]
+    smallest = [peak_bytes(problem, merged.plan) for merged in free]
     raise Infeasible(problem.budget_bytes or 0, min(smallest))
 
 
-def _ladder(problem: Problem, steady: Sequence[Plan]) -> Iterator[Plan]:
-    """HEU's plans for budgets from the smallest to the largest that make sense, whatever the
+def _ladder(
+    problem: Problem, steady: Sequence[Plan], worth: Callable[[Choice], bool]
+) -> Iterator[Plan]:
+    """HEU's plans for budgets from the largest to the smallest that make sense, whatever the
     problem's own is."""
-    peaks = [simulate(problem, plan).peak_bytes for plan in steady]
+    peaks = [peak_bytes(problem, plan) for plan in steady]
     least, most = min(peaks), max(peaks)
     rungs = max(3, min(_RUNGS, 9000 // max(1, len(problem.trace.ops))))
-    for rung in range(rungs + 1):
+    for rung in reversed(range(rungs + 1)):
         budget = least + (most - least) * rung // rungs
         tight = rung <= 1 and len(problem.trace.ops) <= _LARGE
         groups = None if rung == 0 else False  # seconds, for what only the least memory needs
-        yield from heu_plans(replace(problem, budget_bytes=budget), thorough=tight, grouped=groups)
+        less = replace(problem, budget_bytes=budget)
+        yield from heu_plans(less, thorough=tight, grouped=groups, worth=worth)
+
+
+def _theirs(
+    problem: Problem,
+    torch_choices: Iterable[tuple[str, ...]],
+    worth: Callable[[Choice], bool],
+) -> Iterator[Plan]:
+    """Plans of what PyTorch's partitioner saves, which is asked where there is something to
+    hide: where there is not, its minimum cut is among `keep_sets`."""
+    if problem.trace.lanes:
+        plans = [_torch(problem, names) for names in torch_choices]
+        yield from plans
+        if plans:
+            choices = [Choice(plan.saved, plan.recomputed) for plan in plans]
+            yield from overlap_plans(problem, choices, own=False, worth=worth)
 
 
 def simple_plans(problem: Problem) -> list[Plan]:
@@ -165,7 +202,7 @@ def simple_plans(problem: Problem) -> list[Plan]:
 
 def smallest_bytes(problem: Problem) -> int:
     """The smallest budget that surely works: the one an Infeasible names."""
-    return min(simulate(problem, plan).peak_bytes for plan in simple_plans(problem))
+    return min(peak_bytes(problem, plan) for plan in simple_plans(problem))
 
 
 def best_baseline(problem: Problem) -> Plan:
@@ -174,20 +211,52 @@ def best_baseline(problem: Problem) -> Plan:
 
 
 def _best(problem: Problem, plans: Iterable[Plan]) -> Plan:
-    best: tuple[int, int, Plan] | None = None
-    smallest: int | None = None
-    for plan in plans:
-        timeline = simulate(problem, plan)
-        smallest = min(timeline.peak_bytes, timeline.peak_bytes if smallest is None else smallest)
-        if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:
-            continue
-        key = (timeline.step_ns, timeline.peak_bytes, plan)
-        if best is None or key[:2] < best[:2]:
-            best = key
-    if best is None:
-        raise Infeasible(problem.budget_bytes or 0, smallest or 0)
-    check(problem, best[2])
-    return best[2]
+    best = _Best(problem)
+    best.take(plans)
+    return best.plan()
+
+
+class _Best:
+    """The fastest plan that fits of all that were offered, with the smallest peak of these.
+
+    The first that takes at most `goal_ns` ends it. Which that is depends on the budget only by
+    what fits; hence a smaller budget never gives a larger peak.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.goal_ns = 0
+        self.found: tuple[tuple[int, int], Plan] | None = None
+        self.smallest: int | None = None
+        self.least = Least(problem)
+
+    def take(self, plans: Iterable[Plan]) -> bool:
+        """Look through plans; whether one has reached the goal, with which it ends."""
+        budget = self.problem.budget_bytes
+        for plan in plans:
+            peak = peak_bytes(self.problem, plan)
+            self.smallest = peak if self.smallest is None else min(self.smallest, peak)
+            if budget is not None and peak > budget:
+                continue
+            key = step_ns(self.problem, plan), peak
+            if self.found is None or key < self.found[0]:
+                self.found = key, plan
+            if key[0] <= self.goal_ns:
+                return True
+        return False
+
+    def worth(self, choice: Choice) -> bool:
+        """Whether a plan of this choice could be handed out: never changes which is."""
+        budget = self.problem.budget_bytes
+        if budget is not None and self.least.bytes(choice) > budget:
+            return False
+        return self.found is None or self.least.ns(choice) <= self.found[0][0]
+
+    def plan(self) -> Plan:
+        if self.found is None:
+            raise Infeasible(self.problem.budget_bytes or 0, self.smallest or 0)
+        check(self.problem, self.found[1])
+        return self.found[1]
 
 
 def _torch(problem: Problem, saved: Sequence[str]) -> Plan:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from overlapc.errors import Infeasible
 from overlapc.ir import Problem
+from overlapc.simulate import saved_bytes
+from overlapc.solvers.choice import Choice
 from overlapc.solvers.program import Program
 
 
@@ -51,3 +55,27 @@ def phase_bounds_ns(problem: Problem) -> list[int]:
         max([compute[phase], path[phase]] + [ns for (p, _), ns in lanes.items() if p == phase])
         for phase in range(len(problem.phases))
     ]
+
+
+class Least:
+    """What any plan of a choice takes at least, in time and in memory: for solvers, which need
+    not order what cannot be the best."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.simple_ns = simple_bound_ns(problem)
+        backward = [op for op in problem.trace.ops if not op.is_forward]
+        costs = [problem.cost(op.name) for op in backward]
+        forward_ns = phase_bounds_ns(problem)[0] if len(problem.phases) == 2 else 0
+        self.compute_ns = forward_ns + sum(cost.compute_ns for cost in costs)
+
+    def ns(self, choice: Choice) -> int:
+        """All compute of the backward and what it runs again, after the forward."""
+        again = sum(self.problem.cost(name).compute_ns for name in choice.recomputed)
+        return max(self.simple_ns, self.compute_ns + again)
+
+    def bytes(self, choice: Choice) -> int:
+        """What is saved, once for each microbatch in flight."""
+        copies = 1 + self.problem.copies
+        saved = saved_bytes(self.problem, choice.saved)
+        return self.problem.resident_bytes + ceil(copies * saved)

@@ -18,7 +18,7 @@ whose backward comes before. What it means for the whole trace, list scheduling 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -27,7 +27,7 @@ from typing import Any
 import pulp
 
 from overlapc.ir import Op, Plan, Problem
-from overlapc.simulate import memory_curve, simulate
+from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.blocks import Repetition, repetition
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.filling import PASSES, Taste, filled
@@ -213,13 +213,15 @@ def heu_plans(
     thorough: bool = True,
     grouped: bool | None = None,
     hopeful: bool = True,
+    worth: Callable[[Choice], bool] = lambda _: True,
 ) -> Iterator[Plan]:
     """Schedules of the choice that just fits when recomputed on demand.
 
     `thorough` adds choices that leave a schedule more room and, where even blocks' inputs are
     made again, those of periods of several blocks; `grouped` adds these anyway, or never. Without
     `defer` weight gradients keep their place. Not `hopeful`: nothing simple fits, so that the
-    choices of many periods are not worth their time unless what knows of no blocks fits.
+    choices of many periods are not worth their time unless what knows of no blocks fits. What is
+    not `worth` it is not scheduled.
     """
     needs = needs or Needs(problem.trace)
     if len(problem.phases) != 2:
@@ -229,14 +231,16 @@ def heu_plans(
     period = Period(problem, needs, repeated)
     budget = problem.budget_bytes
     if budget is None:
-        keep = policy(problem, period, totals, 0)
-        yield from schedules(problem, period.choice(needs, keep or {}), None, defer)
+        choice = period.choice(needs, policy(problem, period, totals, 0) or {})
+        if worth(choice):
+            yield from schedules(problem, choice, None, defer)
         return
     tried: list[Choice] = []
     for choice in _fitting(problem, period, needs, totals, budget, thorough, _AGAIN):
         if choice not in tried:
             tried.append(choice)
-            yield from schedules(problem, choice, budget, defer)
+            if worth(choice):
+                yield from schedules(problem, choice, budget, defer)
     scarce = not tried or not _keeps_borders(problem, tried[0], repeated)
     if not (thorough and scarce if grouped is None else grouped):
         return
@@ -248,7 +252,7 @@ def heu_plans(
             if choice not in tried:
                 tried.append(choice)
                 others.append(choice)
-    yield from _most_promising(problem, others, budget, defer)
+    yield from _most_promising(problem, others, budget, defer, worth)
 
 
 def _groups(
@@ -288,7 +292,11 @@ def _fitting(
 
 
 def _most_promising(
-    problem: Problem, choices: Iterable[Choice], budget: int, defer: bool
+    problem: Problem,
+    choices: Sequence[Choice],
+    budget: int,
+    defer: bool,
+    worth: Callable[[Choice], bool],
 ) -> Iterator[Plan]:
     """All schedules of the few choices whose first ones are fastest."""
     found: list[tuple[int, int, Iterator[Plan]]] = []
@@ -296,9 +304,10 @@ def _most_promising(
         more = schedules(problem, choice, budget, defer)
         first = list(islice(more, 2))
         yield from first
-        found.append((min(simulate(problem, plan).step_ns for plan in first), len(found), more))
-    for *_, more in sorted(found)[:_MOST]:
-        yield from more
+        found.append((min(step_ns(problem, plan) for plan in first), len(found), more))
+    for _, i, more in sorted(found)[:_MOST]:
+        if worth(choices[i]):
+            yield from more
 
 
 def _keeps_borders(problem: Problem, choice: Choice, repeated: Repetition | None) -> bool:
@@ -314,9 +323,8 @@ def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:
     """The quickest that fit of choices that know of no blocks and no times."""
     fitting: list[tuple[int, int, Choice]] = []
     for plan in steady_plans(problem):
-        timeline = simulate(problem, plan)
-        if timeline.peak_bytes <= budget:
-            fitting.append((timeline.step_ns, len(fitting), choice_of(problem, plan)))
+        if peak_bytes(problem, plan) <= budget:
+            fitting.append((step_ns(problem, plan), len(fitting), choice_of(problem, plan)))
     return [choice for *_, choice in sorted(fitting)[: len(_ROOM_PERMILLE)]]
 
 
@@ -334,7 +342,7 @@ def _least_room(
         if (keep := program(room)) is None:
             return None
         choice = period.choice(needs, keep)
-        return _peak(problem, Plan("", "", choice.saved, on_demand(problem, choice))) - budget
+        return peak_bytes(problem, Plan("", "", choice.saved, on_demand(problem, choice))) - budget
 
     least = most = -2 * period.bytes_of_block - budget // 20
     for _ in range(_STEPS):
@@ -354,10 +362,6 @@ def _least_room(
     return found
 
 
-def _peak(problem: Problem, plan: Plan) -> int:
-    return max(memory_curve(problem, plan), default=0)
-
-
 def schedules(
     problem: Problem, choice: Choice, budget: int | None, defer: bool = True
 ) -> Iterator[Plan]:
@@ -368,7 +372,7 @@ def schedules(
     yield plan
     large = len(problem.trace.ops) > _LARGE
     limit = NEVER if budget is None else budget
-    if _peak(problem, plan) <= limit:
+    if peak_bytes(problem, plan) <= limit:
         work = backward_work(problem, choice)
         for passes in _PASSES if defer else _RECOMPUTE_ONLY:
             yield filled(plan, work, limit, passes)

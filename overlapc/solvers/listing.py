@@ -11,9 +11,6 @@ import heapq
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
-from overlapc.ir import Plan
-from overlapc.simulate import memory_curve
-from overlapc.solvers.choice import on_demand
 from overlapc.solvers.work import NEVER, Work
 
 _SOON = 2  # windows
@@ -241,13 +238,10 @@ class _Ahead:
     """What the plain order would hold from here to a deadline, as a guide for going ahead."""
 
     def __init__(self, work: Work) -> None:
-        problem, choice = work.problem, work.choice
-        order = on_demand(problem, choice)
-        curve = memory_curve(problem, Plan("", "", choice.saved, order))
         self.at: list[int] = []  # place in the trace of each backward op
         self.need: list[int] = []  # most bytes from the op before to this one
         most = 0
-        for text, held in zip(order, curve, strict=True):
+        for text, held in work.plain:
             most = max(most, held)
             n = work.index.get(text)
             if n is not None and not work.ops[n].is_forward:

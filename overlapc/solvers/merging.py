@@ -20,7 +20,7 @@ from typing import Any
 
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
-from overlapc.simulate import simulate
+from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import heu_plans, schedules
@@ -98,11 +98,10 @@ class _Search:
 
     def offer(self, choice: Choice, order: tuple[str, ...]) -> Merged | None:
         plan = Plan(self.problem.trace.digest, "merged", choice.saved, order)
-        timeline = simulate(self.problem, plan)
         self.effort -= 1
-        if timeline.peak_bytes > self.budget:
+        if peak_bytes(self.problem, plan) > self.budget:
             return None
-        merged = Merged(timeline.step_ns, choice, plan)
+        merged = Merged(step_ns(self.problem, plan), choice, plan)
         self.orders.setdefault(choice, []).append(merged)
         return merged
 
@@ -375,19 +374,18 @@ def solve_step(
     The first `lag` forwards and the last backwards have nothing to be merged with: they are the
     lone plan's.
     """
-    if microbatches <= lag:
-        return lone, None
+    if microbatches <= lag or not problem.trace.lanes:
+        return lone, None  # nothing to be merged with, or nothing to hide
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, _CHOICES)
     known = [choice_of(problem, lone), *_thrifty(problem, needs), *map(needs.complete, kept)]
     best: tuple[int, Plan, Plan | None]
-    best = simulate(problem, lone).step_ns * microbatches, lone, None
+    best = step_ns(problem, lone) * microbatches, lone, None
     for merged in merged_plans(merge(problem, lag), known)[:_POLISHED]:
         for own in schedules(problem, merged.choice, problem.budget_bytes):
-            timeline = simulate(problem, own)
-            if timeline.peak_bytes > (problem.budget_bytes or NEVER):
+            if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
                 continue
-            step_ns = lag * timeline.step_ns + (microbatches - lag) * merged.step_ns
-            if step_ns < best[0]:
-                best = step_ns, own, merged.plan
+            total_ns = lag * step_ns(problem, own) + (microbatches - lag) * merged.step_ns
+            if total_ns < best[0]:
+                best = total_ns, own, merged.plan
     return best[1], best[2]

@@ -20,7 +20,8 @@ from itertools import product
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
-from overlapc.simulate import memory_curve, simulate
+from overlapc.simulate import peak_bytes, step_ns
+from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.exact import TooLarge, exact
 from overlapc.solvers.filling import PASSES, Taste, filled
@@ -126,7 +127,7 @@ class _Search:
         self.until = self.began + time_limit_s
         self.budget = problem.budget_bytes if problem.budget_bytes is not None else NEVER
         self.found: tuple[tuple[int, int], Plan] | None = None  # the best of all, with its key
-        self.least = 0  # the bound from before the proof began
+        self.least = simple_bound_ns(problem)  # the bound from before the proof began
         self.proof: _Proof | None = None
         self.here: tuple[tuple[int, int], Plan] | None = None  # the best of the choice at hand
         self.smallest = NEVER
@@ -166,11 +167,11 @@ class _Search:
 
     def offer(self, plan: Plan) -> bool:
         """Take the plan if it fits and is better; whether it fits."""
-        peak = max(memory_curve(self.problem, plan), default=0)
+        peak = peak_bytes(self.problem, plan)
         self.smallest = min(self.smallest, peak)
         if peak > self.budget:
             return False
-        key = (simulate(self.problem, plan).step_ns, peak)
+        key = (step_ns(self.problem, plan), peak)
         if self.found is None or key < self.key:
             self.found = key, plan
         if self.here is None or key < self.here[0]:
@@ -180,7 +181,8 @@ class _Search:
     def run(self, known: Iterable[Plan], menu: Iterable[Plan], others: Iterable[Plan]) -> None:
         for plan in known:
             self.offer(plan)
-        self.take(menu)
+        if not self.done():
+            self.take(menu)
         self.tell("known plans")
         if len(self.problem.trace.ops) <= _SMALL and self.small():
             return

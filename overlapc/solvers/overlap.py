@@ -12,8 +12,9 @@ its deadline comes) and weight gradients after.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve, simulate
@@ -26,19 +27,24 @@ _STYLES = (Style(4.0, False), Style(1.0, False), Style(2.0, True))
 _EVALUATIONS = 90_000  # about how many ops are scheduled in all for one problem
 
 
-def overlap_plans(problem: Problem, choices: Iterable[Choice] = ()) -> Iterator[Plan]:
-    """Candidate plans over the whole range of memory, whatever the budget is. `choices` are
-    others' saved sets to schedule as well."""
+def overlap_plans(
+    problem: Problem,
+    choices: Iterable[Choice] = (),
+    own: bool = True,
+    worth: Callable[[Choice], bool] = lambda _: True,
+) -> Iterator[Plan]:
+    """Candidate plans over the whole range of memory, whatever the budget is, for more memory
+    first. `choices` are others' saved sets to schedule as well, or instead of its `own`; what is
+    not `worth` it is not scheduled."""
     needs = Needs(problem.trace)
     effort = max(1, _EVALUATIONS // max(1, len(problem.trace.ops)))
-    kept = keep_sets(problem, needs, at_most=min(48, max(24, effort // 3)))
+    kept = keep_sets(problem, needs, at_most=min(48, max(24, effort // 3))) if own else []
     points = _points(problem, [*map(needs.complete, kept), *choices])
     ceiling = max(point.peak_bytes for point in points) * 5 // 4
     floor = min(point.peak_bytes for point in points)
     rungs = min(14, max(5, effort // 12), 2 + len(problem.trace.ops) // 4)
-    levels = sorted(
-        {floor + (ceiling - floor) * i // rungs for i in range(rungs + 1)} | {points[0].peak_bytes}
-    )
+    levels = {floor + (ceiling - floor) * i // rungs for i in range(rungs + 1)}
+    levels.add(points[0].peak_bytes)
     styles = _STYLES if effort > 60 else _STYLES[:1] if effort < 20 else _STYLES[:2]
     shares = (1000, 940, 860, 740) if effort > 60 else (1000, 900)
     tried: set[tuple[int, int, Style]] = set()
@@ -48,18 +54,19 @@ def overlap_plans(problem: Problem, choices: Iterable[Choice] = ()) -> Iterator[
     if len(problem.phases) != 2:
         return  # merged pieces: list scheduling splits the forward from the backward
     forward = _forward_orders(problem)
-    for level in levels:
+    work = cache(partial(backward_work, problem))
+    for level in sorted(levels, reverse=True):
         for share in shares:
             fitting = [i for i, p in enumerate(points) if p.peak_bytes * 1000 <= level * share]
             if not fitting:
                 continue
             chosen = fitting[0]
             for style in styles:
-                if (chosen, level, style) in tried:
+                choice = points[chosen].choice
+                if (chosen, level, style) in tried or not worth(choice):
                     continue
                 tried.add((chosen, level, style))
-                choice = points[chosen].choice
-                backward = list_schedule(backward_work(problem, choice), level, style)
+                backward = list_schedule(work(choice), level, style)
                 if (chosen, backward) in found:
                     continue
                 found.add((chosen, backward))

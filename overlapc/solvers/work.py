@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
-from overlapc.ir import Op, Problem, issue
-from overlapc.simulate import RNG_STATE_BYTES, saved_bytes
-from overlapc.solvers.choice import Choice
+from overlapc.ir import Op, Plan, Problem, issue
+from overlapc.simulate import RNG_STATE_BYTES, memory_curve, saved_bytes
+from overlapc.solvers.choice import Choice, on_demand
 
 NEVER = 1 << 60
 Place = tuple[str, int]
@@ -139,6 +139,13 @@ class Work:
     @cached_property
     def flow(self) -> Flow:
         return Flow.of(self)
+
+    @cached_property
+    def plain(self) -> list[tuple[str, int]]:
+        """The plain order of the whole, with what is held while each of it runs."""
+        order = on_demand(self.problem, self.choice)
+        curve = memory_curve(self.problem, Plan("", "", self.choice.saved, order))
+        return list(zip(order, curve, strict=True))
 
     def letter(self, n: int) -> str:
         return "R" if n >= self.count else self.ops[n].piece.letter

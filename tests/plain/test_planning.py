@@ -19,7 +19,7 @@ from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.ir import Cost, Problem, Profile, Slowdown
 from overlapc.planning import Report, eager_timeline, formulate, merge_profiles, parse_budget
 from overlapc.simulate import simulate
-from overlapc.solvers import best_baseline, bound_ns, solve
+from overlapc.solvers import best_baseline, solve
 from tests.plain.strategies import legal_plans, problems
 from tests.plain.tiny import plan_of, tiny
 
@@ -204,7 +204,7 @@ def test_what_a_solver_says_on_purpose_is_passed_on(monkeypatch, error):
 def report(problem: Problem, order: str = "", saved: str = "") -> Report:
     plan = plan_of(problem, order, saved)
     eager = eager_timeline(problem)
-    return Report("gpt", problem, plan, simulate(problem, plan), bound_ns(problem), eager)
+    return Report("gpt", problem, plan, simulate(problem, plan), eager)
 
 
 STEP = """
@@ -277,7 +277,7 @@ def test_explain_has_a_row_for_each_collective_of_any_plan(data):
     plan = data.draw(legal_plans(problem))
     timeline = simulate(problem, plan)
     eager = eager_timeline(problem)
-    lines = Report("g", problem, plan, timeline, 0, eager).explain().splitlines()
+    lines = Report("g", problem, plan, timeline, eager).explain().splitlines()
     assert len(lines) == 4 + 1 + len(timeline.exposures)
     for line, exposure in zip(lines[5:], timeline.exposures, strict=False):
         assert line.startswith(f"  {exposure.issue} ")

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 from overlapc.errors import InvalidPlan
 from overlapc.ir import Cost, Exposure, Plan, Problem, Profile, Slowdown, Trace, issue, parse_issue
-from overlapc.simulate import RNG_STATE_BYTES, memory_curve, saved_bytes, simulate
+from overlapc.simulate import (
+    RNG_STATE_BYTES,
+    memory_curve,
+    peak_bytes,
+    saved_bytes,
+    simulate,
+    step_ns,
+)
 from overlapc.solvers import bound_ns
 from tests.plain.strategies import legal_plans, problems, random_plan, random_problem
 from tests.plain.tiny import drawn, plan_of, recosted, tiny
@@ -431,7 +438,10 @@ def assert_same_time(problem: Problem, plan: Plan, profiles: list[Profile]) -> N
 def test_one_rank_takes_the_time_the_ticks_take(run):
     assert_same_time(*run)
     problem, plan, _ = run
-    assert simulate(problem, plan) == simulate(problem, plan, [problem.profile])
+    timeline = simulate(problem, plan)
+    assert timeline == simulate(problem, plan, [problem.profile])
+    assert step_ns(problem, plan) == timeline.step_ns
+    assert peak_bytes(problem, plan) == timeline.peak_bytes
 
 
 @settings(max_examples=150)

@@ -12,6 +12,7 @@ from overlapc.errors import Infeasible, OptionError
 from overlapc.simulate import simulate
 from overlapc.solvers import BASELINES, bound_ns, solve
 from tests.plain.strategies import problems
+from tests.plain.tiny import tiny
 
 
 @settings(max_examples=60)
@@ -44,3 +45,42 @@ def test_solve_is_legal_never_worse_and_monotone(problem):
 def test_unknown_solver_is_named():
     with pytest.raises(OptionError, match="expected one of overlap"):
         solve(None, "magic")  # type: ignore[arg-type]
+
+
+def asked_too_much():
+    raise AssertionError("torch was asked")
+    yield ()
+
+
+def test_nothing_is_searched_where_nothing_can_be_won():
+    chain = "".join(f"f{i} F | v{i} > v{i + 1} | 5\n" for i in range(200))
+    chain += "".join(f"b{i} I | v{i} > g{i} | 5\n" for i in reversed(range(200)))
+    problem = replace(tiny(chain, "g0"), budget_bytes=10**9)
+    plan = solve(problem, torch_choices=asked_too_much())
+    assert not plan.recomputed
+    assert simulate(problem, plan).step_ns == 2000
+
+
+def test_torch_is_asked_last_and_only_where_there_is_something_to_hide():
+    text = """
+    a    F    | x   > r     | 10
+    b    F    | r   > y     | 10
+    db   I    | t r > dr    | 10
+    st   I tp | dr  > dx    | 1 + 90
+    wait_ I   | dx  > dxw   | 0
+    dw   W    | dr x > gw   | 20
+    """
+    lone = tiny(
+        text.replace("I tp", "I").replace("1 + 90", "91").replace("wait_", "end"), "y dxw gw"
+    )
+    tight = simulate(lone, solve(lone, "full")).peak_bytes
+    solve(replace(lone, budget_bytes=tight), torch_choices=asked_too_much())
+    asked = []
+    problem = replace(tiny(text, "y dxw gw"), budget_bytes=10**9)
+
+    def theirs():
+        asked.append(True)
+        yield ("r",)
+
+    assert solve(problem, torch_choices=theirs())
+    assert asked == []  # what costs less has reached the bound
