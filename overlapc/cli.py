@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
@@ -17,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from overlapc import __version__
-from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule, OverlapcError
+from overlapc.errors import (
+    FileError,
+    Infeasible,
+    InvalidPlan,
+    InvalidProblem,
+    InvalidSchedule,
+    OverlapcError,
+)
 
 GOOD, FAILED, USAGE = 0, 1, 2
 _MOST = 1_000_000
@@ -27,6 +35,9 @@ COMPARED = "none,full,selective,megatron,checkmate,heu,opt"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     parser = _parser()
+    for stream in (sys.stdout, sys.stderr):  # no name in a file is a reason to fall over
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         args = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has said why
@@ -42,18 +53,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"overlapc: {error}")
         return USAGE
     except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return GOOD
+    except OSError as error:  # most often a full disk behind `> file`
+        _write_no_more()
+        _say(f"overlapc: {error}; expected to read and write: free space, or name another file")
+        return FAILED
     except KeyboardInterrupt:
         _say("overlapc: interrupted")
         return FAILED
+
+
+def _write_no_more() -> None:
+    """What is still in the buffer of stdout must not fail again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="overlapc",
         description="Which parallel layout, schedule and overlap plan trains a model fastest.",
-        epilog="Every figure is predicted unless it says measured.",
+        epilog="Every figure is predicted unless it says measured. A GB is 10^9 bytes, everywhere.",
     )
     parser.add_argument("--version", action="version", version=f"overlapc {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -120,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("problem", help="a problem file")
     plan.add_argument("--solver", default="overlap")
     plan.add_argument("--memory", help='the budget, as "8GB"; by default the problem\'s own')
-    plan.add_argument("--seconds", type=float, default=60.0, help="limit of solver opt")
+    plan.add_argument("--seconds", type=_seconds, default=60.0, help="limit of solver opt")
     plan.add_argument("--out", type=Path, help="write the plan here instead of to stdout")
     diff = command("diff", _diff, "compare two plans of a problem")
     for name in ("problem", "first", "second"):
@@ -152,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     add = profile.add_argument
     add("--out", type=Path, required=True, help="the profile, a .toml for `search --hardware`")
     add("--base", help="a profile for what is not measured; by default one of the same kind")
-    add("--seconds", type=float, default=30.0, help="to measure for, about")
+    add("--seconds", type=_seconds, default=30.0, help="to measure for, about")
     show = command("show", _show, "draw a plan's or a schedule's timeline as text")
     show.add_argument("file", help="a problem file, or a schedule file")
     show.add_argument("plan", nargs="?", help="the plan, for a problem")
@@ -250,23 +270,27 @@ def _search(args: argparse.Namespace) -> int:
         "explain": "" if outcome is None else _explained(outcome),
         "hardware_sources": dict(machine.sources),
     }
-    if args.out is not None:
-        _write_out(args.out, document, outcome)
     if args.json:
-        print(json.dumps(document, indent=1))
+        print(json.dumps(document, indent=1), flush=True)
     else:
-        print(verdict(model, cluster, machine, result, rows, timeline, args.top))
-        if args.out is not None and outcome is None:
-            print(f"\nwritten to {args.out}: report.html and search.json")
-        elif args.out is not None:
-            print(
-                f"\nwritten to {args.out}: report.html, search.json, schedule.txt, trace.json (open"
-                " it\nin Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
-                f"overlapc explain {args.out}/problem.txt {args.out}/plan.txt\n"
-                f'To train with it: overlapc.load_search("{args.out}/search.json") has schedule, '
-                "layers and\nmemory budgets as overlapc.Pipeline and overlapc.optimize take them."
-            )
+        print(verdict(model, cluster, machine, result, rows, timeline, args.top), flush=True)
+    if args.out is not None:  # behind the verdict, which no full disk may cost
+        _write_out(args.out, document, outcome)
+        if not args.json:
+            print(_written(args.out, outcome is not None))
     return GOOD if result.best is not None else FAILED
+
+
+def _written(folder: Path, whole: bool) -> str:
+    if not whole:
+        return f"\nwritten to {folder}: report.html and search.json"
+    return (
+        f"\nwritten to {folder}: report.html, search.json, schedule.txt, trace.json (open it\nin "
+        "Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
+        f"overlapc explain {folder}/problem.txt {folder}/plan.txt\n"
+        f'To train with it: overlapc.load_search("{folder}/search.json") has schedule, layers and\n'
+        "memory budgets as overlapc.Pipeline and overlapc.optimize take them."
+    )
 
 
 def _status(line: str) -> None:
@@ -454,10 +478,10 @@ def _diff(args: argparse.Namespace) -> int:
         return GOOD
     rows = [("", args.first, args.second, "ratio")]
     for key, (a, b) in figures.items():
-        scale, unit = (1e6, "ms") if key.endswith("ns") else (2**20, "MiB")
+        unit = "ms" if key.endswith("ns") else "MB"
         name = key.removesuffix("_ns").removesuffix("_bytes")
         ratio = f"{b / a:.3f}" if a else "-"
-        rows.append((name, f"{a / scale:.3f} {unit}", f"{b / scale:.3f} {unit}", ratio))
+        rows.append((name, f"{a / 1e6:.3f} {unit}", f"{b / 1e6:.3f} {unit}", ratio))
     print(_table(rows))
     for name, only in ((args.first, first - second), (args.second, second - first)):
         issued = ", ".join(issue(op, True) for op in sorted(only)) or "nothing"
@@ -479,7 +503,7 @@ def _moved(first: Sequence[str], second: Sequence[str]) -> list[str]:
 
 def _timeline(args: argparse.Namespace) -> Any:
     """Of the plan of a problem, or of a schedule with its stages' costs."""
-    from overlapc.files import load_plan, load_problem, read_text
+    from overlapc.files import load_plan, load_problem, read_json, read_text
     from overlapc.pipeline import StageCost, simulate_pipeline
     from overlapc.schedule import parse_schedule
 
@@ -489,9 +513,8 @@ def _timeline(args: argparse.Namespace) -> Any:
     costs = [StageCost(1, 1, 1)] * schedule.stages
     if getattr(args, "costs", None) is not None:
         try:
-            given = json.loads(read_text(args.costs, "costs"))
-            costs = [_stage_cost(stage) for stage in given]
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            costs = [_stage_cost(stage) for stage in read_json(args.costs, "costs")]
+        except (FileError, ValueError, TypeError, AttributeError) as error:
             raise _usage(
                 f"--costs {args.costs}: {error}; expected a JSON list with an object for each "
                 'stage: {"forward_ns": 1, "input_ns": 1, "weight_ns": 1}'
@@ -556,13 +579,13 @@ def _verify(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(found), indent=1))
     else:
         verdict = "equal, bit by bit" if found.equal else f"DIFFER: {', '.join(found.different)}"
-        rows = [("", "step ms", "peak MiB", "gradients")]
+        rows = [("", "step ms", "peak MB", "gradients")]
         for name, ns, size, said in (
             ("eager, measured", found.eager_ns, found.eager_peak_bytes, "reference"),
             ("planned, measured", found.planned_ns, found.planned_peak_bytes, verdict),
             ("planned, predicted", found.predicted_ns, found.predicted_peak_bytes, ""),
         ):
-            rows.append((name, f"{ns / 1e6:.3f}", f"{size / 2**20:.2f}", said))
+            rows.append((name, f"{ns / 1e6:.3f}", f"{size / 1e6:.2f}", said))
         print(_table(rows))
         for reason in found.unchanged:
             print(f"runs as plain PyTorch: {reason}")
@@ -577,8 +600,6 @@ def _profile(args: argparse.Namespace) -> int:
     from overlapc.profiler.hardware import format_hardware, load_hardware
     from overlapc.profiler.machine import measure_machine
 
-    if not 0 < args.seconds <= _MOST:
-        raise _usage(f"--seconds {args.seconds}: expected more than 0 and at most {_MOST}")
     if args.out.suffix != ".toml":
         raise _usage(f"--out {args.out}: expected a name that ends in .toml")
     cuda = torch.cuda.is_available()
@@ -616,19 +637,16 @@ def _profile(args: argparse.Namespace) -> int:
     link = found.intra if "intra.alpha_ns" not in guessed else found.inter
     for kind, table in link.busbw.items() if ranks > 1 else ():
         size, rate = table[-1]
-        print(f"{kind:16} {rate / 1e9:6.2f} GB/s of {ranks} ranks at {size / 2**20:.0f} MiB")
+        print(f"{kind:16} {rate / 1e9:6.2f} GB/s of {ranks} ranks at {size / 1e6:.0f} MB")
     print(f"written: {args.out}; as {base.name}, not measured: {len(guessed)} figures")
     return GOOD
 
 
 def _page(args: argparse.Namespace) -> int:
-    from overlapc.files import read_text, write_file
+    from overlapc.files import read_json, write_file
     from overlapc.report.page import page
 
-    try:
-        document = json.loads(read_text(args.search, "search"))
-    except (ValueError, RecursionError) as error:
-        raise _usage(f"{args.search}: {error}; expected what `search --json` printed") from None
+    document = read_json(args.search, "search")
     if not isinstance(document, dict):
         raise _usage(f"{args.search}: found {type(document).__name__}, expected a JSON object")
     if args.out is None and args.pictures is None:
@@ -662,6 +680,16 @@ def _positive(text: str) -> int:
         number = 0
     if not 0 < number <= _MOST:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {_MOST}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= _MOST:  # NaN neither
+        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0 and at most {_MOST}")
     return number
 
 

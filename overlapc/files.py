@@ -7,11 +7,13 @@ the writer dies. What is saved has been read back first, so that it can be loade
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import secrets
 import stat
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from overlapc.errors import FileError
 from overlapc.ir import Plan, Problem, Profile, Trace
@@ -90,6 +92,32 @@ def read_text(path: StrPath, kind: str) -> str:
             f"cannot read the {kind} {_show(path)}: {_reason(error)}: pass the path of a file "
             "you may read"
         ) from error
+
+
+def read_json(path: StrPath, kind: str) -> Any:
+    """What the file's JSON says. NaN, Infinity and numbers as large are no JSON and refused."""
+
+    def finite(word: str) -> float:
+        number = float(word)
+        if not math.isfinite(number):
+            raise ValueError(f"found {word}, which is no finite number")
+        return number
+
+    text = read_text(path, kind)
+    try:
+        return json.loads(text, parse_float=finite, parse_constant=finite)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise FileError(f"cannot read the {kind} {_show(path)}: {reason}: expected JSON, make it again")
+
+
+def printable(text: str) -> str:
+    """The text on one line that any terminal can show: what cannot be printed is escaped."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 def write_file(path: StrPath, content: str | bytes) -> None:

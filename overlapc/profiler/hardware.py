@@ -18,6 +18,7 @@ from typing import Any
 
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import FileError, OptionError
+from overlapc.files import read_text
 from overlapc.ir import Slowdown
 
 if sys.version_info >= (3, 11):
@@ -137,10 +138,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
             )
         path = _FOLDER / f"{path.name}.toml"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(f"hardware file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = tomllib.loads(read_text(path, "hardware file"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise FileError(f"hardware file {path} is not TOML: {error}") from error
     return _Reader(path, data).hardware()
 

@@ -100,7 +100,7 @@ class _Compute:
         sources["compute.launch_ns"] = f"{said}: add of 16 floats"
         sources["compute.attention_efficiency"] = f"{said}: causal, forward"
         copied, added = self.copy_rate(), self.add_rate()
-        sources["memory.bytes_per_s"] = f"{said}: copy of {self.large_bytes >> 20} MiB"
+        sources["memory.bytes_per_s"] = f"{said}: copy of {self.large_bytes / 1e6:.0f} MB"
         sources["memory.efficiency"] = f"{said}: x + x into new memory, of the copy rate"
         return replace(
             base,

@@ -38,6 +38,8 @@ def verdict(
         f"{best.mfu:.1%}; no layout that fits with its layers split evenly is more than "
         f"{gap:.1%} faster, by bound",
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
+        "  (E embedding, t*n so many transformer layers, L loss, | between stages: Megatron's "
+        "--pipeline-model-parallel-layout)",
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",
     ]
@@ -89,7 +91,7 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{_gb(cluster.memory_bytes)} of {_gb(machine.memory_bytes)} GB each ({machine.status})",
         f"{cluster.global_batch} sequences a step; bf16, float32 gradients and optimizer, the "
         "latter divided over replicas",
-        f"every figure is predicted; {len(guessed)} of {len(machine.sources)} figures of the "
+        f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} figures of the "
         f"hardware are guesses (`overlapc hardware --json` has the sources){':' * bool(guessed)}",
         *textwrap.wrap(", ".join(guessed), 100, initial_indent="  ", subsequent_indent="  "),
     ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from overlapc.errors import FileError, OptionError
-from overlapc.files import StrPath, read_text
+from overlapc.files import StrPath, read_json
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import (
@@ -49,9 +48,8 @@ class Chosen:
 
 def load_search(path: StrPath) -> Chosen:
     """The winner of a search, from the `search.json` in its `--out` folder."""
-    text = read_text(path, "search")
+    document = read_json(path, "search")
     try:
-        document = json.loads(text)
         if not isinstance(document, dict) or document.get("overlapc_search") != VERSION:
             raise ValueError(f"found no search of version {VERSION}")
         if document["best"] is None:
@@ -64,7 +62,14 @@ def load_search(path: StrPath) -> Chosen:
         budgets = tuple(map(int, document["memory_budgets"]))
         if len(budgets) != layout.stages:
             raise ValueError(f"memory budgets of {len(budgets)} stages, expected {layout.stages}")
-    except (ValueError, LookupError, TypeError, AttributeError, OptionError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        OptionError,
+    ) as error:
         raise FileError(
             f"{path} is not what a search found: {error!r}; expected the search.json that "
             "`overlapc search --out` wrote"

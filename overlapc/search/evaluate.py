@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -69,9 +69,18 @@ class Found:
 
     @staticmethod
     def parse(found: Mapping[str, Any]) -> Found:
+        """Raises ValueError, TypeError or KeyError where it is no such thing."""
         layout = Layout(**found["layout"])
         lists = {key: tuple(found[key]) for key in ("peak_bytes", "layers")}
-        return Found(**{**found, **lists, "layout": layout})
+        parsed = Found(**{**found, **lists, "layout": layout})
+        for each in fields(Found):
+            default, value = each.default, getattr(parsed, each.name)
+            if isinstance(default, (int, float)) and not isinstance(value, (int, type(default))):
+                raise ValueError(f"{each.name} is {value!r}, expected a number")
+        sizes = *lists["peak_bytes"], *lists["layers"], *dict(parsed.exposed_ns).values()
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f"found {sizes}, expected whole numbers")
+        return parsed
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@ user's own block (`search/own.py`)."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from overlapc.errors import FileError, OptionError
+from overlapc.files import printable, read_json
 
 if TYPE_CHECKING:
     from overlapc.search.own import OwnModel
@@ -222,14 +222,20 @@ _UNKNOWN = {
 }
 
 
+def _named(path: Path) -> str:
+    """A config by its file, or by its folder where every file has that name."""
+    called = path.resolve().parent.name if path.stem == "config" else path.stem
+    return printable(called) or "model"
+
+
 def from_config(path: str | Path) -> Transformer:
     """The model that a HuggingFace `config.json` describes, its vocabulary padded as Megatron
     does."""
     path = Path(path)
     try:
-        found = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise FileError(f"{path}: {error}; expected a HuggingFace config.json") from None
+        found = read_json(path, "config")
+    except FileError as error:
+        raise FileError(f"{error}; expected a HuggingFace config.json") from None
     if not isinstance(found, dict):
         raise FileError(f"{path}: found {type(found).__name__}, expected a JSON object")
 
@@ -263,7 +269,7 @@ def from_config(path: str | Path) -> Transformer:
     experts = number("experts", "num_local_experts", "n_routed_experts", "num_experts", default=0)
     ffn = number("ffn", "intermediate_size", "n_inner", "ffn_dim", default=4 * known["width"])
     model = Transformer(
-        kind or path.parent.name or "model",
+        _named(path),
         ffn=ffn,
         kv_heads=number(
             "kv_heads",
@@ -276,7 +282,7 @@ def from_config(path: str | Path) -> Transformer:
         experts=experts,
         top_k=number("top_k", "num_experts_per_tok", default=2 if experts else 0),
         expert_width=number("expert width", "moe_intermediate_size", default=ffn) if experts else 0,
-        source=str(path),
+        source=printable(str(path)),
         **known,
     )
     return replace(model, seq=min(model.seq, 8192)) if model.seq > 8192 else model

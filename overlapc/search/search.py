@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapc.errors import FileError, OptionError, OverlapcError
-from overlapc.files import read_text, write_file
+from overlapc.files import read_json, write_file
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
     ANY,
@@ -34,7 +34,7 @@ from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
 _OPT_SECONDS = 10.0  # that opt has for all stages where it is only compared
@@ -357,44 +357,48 @@ def _evaluated(
 
 
 class _Cache:
-    """Layouts that were planned before, in one file for each question."""
+    """Layouts that were planned before: a folder for each question, in it a file for each layout,
+    so that searches at the same time keep what all of them found."""
 
     def __init__(self, folder: Path | None, model: Model, cluster: Cluster, solver: str) -> None:
         from overlapc import __version__
         from overlapc.profiler.hardware import load_hardware
 
-        self.path: Path | None = None
-        self.known: dict[str, Any] = {}
+        self.folder: Path | None = None
         if folder is None:
             return
         question = json.dumps(
             [_CACHE_VERSION, __version__, asdict(model), asdict(cluster), solver], sort_keys=True
         ) + repr(load_hardware(cluster.hardware))
-        name = f"{model.name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
-        self.path = folder / name.replace(os.sep, "_")
-        if self.path.exists():
-            try:
-                self.known = json.loads(read_text(self.path, "search cache"))
-                for found in self.known.values():
-                    Found.parse(found)
-            except (FileError, ValueError, TypeError, KeyError, AttributeError):
-                self.known = {}  # of an older or a broken kind: planned again
+        name = f"{model.name[:100]}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
+        self.folder = folder / name.replace(os.sep, "_")
 
     def get(self, layout: Layout, within: int = 0) -> Found | None:
         """`within` so many bytes, if that is not the question's own memory."""
-        found = self.known.get(f"{layout} {within or ''}".rstrip())
-        return None if found is None else Found.parse(found)
+        if self.folder is None:
+            return None
+        path = self._path(self.folder, layout, within)
+        if not path.exists():
+            return None
+        try:
+            return Found.parse(read_json(path, "search cache"))
+        except (FileError, ValueError, TypeError, LookupError, AttributeError):
+            return None  # of an older or a broken kind: planned again
 
     def put(self, found: Found, within: int = 0) -> None:
-        if self.path is None:
+        if self.folder is None:
             return
-        self.known[f"{found.layout} {within or ''}".rstrip()] = found.as_json()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self.path, json.dumps(self.known))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self._path(self.folder, found.layout, within)
+            write_file(path, json.dumps(found.as_json()))
         except (OSError, FileError) as error:  # no reason to end a search
             warnings.warn(f"overlapc keeps nothing of this search: {error}", stacklevel=2)
-            self.path = None
+            self.folder = None
+
+    @staticmethod
+    def _path(folder: Path, layout: Layout, within: int) -> Path:
+        return folder / (f"{layout} {within or ''}".rstrip() + ".json")
 
 
 __all__ = ["Progress", "Result", "compare", "search"]

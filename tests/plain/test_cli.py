@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,56 @@ def test_a_broken_config_is_wrong_use(tmp_path, capsys):
     path.write_text("{")
     assert main(["search", str(path), "--gpus", "2"]) == USAGE
     assert "expected a HuggingFace config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "deep", "Infinity", "1e999", "NaN"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "search FILE.json --gpus 2",
+        "search gpt-7b --gpus 2 --hardware FILE.toml",
+        "report FILE --out page.html",
+        "simulate rows --costs FILE",
+        "explain FILE first",
+    ],
+)
+def test_strange_files_are_named_at_once(kind, words, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [word.replace("FILE", "strange") for word in words.split()]
+    path = next(tmp_path / word for word in words if word.startswith("strange"))
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "deep":
+        path.write_text(("a = " if path.suffix else "") + "[" * 100_000)
+    else:
+        path.write_text(f'{{"hidden_size": {kind}}}')
+    assert main([files.get(word, word) for word in words]) == USAGE
+    err = capsys.readouterr().err
+    assert path.name in err
+    assert "Traceback" not in err
+    assert "\n" not in err.strip()
+
+
+def test_names_with_control_characters_are_shown_escaped(tmp_path):
+    """The model is named by its file, or by its folder."""
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = json.dumps(
+        config | {"vocab_size": 256, "max_position_embeddings": 64, "model_type": "\ud800\x1b"}
+    )
+    for name, shown in (("my-8b.json", "my-8b"), ("a\x1b[31m\n.json", "a\\x1b[31m\\n")):
+        (tmp_path / name).write_text(text)
+        assert find_model(str(tmp_path / name)).name == shown
+    (tmp_path / "config.json").write_text(text)
+    assert find_model(str(tmp_path)).name == tmp_path.name
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_an_error_without_a_traceback():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "overlapc.cli", "models"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == FAILED
+    assert done.stderr.startswith("overlapc: [Errno 28]")
+    assert "Traceback" not in done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from overlapc.cli import FAILED, GOOD, main
+from overlapc.cli import FAILED, GOOD, USAGE, main
 from overlapc.errors import FileError, OptionError
 from overlapc.schedule import format_schedule
 from overlapc.search.chosen import load_search, memory_budgets
@@ -31,7 +33,7 @@ from overlapc.search.modules import Block, Blocks, Head, Ranks
 from overlapc.search.own import Repeats
 from overlapc.search.partition import partitioned
 from overlapc.search.pool import planners
-from overlapc.search.search import search
+from overlapc.search.search import _Cache, search
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers.schedules import make_schedule
@@ -167,8 +169,8 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
     assert quick.bound_ns <= min(f.bound_ns for f in every.tried if f.fits)
     assert every.pruned == 0
     assert sum(found.fits for found in quick.tried) >= 5  # to compare it with
-    (file,) = tmp_path.iterdir()
-    known = json.loads(file.read_text())
+    (folder,) = tmp_path.iterdir()
+    known = {file: file.read_text() for file in folder.iterdir()}
     again = search(TINY, PAIR, cache=tmp_path)
     assert (again.best, again.less) == (quick.best, quick.less)
     assert len(quick.less) == 3
@@ -177,9 +179,25 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
         assert found.layout == quick.best.layout
         assert found.smallest_bytes or max(found.peak_bytes) < most
         assert found.smallest_bytes or found.step_ns >= quick.best.step_ns
-    assert json.loads(file.read_text()).keys() >= known.keys()
-    file.write_text("{broken")  # planned anew
+    assert {file: file.read_text() for file in folder.iterdir()}.items() >= known.items()
+    for file, text in known.items():  # broken, of another kind, a pipe: planned anew
+        file.unlink()
+        if "tp=2" in file.name:
+            os.mkfifo(file)
+        else:
+            file.write_text(text.replace('"step_ns": ', '"step_ns": null, "was": '))
     assert search(TINY, PAIR, Fixed(tp=2), cache=tmp_path).best is not None
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_searches_at_the_same_time_lose_nothing(tmp_path):
+    """Each knows of the cache what was there when it began, and adds what it plans."""
+    both = [_Cache(tmp_path, TINY, PAIR, "heu") for _ in range(2)]
+    layouts = [Layout(1, 1, 2, m) for m in (1, 2)]
+    for cache, layout in zip(both, layouts, strict=True):
+        cache.put(Found(layout, "heu", step_ns=layout.microbatch))
+    for cache in [*both, _Cache(tmp_path, TINY, PAIR, "heu")]:
+        assert [cache.get(layout).step_ns for layout in layouts] == [1, 2]
 
 
 @pytest.mark.slow
@@ -291,6 +309,13 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     exposed = found["best"]["exposed_ns"]
     assert set(exposed) >= {"dp", "p2p"}
     assert 0 < exposed["p2p"] < found["best"]["step_ns"] * (1 - found["best"]["bubble"])
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()  # cannot be written
+    argv = [*argv[:-1], "none", "--out", str(folder)]
+    assert main(argv) == USAGE
+    out, err = capsys.readouterr()
+    assert "the fastest: tp=1 pp=2 dp=1" in out
+    assert re.search("cannot write .*report.html", err)
     assert main(["search", str(config), "--gpus", "1", "--memory", "3MB", "--no-cache"]) == FAILED
     assert "smallest memory that works" in capsys.readouterr().out
 
