@@ -110,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         help="open by default",
     )
     add(
+        "--chunks",
+        type=_positive,
+        default=0,
+        help="stages of a rank where they are interleaved; open by default: 2, and up to 8 where "
+        "all are of as many layers",
+    )
+    add(
         "--no-sequence-parallel",
         action="store_true",
         help="tensor-parallel ranks have whole sequences between the matrices, not a part of each",
@@ -210,7 +217,7 @@ def _search(args: argparse.Namespace) -> int:
         args.hardware, args.gpus, machine.gpus_per_node, memory, args.batch or 8 * args.gpus
     )
     decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
-    fixed = Fixed(*decided, sequence=not args.no_sequence_parallel)
+    fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
         cache = None  # nobody knows whether the user's code is the same as then
@@ -310,15 +317,13 @@ def _write_out(folder: Path, document: Any, outcome: Any) -> None:
     from overlapc.report.page import page
     from overlapc.report.trace import chrome_trace
     from overlapc.schedule import format_schedule
-    from overlapc.solvers.schedules import make_schedule
 
     write_file(folder / "search.json", json.dumps(document, indent=1) + "\n")
     write_file(folder / "report.html", page(document))
     if outcome is None:
         return
     best, slowest = outcome.found, outcome.slowest
-    schedule = make_schedule(best.layout.schedule, best.layout.pp, best.microbatches)
-    write_file(folder / "schedule.txt", format_schedule(schedule))
+    write_file(folder / "schedule.txt", format_schedule(best.layout.rows(best.microbatches)))
     write_file(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
     save_problem(folder / "problem.txt", slowest.problem)
     save_plan(folder / "plan.txt", slowest.plan)

@@ -91,8 +91,10 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{_gb(cluster.memory_bytes)} of {_gb(machine.memory_bytes)} GB each ({machine.status})",
         f"{cluster.global_batch} sequences a step; bf16, float32 gradients and optimizer, the "
         "latter divided over replicas",
-        f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} figures of the "
-        f"hardware are guesses (`overlapc hardware --json` has the sources){':' * bool(guessed)}",
+        f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} "
+        "figures of the hardware are guesses (`overlapc hardware --json` has the sources)"
+        + ":"
+        * bool(guessed),
         *textwrap.wrap(", ".join(guessed), 100, initial_indent="  ", subsequent_indent="  "),
     ]
 

@@ -15,7 +15,6 @@ from overlapc.search.layouts import (
     static_bytes,
 )
 from overlapc.search.models import Model
-from overlapc.solvers.schedules import make_schedule
 
 VERSION = 2  # of what a search writes; 1 had no memory budgets
 
@@ -56,7 +55,7 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])
         layout, layers = found.layout, found.layers
-        schedule = make_schedule(layout.schedule, layout.pp, found.microbatches)
+        schedule = layout.rows(found.microbatches)
         if len(layers) != layout.stages:
             raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         budgets = tuple(map(int, document["memory_budgets"]))
@@ -93,7 +92,7 @@ def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
     what is left on its rank as much as its layers in flight are of all that the rank holds at its
     worst moment, which its stages need not share."""
     layout, layers = found.layout, found.layers
-    schedule = make_schedule(layout.schedule, layout.pp, found.microbatches)
+    schedule = layout.rows(found.microbatches)
     static = static_bytes(model, layout, layers)
     parameters = stage_parameters(model, layout, layers)
     budgets = [0] * layout.stages

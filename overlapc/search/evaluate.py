@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 from overlapc.errors import Infeasible
@@ -32,7 +33,7 @@ from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, solve
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.rows import PATIENCE, through_time
 from overlapc.stages import in_parts, stage_cost
 
 # float32 weight and moments read and written, gradient read, bf16 weight written
@@ -109,6 +110,7 @@ class Outcome:
     found: Found
     timeline: PipelineTimeline | None = None  # of few microbatches
     stages: tuple[Stage, ...] = ()
+    costs: tuple[StageCost, ...] = ()  # by stage of the pipeline
 
     @property
     def slowest(self) -> Stage:
@@ -179,7 +181,7 @@ def evaluate(
     machine = load_hardware(cluster.hardware)
     count = microbatches(cluster, layout)
     few = min(count, 4 * layout.pp)
-    schedule = make_schedule(layout.schedule, layout.pp, few)
+    schedule = layout.rows(few)
     layers = layers or stage_layers(model, layout.stages)
     ranks: list[Stage] = []
     costs = [StageCost(0, 0, 0)] * layout.stages
@@ -194,20 +196,24 @@ def evaluate(
         for stage, cost in zip(layout.stages_of(rank), ranks[-1].costs, strict=True):
             costs[stage] = cost
     static = static_bytes(model, layout, layers)
-    timeline = simulate_pipeline(schedule, costs, resident=static, trusted=True)
     slowest_ns = max(rank.microbatch_ns for rank in ranks)
-
-    def lasts(costs: Sequence[StageCost]) -> int:
-        step_ns = simulate_pipeline(schedule, costs, trusted=True).step_ns
-        if count > few:  # the steady state goes on
-            fewer = make_schedule(layout.schedule, layout.pp, few - layout.pp)
-            before = simulate_pipeline(fewer, costs, trusted=True).step_ns
-            step_ns += round(max((step_ns - before) / layout.pp, slowest_ns) * (count - few))
-        return step_ns
-
-    pipeline_ns = lasts(costs)
-    exposed_p2p = pipeline_ns - lasts([replace(cost, sent_ns=0) for cost in costs])
-    outcome = Outcome(Found(layout, solver), timeline, tuple(ranks))
+    rows = _Rows(schedule, layout.rows(few - layout.pp) if count > few else None)
+    given = simulate_pipeline(schedule, costs, trusted=True)
+    spare = [cluster.memory_bytes - rank.peak_bytes for rank in ranks]
+    if any(action.kind == "W" for action in schedule.actions):
+        limits = [peak + more for peak, more in zip(given.peak_bytes, spare, strict=True)]
+        rows = rows.placed(costs, (given.peak_bytes, limits), count, slowest_ns)
+    timeline = simulate_pipeline(rows.few, costs, resident=static, trusted=True)
+    peaks = tuple(
+        rank.peak_bytes + new - bytes - old
+        for rank, new, bytes, old in zip(
+            ranks, timeline.peak_bytes, static, given.peak_bytes, strict=True
+        )
+    )
+    pipeline_ns = rows.last(costs, count, slowest_ns)
+    silent = [replace(cost, sent_ns=0) for cost in costs]
+    exposed_p2p = pipeline_ns - rows.last(silent, count, slowest_ns)
+    outcome = Outcome(Found(layout, solver), timeline, tuple(ranks), tuple(costs))
     busy = count * slowest_ns
     reduction = _reduction_ns(model, layout, machine, layers)
     beside = min(sum(cost.takes("B") for cost in rank.costs) for rank in ranks)
@@ -237,11 +243,48 @@ def evaluate(
         round(plan.recompute_ns * times),
         round(_hidden_ns(plan) * times),
         sum(rank.timeline.step_ns for rank in ranks) / max(1, least) - 1,
-        tuple(rank.peak_bytes for rank in ranks),
+        peaks,
         tuple(layers),
         count,
     )
     return replace(outcome, found=found)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a few microbatches and, where there are more, of one round fewer: what the two
+    differ by is how the steady state goes on."""
+
+    few: Schedule
+    fewer: Schedule | None
+
+    def last(self, costs: Sequence[StageCost], count: int, slowest_ns: int) -> int:
+        """How long so many microbatches take; each takes the slowest rank so long."""
+        step_ns = simulate_pipeline(self.few, costs, trusted=True).step_ns
+        if self.fewer is None:
+            return step_ns
+        round_ns = step_ns - simulate_pipeline(self.fewer, costs, trusted=True).step_ns
+        each = max(round_ns / len(self.few.rows), slowest_ns)
+        return step_ns + round(each * (count - self.few.microbatches))
+
+    def placed(
+        self,
+        costs: Sequence[StageCost],
+        limits: Sequence[Sequence[int]],
+        count: int,
+        slowest_ns: int,
+    ) -> _Rows:
+        """The fastest of these and of a few ways to go through time with what the stages take,
+        within each of the limits on memory; the first of them where it is no matter."""
+        ways = [self]
+        for within, patience in product(limits, PATIENCE):
+            few, fewer = (
+                None if rows is None else through_time(rows, costs, within, patience)
+                for rows in (self.few, self.fewer)
+            )
+            if few is not None and (fewer is None) == (self.fewer is None):
+                ways.append(_Rows(few, fewer))
+        return min(ways, key=lambda way: way.last(costs, count, slowest_ns))
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from overlapc.errors import OptionError
+from overlapc.schedule import Schedule
 from overlapc.search.models import Model
+from overlapc.solvers.schedules import make_schedule
 
 SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
-_PAIRED = SCHEDULES[2:]  # two stages a rank
+_MOST_CHUNKS = 8
 # bf16 weight, float32 gradient; float32 weight and both moments are divided over the replicas
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 
@@ -21,7 +23,7 @@ class Layout:
     """tp ranks share each matrix, pp hold different layers, dp see different data; a pipeline takes
     `microbatch` sequences at a time. Its schedule says how many stages a rank holds. With
     `sequence` the tp ranks have a part of each sequence between the matrices, as Megatron's
-    sequence parallelism does."""
+    sequence parallelism does. `chunks` are the stages of a rank where these are interleaved."""
 
     tp: int
     pp: int
@@ -29,15 +31,20 @@ class Layout:
     microbatch: int
     schedule: str = "1f1b"
     sequence: bool = False
+    chunks: int = 2
 
     @property
     def stages(self) -> int:
-        return self.pp * (2 if self.schedule in _PAIRED else 1)
+        return self.pp * {"interleaved": self.chunks, "zero-bubble-v": 2}.get(self.schedule, 1)
+
+    def rows(self, microbatches: int) -> Schedule:
+        """What each rank of the pipeline does, whatever its stages take."""
+        return make_schedule(self.schedule, self.pp, microbatches, self.chunks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Those that a rank of the pipeline holds, as its schedule places them."""
         if self.schedule == "interleaved":
-            return rank, rank + self.pp
+            return tuple(range(rank, self.stages, self.pp))
         if self.schedule == "zero-bubble-v":
             return rank, 2 * self.pp - 1 - rank
         return (rank,)
@@ -45,7 +52,8 @@ class Layout:
     def __str__(self) -> str:
         tp = f"{self.tp}+sp" if self.sequence else self.tp
         text = f"tp={tp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
-        return text + (f" {self.schedule}" if self.pp > 1 else "")
+        text += f" {self.schedule}" if self.pp > 1 else ""
+        return text + (f" chunks={self.chunks}" if self.schedule == "interleaved" else "")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,18 @@ class Fixed:
     microbatch: int = 0
     schedule: str = ""
     sequence: bool = True
+    chunks: int = 0  # of interleaved stages
+
+    def __post_init__(self) -> None:
+        if self.chunks and self.schedule not in ("", "interleaved"):
+            raise OptionError(
+                f"chunks={self.chunks} with schedule {self.schedule!r}, whose ranks hold as many "
+                "stages as it says; expected the schedule interleaved, or none"
+            )
+        if self.chunks == 1:
+            raise OptionError(
+                "chunks=1: expected 2 or more; a rank with one stage runs 1f1b or zero-bubble"
+            )
 
 
 ANY = Fixed()
@@ -94,8 +114,8 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > 16:
                     break
-                for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence)
+                for schedule, chunks in _schedules(model, pp, fixed):
+                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence, chunks)
                     if layout.stages * model.period > model.layers:
                         continue
                     if (
@@ -108,6 +128,16 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                         for key in ("tp", "pp", "dp", "microbatch", "schedule")
                     ):
                         yield layout
+
+
+def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
+    """With the chunks of a rank: two, more where they are all as large, or as many as decided."""
+    for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+        yield schedule, fixed.chunks if schedule == "interleaved" and fixed.chunks else 2
+    if pp > 1 and not fixed.chunks:
+        for chunks in range(3, _MOST_CHUNKS + 1):
+            if model.layers % (pp * chunks * model.period) == 0:
+                yield "interleaved", chunks
 
 
 def expert_ranks(model: Model, dp: int) -> int:

@@ -12,7 +12,6 @@ from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.solvers import bound_ns
 from overlapc.solvers.partition import TOGETHER, Partition, best_partition, even
-from overlapc.solvers.schedules import make_schedule
 
 _ROUNDED = 4  # ns that the parts of a stage lose when each is rounded
 
@@ -28,7 +27,7 @@ def partitioned(
     """The even split of the model's periods, and the one whose slowest stage is fastest; plans are
     made in the pool."""
     count = microbatches(cluster, layout)
-    schedule = make_schedule(layout.schedule, layout.pp, min(count, 4 * layout.pp))
+    schedule = layout.rows(min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period
     head_ns = unit.head_ran.step_ns
     block_ns = unit.least.whole / unit.blocks

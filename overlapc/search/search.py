@@ -87,7 +87,7 @@ def search(
         raise OptionError(
             f"no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
             f"has {fixed}; expected {model.hint()}, a pp of at most "
-            f"{model.layers // model.period} (half of it with two stages a rank), a dp times "
+            f"{model.layers // model.period} over the stages of a rank, a dp times "
             f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
             "stages a multiple of pp microbatches"
         )

@@ -23,6 +23,7 @@ from overlapc.schedule import Action, Schedule, Step, steps_of
 _ROUNDS = 8
 _POLISHED = 2  # of the rows found
 _SHARES = (1.0, 0.93, 0.86, 0.78, 0.68, 0.55)  # of the limits: more memory may mislead
+PATIENCE = (0.0, 0.5, 2.0)  # how much longer than a stall a weight gradient in it may be, by parts
 _LARGE = 300  # stages times microbatches up to which rows are made from scratch
 _ACTIONS = 20_000  # about how many are simulated to polish one of them
 
@@ -55,13 +56,26 @@ def placed(
     return search.best or schedule
 
 
+def through_time(
+    schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], patience: float
+) -> Schedule | None:
+    """Rows for the same stages on the same ranks from scratch, in the time that one simulation
+    takes; none where memory lets nobody go on, or a rank would hold more than its limit."""
+    rows = _Clock(schedule, costs, limits, patience).run()
+    if rows is None:
+        return None
+    made = Schedule(schedule.name, rows)
+    peaks = simulate_pipeline(made, costs, trusted=True).peak_bytes
+    return made if all(p <= limit for p, limit in zip(peaks, limits, strict=True)) else None
+
+
 def _through_time(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int]
 ) -> Iterator[Schedule]:
     """Rows for the same stages on the same ranks from scratch, a few of them."""
     if schedule.stages * schedule.microbatches > _LARGE:
         return
-    for patience, share in product((0.0, 0.5, 2.0), _SHARES):
+    for patience, share in product(PATIENCE, _SHARES):
         shared = [int(limit * share) for limit in limits]
         rows = _Clock(schedule, costs, shared, patience).run()
         if rows is not None:

@@ -12,7 +12,7 @@ from overlapc.errors import InvalidSchedule
 from overlapc.pipeline import StageCost, simulate_pipeline
 from overlapc.planning import StageFigures, plan_rows
 from overlapc.schedule import Action, Schedule, check_schedule, steps_of
-from overlapc.solvers.rows import joined, placed
+from overlapc.solvers.rows import PATIENCE, joined, placed, through_time
 from overlapc.solvers.schedules import SCHEDULES, make_schedule
 
 
@@ -144,3 +144,21 @@ def test_recompute_makes_room_for_rows_that_stand_still_less():
     assert timeline.step_ns < alone.step_ns
     assert max(timeline.peak_bytes) <= 230
     check_schedule(rows)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("inputs", [130, 200])  # of 100 forward: without and with recompute
+def test_a_v_made_for_what_its_stages_take_stands_still_less(ranks, inputs):
+    """Rows made for equal thirds wait where input gradients take longer."""
+    schedule = make_schedule("zero-bubble-v", ranks, 4 * ranks)
+    cost = StageCost(100, inputs, 90, saved=100, for_weights=60, sent_ns=5)
+    given = simulate_pipeline(schedule, [cost] * schedule.stages)
+    limits = given.peak_bytes
+    made = [
+        through_time(schedule, [cost] * schedule.stages, limits, patience) for patience in PATIENCE
+    ]
+    found = [simulate_pipeline(rows, [cost] * schedule.stages) for rows in made if rows is not None]
+    assert all(in_turn(rows) for rows in made if rows is not None)
+    assert all(p <= most for t in found for p, most in zip(t.peak_bytes, limits, strict=True))
+    best = min(found, key=lambda timeline: timeline.step_ns)
+    assert best.bubble_ns(0) < 0.7 * given.bubble_ns(0)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlapc.cli import FAILED, GOOD, USAGE, main
 from overlapc.errors import FileError, OptionError
+from overlapc.pipeline import simulate_pipeline
 from overlapc.schedule import format_schedule
 from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
@@ -368,7 +369,7 @@ def test_memory_is_that_of_the_layers_there_are(pp, name):
             continue  # has a head
         layers = {stage: found.found.layers[stage] for stage in stages}
         inputs = schedule.held(rank, dict.fromkeys(stages, 1)) + len(stages)
-        peak = found.found.peak_bytes[rank] - static[rank] - unit.boundary_bytes * inputs
+        peak = found.stages[rank].peak_bytes - static[rank] - unit.boundary_bytes * inputs
         alone = simulate(replace(unit.problem, in_flight=1), found.stages[rank].plan).peak_bytes
         held = schedule.held(rank, layers)
         curve = found.timeline.peak_bytes[rank]  # drawn on the page, counted in another way
@@ -379,12 +380,35 @@ def test_memory_is_that_of_the_layers_there_are(pp, name):
 def test_stages_of_a_rank_are_those_of_its_row():
     for layout in layouts(TINY, CLUSTER):
         count = CLUSTER.global_batch // layout.dp // layout.microbatch
-        rows = make_schedule(layout.schedule, layout.pp, count)
+        rows = layout.rows(count)
         assert rows.stages == layout.stages
         for rank in range(layout.pp):
             mine = {stage for stage, holder in rows.rank_of.items() if holder == rank}
             assert mine == set(layout.stages_of(rank))
     assert {layout.schedule for layout in layouts(TINY, CLUSTER)} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_of_a_rank_are_what_was_asked_for(chunks):
+    asked = set(layouts(TINY, CLUSTER, Fixed(pp=2, schedule="interleaved", chunks=chunks)))
+    assert asked
+    assert {layout.stages for layout in asked} == {2 * chunks}
+    every = set(layouts(TINY, CLUSTER))
+    assert asked <= every
+    assert "chunks=4" in {str(layout).split()[-1] for layout in every}
+    for wrong in ({"chunks": 1}, {"chunks": 2, "schedule": "1f1b"}):
+        with pytest.raises(OptionError, match="chunks="):
+            Fixed(**wrong)
+
+
+def test_rows_of_a_v_are_made_for_what_its_stages_take():
+    layout = Layout(1, 4, 1, 1, "zero-bubble-v")
+    unit = make_unit(key(TINY, layout))
+    found = evaluate(TINY, CLUSTER, layout, unit)
+    plain = simulate_pipeline(layout.rows(16), found.costs)
+    assert found.timeline.step_ns < 0.95 * plain.step_ns
+    assert max(found.found.peak_bytes) <= CLUSTER.memory_bytes
+    assert found.found.step_ns >= lower_bound(TINY, CLUSTER, layout, unit)
 
 
 def test_what_two_stages_of_a_rank_may_take():
