@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:  # argparse has said why
         return int(ended.code or 0)
     try:
+        args.command = shlex.join(["overlapc", *(sys.argv[1:] if argv is None else argv)])
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -197,11 +199,11 @@ def _search(args: argparse.Namespace) -> int:
     from overlapc.report.verdict import verdict
     from overlapc.search.chosen import VERSION, memory_budgets
     from overlapc.search.evaluate import evaluate
-    from overlapc.search.layouts import Cluster, Fixed
+    from overlapc.search.layouts import Cluster, Fixed, static_bytes
     from overlapc.search.models import Transformer, find_model
     from overlapc.search.search import Progress, compare, search
     from overlapc.search.units import UnitKey, make_unit
-    from overlapc.solvers import SOLVERS
+    from overlapc.solvers import FIELD, SOLVERS
 
     model = find_model(args.model)
     if args.seq:
@@ -241,6 +243,7 @@ def _search(args: argparse.Namespace) -> int:
         args.solver,
         prune=not args.exhaustive,
         shown=args.top,
+        rivals=[name for name in compared if name in FIELD and name != args.solver],
         cache=cache,
         progress=tell,
     )
@@ -259,6 +262,7 @@ def _search(args: argparse.Namespace) -> int:
     timeline = None if outcome is None else outcome.timeline
     document = {
         "overlapc_search": VERSION,
+        "command": args.command,
         "model": asdict(model),
         "cluster": asdict(cluster),
         "fixed": asdict(fixed),
@@ -269,9 +273,11 @@ def _search(args: argparse.Namespace) -> int:
         "certain": result.certain,
         "pruned": result.pruned,
         "best": None if result.best is None else result.best.as_json(),
+        "static_bytes": result.best and static_bytes(model, result.best.layout, result.best.layers),
         "memory_budgets": result.best and memory_budgets(model, cluster, result.best),
         "tried": [found.as_json() for found in result.tried],
         "less_memory": [found.as_json() for found in result.less],
+        "rivals": [found.as_json() for found in result.rivals],
         "compared": [found.as_json() for found in rows],
         "pipeline": None if timeline is None else pipeline_json(timeline),
         "explain": "" if outcome is None else _explained(outcome),

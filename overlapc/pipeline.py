@@ -94,6 +94,7 @@ class PipelineTimeline:
     transfers: tuple[Ran, ...]
     step_ns: int
     memory: tuple[tuple[int, ...], ...]  # by rank, at the worst moment of each of its steps
+    held: tuple[tuple[int, ...], ...]  # by rank, behind each of its steps
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -193,17 +194,16 @@ def simulate_pipeline(
                     if there > start:
                         transfers.append(Ran((action,), rank, start, there, other))
                     waiting.add(other)
+    levels = [
+        [(worst + beside, behind + beside) for worst, behind in _levels(schedule, rank, costs)]
+        for rank, beside in enumerate(resident or [0] * len(schedule.rows))
+    ]
     return PipelineTimeline(
         ran=tuple(map(tuple, ran)),
         transfers=tuple(sorted(transfers, key=lambda t: (t.start_ns, t.rank))),
         step_ns=max(free, default=0),
-        memory=tuple(
-            tuple(
-                level + (resident[rank] if resident else 0)
-                for level in _levels(schedule, rank, costs)
-            )
-            for rank in range(len(schedule.rows))
-        ),
+        memory=tuple(tuple(worst for worst, _ in row) for row in levels),
+        held=tuple(tuple(behind for _, behind in row) for row in levels),
     )
 
 
@@ -231,10 +231,10 @@ def _takes(
     return sum(costs[a.stage].takes(a.kind, (a.stage, a.microbatch) in remade) for a in step)
 
 
-def _levels(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> Iterator[int]:
+def _levels(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> Iterator[tuple[int, int]]:
     """The most that a rank holds in each of its steps: what the step makes is there and nothing of
     what it ends is gone yet; what the step before made is still on its way, and room is made for
-    what the next steps need."""
+    what the next steps need. And what it still holds when the step has ended."""
     row = schedule.rows[rank]
     held = 0
     asked = [sum(_travels(schedule, a, costs[a.stage])[0] for a in step) for step in row]
@@ -258,8 +258,9 @@ def _levels(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> Iterat
             else:
                 freed += cost.for_weights
         travels = sum(asked[i + 1 : i + AHEAD]) + sum(sent[max(0, i - 1) : i])
-        yield max(held, works) + travels
+        most = max(held, works) + travels
         held -= freed
+        yield most, held
 
 
 def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, int]:

@@ -90,6 +90,7 @@ def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
                 "bubble_ns": timeline.bubble_ns(rank),
                 "peak_bytes": timeline.peak_bytes[rank],
                 "memory": timeline.memory[rank],
+                "held": timeline.held[rank],
                 "steps": [[format_step(ran.step), ran.start_ns, ran.end_ns] for ran in row],
             }
             for rank, row in enumerate(timeline.ran)

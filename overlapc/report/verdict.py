@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline
@@ -49,9 +49,12 @@ def verdict(
         lines += ["", timeline.picture(), "(of few microbatches; the steady state goes on)"]
     if compared:
         lines += ["", "this layout with the plans of", *_rows(compared)]
+    if result.rivals:
+        lines += ["", "each on the layout that suits it best, layers split evenly"]
+        lines += _rows(result.rivals, _by_both)
     fitting = [found for found in result.tried if found.fits]
     if len(fitting) > 1:
-        lines += ["", "next to it", *_rows(fitting[:top], by_layout=True)]
+        lines += ["", "next to it", *_rows(fitting[:top], lambda found: str(found.layout))]
     less = [found for found in result.less if found.fits]
     front = pareto([*fitting, *less])
     if len(front) > 1:
@@ -115,11 +118,17 @@ def _nothing(result: Result) -> list[str]:
     ]
 
 
-def _rows(found: Sequence[Found], by_layout: bool = False) -> list[str]:
+def _by_both(found: Found) -> str:
+    return f"{found.solver}: {found.layout}"
+
+
+def _rows(
+    found: Sequence[Found], named: Callable[[Found], str] = lambda found: found.solver
+) -> list[str]:
     head = ("", "step ms", "tokens/s", "MFU", "exposed tp", "a2a", "dp", "p2p", "bubble")
     rows: list[tuple[str, ...]] = [(*head, "recompute", "hidden", "peak GB", "gap")]
     for one in found:
-        name = str(one.layout) if by_layout else one.solver
+        name = named(one)
         if not one.fits:
             rows.append((name, "does not fit", *[""] * 9, f"> {_gb(one.smallest_bytes)}", ""))
             continue

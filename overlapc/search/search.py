@@ -54,11 +54,13 @@ class Progress:
 @dataclass
 class Result:
     """What a search found. `tried` are all layouts that were planned; `pruned` could not win.
-    `less` is the best of them with less memory."""
+    `less` is the best of them with less memory, `rivals` what other solvers find at best, each on
+    the layout that suits it."""
 
     best: Found | None
     tried: list[Found] = field(default_factory=list)
     less: list[Found] = field(default_factory=list)
+    rivals: list[Found] = field(default_factory=list)
     pruned: int = 0
     bound_ns: int = 0  # on every layout, tried or not
     seconds: float = 0.0
@@ -74,12 +76,14 @@ def search(
     *,
     prune: bool = True,
     shown: int = 5,
+    rivals: Sequence[str] = (),
     workers: int = WORKERS,
     cache: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
     """The layout whose step is shortest with its stages' best plans, and so many to compare it
-    with. Ctrl-C ends it with the best so far. With `cache`, what was planned is kept in that folder
+    with; and of each of the rivals, which are solvers, the best of its own. Ctrl-C ends it with the
+    best so far. With `cache`, what was planned is kept in that folder
     and not planned again."""
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
@@ -95,6 +99,7 @@ def search(
     run = _Run(model, cluster, solver, known, prune)
     for layout in every:
         run.add(layout)
+    found: list[Found] = []  # of the rivals
     try:
         with planners(workers) as pool:
             try:
@@ -108,6 +113,16 @@ def search(
                         run.divide(pool)
                     run.complete = True
                     run.squeeze(pool)
+                    for name in rivals:
+                        rival = _Run(
+                            model, cluster, name, _Cache(cache, model, cluster, name), True
+                        )
+                        rival.units = run.units
+                        for layout in every:
+                            rival.add(layout)
+                        for _ in rival.go(pool, workers):
+                            pass
+                        found += [rival.best or min(rival.tried, key=rank)]
             except KeyboardInterrupt:
                 run.interrupted = not run.complete
                 stop(pool)
@@ -120,6 +135,7 @@ def search(
         run.best,
         sorted(run.tried, key=rank),
         run.less,
+        found,
         len(every) - len(run.tried),
         run.bound(),
         certain=run.best is not None or run.certain,
@@ -186,6 +202,7 @@ class _Run:
         self.less: list[Found] = []
         self.interrupted = self.complete = False
         self.certain = False  # that the least memory named does work
+        self.least: dict[UnitKey, Unit] = {}  # what the solver's plans take at least
 
     def add(self, layout: Layout) -> None:
         found = self.known.get(layout)
@@ -229,7 +246,9 @@ class _Run:
             self.waiting[key].append(layout)
             return
         unit = self.units[key]
-        finer = lower_bound(self.model, self.cluster, layout, unit)
+        if key not in self.least:
+            self.least[key] = unit.planned_by(self.solver)
+        finer = lower_bound(self.model, self.cluster, layout, self.least[key])
         if finer > bound:
             heapq.heappush(self.heap, (finer, layout))
             return

@@ -10,8 +10,9 @@ from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 from overlapc.simulate import simulate
-from overlapc.solvers import bound_ns, solve
+from overlapc.solvers import BASELINES, bound_ns, solve
 from overlapc.solvers.bounds import phase_bounds_ns
+from overlapc.stages import in_parts
 
 _HEAD = "head"
 BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
@@ -63,6 +64,15 @@ class Unit:
     boundary_bytes: int
     least: Least
     head_ran: Timeline
+
+    def planned_by(self, solver: str) -> Unit:
+        """The same; where the solver has one plan, whatever the memory, with what that takes."""
+        if solver not in BASELINES:
+            return self
+        plan = solve(replace(self.problem, budget_bytes=None), solver)
+        orders = plan, in_parts(self.problem.trace, plan)  # as schedules may want it
+        took = min(simulate(self.problem, order).step_ns for order in orders)
+        return replace(self, least=replace(self.least, whole=max(took, self.least.whole)))
 
     @cached_property
     def with_head(self) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -164,8 +165,13 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
-    quick = search(TINY, PAIR, cache=tmp_path)
+    quick = search(TINY, PAIR, cache=tmp_path, rivals=["full"])
     every = search(TINY, PAIR, prune=False)
+    (rival,) = quick.rivals
+    assert rival == search(TINY, PAIR, solver="full", prune=False).best
+    for folder in tmp_path.iterdir():  # the baseline's
+        if '"solver": "full"' in next(folder.iterdir()).read_text():
+            shutil.rmtree(folder)
     assert quick.best == every.best
     assert quick.bound_ns <= min(f.bound_ns for f in every.tried if f.fits)
     assert every.pruned == 0
