@@ -1,65 +1,53 @@
 """A search's result as one HTML page that needs no network: `page(document)`.
 
-The document is what `overlapc search --json` prints. Tables are plain HTML; the timeline and the
-charts are SVG, drawn here, and a few lines of script zoom the timeline.
+The document is what `overlapc search --json` prints. Style and script stand in `page.css` and
+`page.js` beside this file and are copied into the page; charts are drawn by `charts`. Without
+script all of it can be read: that only zooms the timeline and changes what is compared.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from overlapc.errors import FileError
+from overlapc.report import charts
+from overlapc.report.charts import Dot, Found, row, table, text
+from overlapc.report.table import gigabytes, milliseconds
+from overlapc.schedule import parse_step
 from overlapc.search.chosen import VERSION
 from overlapc.search.layouts import Layout
+from overlapc.solvers.partition import layout as megatron_layout
 
-COLOURS = {"F": "#4878a8", "B": "#c47a3d", "I": "#d9a05b", "W": "#7a9a5a", "R": "#a05a7a"}
-KINDS = {
-    "F": "forward",
-    "B": "whole backward",
-    "I": "input gradients",
-    "W": "weight gradients",
-    "R": "recompute",
+_SHOWN = 12  # layouts in a table
+GLOSSARY = {
+    "step": "One optimizer step: all microbatches, forward and backward, gradients added over the "
+    "replicas, weights updated. Predicted.",
+    "tokens/s": "Tokens of a step on all GPUs, by the time of the step.",
+    "MFU": "Model flops utilization: flops of forward and backward without recompute, of what the "
+    "GPUs could do at most.",
+    "tp, pp, dp": "How the GPUs are divided: tp ranks share each matrix, pp ranks hold different "
+    "layers, dp replicas see different sequences.",
+    "+sp": "The tp ranks share sequences between the matrices (Megatron's sequence parallelism).",
+    "microbatch": "So many sequences go through the model at a time.",
+    "stage": "Layers that are on one rank of the pipeline and follow each other. Some schedules "
+    "give a rank several stages (chunks).",
+    "layers": "A string like Et*8|t*8L is what Megatron's --pipeline-model-parallel-layout takes: "
+    "E embedding, t*8 eight transformer layers, L loss, a bar between stages.",
+    "exposed": "Communication that nothing hides: the GPU waits for it. Of tensor-parallel ranks "
+    "(TP), of experts (all-to-all), of replicas (DP), between stages (p2p).",
+    "bubble": "Time in which a rank of the pipeline stands still since no microbatch has come, on "
+    "the slowest rank, of the whole step. Waiting for transfers counts as p2p.",
+    "recompute": "Forward work done again in the backward, because its results were not kept.",
+    "hidden": "Recompute that runs while a collective is on its way, which the GPU would else "
+    "spend waiting.",
+    "peak GB": "The most that a GPU holds at a time, the largest of all ranks. A GB is 10^9 bytes.",
+    "gap": "How far the plans of the stages are above a proven lower bound, at most.",
+    "plan": "What to keep, what to recompute, and in what order to run everything in a stage.",
+    "Pareto": "The layouts for which no other is both smaller and faster.",
 }
-_WIDTH = 960
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; margin: 0 auto; max-width: 1000px;
-  padding: 16px; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 3px 8px; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child, .text td, .text th { text-align: left; }
-.text td { white-space: normal; vertical-align: top; }
-.wide { overflow-x: auto; } svg { width: 100%; min-width: 640px; height: auto; display: block; }
-.best { font-weight: 600; } .no { color: #888; } pre { overflow-x: auto; background: #f6f6f4;
-  padding: 10px; font-size: 12px; } .note { color: #666; }
-@media (prefers-color-scheme: dark) { body { background: #1b1b1b; color: #ddd; }
-  th, td { border-color: #444; } pre { background: #262626; } .note { color: #aaa; }
-  svg text { fill: #ddd; } }
-"""
-_SCRIPT = """
-for (const svg of document.querySelectorAll("svg.zoom")) {
-  const whole = svg.getAttribute("viewBox").split(" ").map(Number);
-  let [x, y, w, h] = whole, from = null;
-  const show = () => svg.setAttribute("viewBox", [x, y, w, h].join(" "));
-  svg.addEventListener("wheel", event => {
-    event.preventDefault();
-    const box = svg.getBoundingClientRect();
-    const at = x + (event.clientX - box.left) / box.width * w;
-    const next = Math.min(whole[2], Math.max(whole[2] / 200, w * (event.deltaY > 0 ? 1.25 : 0.8)));
-    x = Math.min(Math.max(0, at - (at - x) * next / w), whole[2] - next); w = next; show();
-  }, {passive: false});
-  svg.addEventListener("pointerdown", event => { from = event.clientX; });
-  addEventListener("pointerup", () => { from = null; });
-  svg.addEventListener("pointermove", event => {
-    if (from === null) return;
-    const moved = (event.clientX - from) / svg.getBoundingClientRect().width * w;
-    from = event.clientX; x = Math.min(Math.max(0, x - moved), whole[2] - w); show();
-  });
-  svg.addEventListener("dblclick", () => { [x, y, w, h] = whole; show(); });
-}
-"""
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -70,80 +58,148 @@ def page(document: Mapping[str, Any]) -> str:
             "`overlapc search --json` of this version prints"
         )
     try:
-        model, cluster, best = document["model"], document["cluster"], document["best"]
+        model, cluster = document["model"], document["cluster"]
         title = f"{model['name']} on {cluster['gpus']} x {cluster['hardware']}"
-        body = [f"<h1>{_text(title)}</h1>", *_verdict(document)]
-        if best is not None:
-            body += _section(
-                "This layout with the plans of", _founds(document["compared"], "solver")
-            )
-            if document.get("pipeline"):
-                body += _section("What the ranks do", _timeline(document["pipeline"]))
-            body += _section(
-                "Memory of each rank of the pipeline",
-                _memory(best, document.get("pipeline"), cluster["memory_bytes"]),
-            )
-            fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
-            less = [
-                found for found in document.get("less_memory", []) if not found["smallest_bytes"]
-            ]
-            body += _section(
-                "Memory and step of all layouts planned, and of the fastest with less memory",
-                _scatter([*less, *fitting], best),
-            )
-            body += _section("Next to it", _founds(fitting[:12], "layout"))
-            if document.get("explain"):
-                why = f"<pre>{_text(document['explain'])}</pre>"
-                body += _section(
-                    "Why what remains is exposed: a few blocks of the slowest stage", why
-                )
-        body += _section("What went in", _inputs(document))
+        body = [
+            '<div class="eyebrow">overlapc search</div>',
+            f"<h1>{text(title)}</h1>",
+            f'<p class="note">{_question(model, cluster)}</p>',
+            *_verdict(document),
+            *(_found(document) if document["best"] is not None else ()),
+            *_section("What went in", _inputs(document), look="long"),
+            *_section("Words", _glossary(), look="long"),
+        ]
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise FileError(
             f"a search's JSON lacks or garbles something ({error!r}): expected what `overlapc "
             "search --json` printed, unchanged"
         ) from None
+    here = Path(__file__).parent
+    style, script = ((here / name).read_text("utf-8") for name in ("page.css", "page.js"))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<title>{_text(title)}</title>\n<link rel="icon" href="data:,">\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f'<title>{text(title)}</title>\n<link rel="icon" href="data:,">\n'
+        f"<style>\n{style}</style>\n</head>\n<body>\n"
         + "\n".join(body)
-        + f"\n<script>{_SCRIPT}</script>\n</body>\n</html>\n"
+        + f"\n<script>\n{script}</script>\n</body>\n</html>\n"
     )
 
 
-def _section(title: str, content: str) -> list[str]:
-    return [f"<h2>{_text(title)}</h2>", f'<div class="wide">{content}</div>']
+def _found(document: Mapping[str, Any]) -> list[str]:
+    """The sections on what was found."""
+    best, cluster = document["best"], document["cluster"]
+    fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
+    less = [found for found in document["less_memory"] if not found["smallest_bytes"]]
+    rivals = [found for found in document["rivals"] if not found["smallest_bytes"]]
+    others = [found for found in document["compared"] if not found["smallest_bytes"]]
+    mine = {"layout": best["layout"], "solver": best["solver"]}
+    bars = [(f"{best['solver']}, the fastest", best)]
+    bars += [(f"{f['solver']}, same layout", f) for f in others if f["solver"] != best["solver"]]
+    bars += [(_both(f), f) for f in rivals if f["layout"] != best["layout"]]
+    bars += [(layout_name(f), f) for f in fitting[:6] if f["layout"] != mine["layout"]]
+    dots = [Dot(found, layout_name(found), "planned") for found in fitting]
+    dots += [Dot(found, f"{layout_name(found)}, less memory", "less") for found in less]
+    dots += [Dot(found, _both(found), "rival") for found in rivals]
+    dots += [Dot(best, f"{layout_name(best)}, the fastest", "best")]
+    body = [
+        *_section(
+            "Where the step goes",
+            charts.bars(bars),
+            "On the slowest rank. Compute has the optimizer in it.",
+        )
+    ]
+    if document["pipeline"]:
+        body += _pipeline(document, document["pipeline"], cluster["memory_bytes"])
+    body += [
+        '<div class="pair">',
+        *_section(
+            "Memory against time",
+            charts.scatter(dots),
+            "All layouts planned; the line is what a GPU with less memory could still do.",
+        ),
+        *_section(
+            "Side by side",
+            _sides(best, bars, fitting, less),
+            "Choose any two layouts or plans.",
+        ),
+        "</div>",
+        *_section(
+            "This layout with the plans of",
+            _founds(document["compared"], lambda found: str(found["solver"]), best),
+        ),
+    ]
+    if document["rivals"]:
+        body += _section(
+            "Each on the layout that suits it best",
+            _founds([best, *document["rivals"]], _both, best),
+            "Layers split evenly.",
+        )
+    body += _section(
+        f"The fastest layouts of {len(document['tried'])} planned",
+        _founds(fitting[:_SHOWN], layout_name, best),
+    )
+    if document["explain"]:
+        why = f"<pre>{text(document['explain'])}</pre>"
+        note = "Each collective of a few blocks of the slowest stage."
+        body += _section("Why what remains is exposed", why, note, "long")
+    return body
+
+
+def _section(title: str, content: str, note: str = "", look: str = "") -> list[str]:
+    said = f'<p class="note">{text(note)}</p>' if note else ""
+    named = f' class="{look}"' if look else ""
+    return [f"<section{named}><h2>{text(title)}</h2>{said}{content}</section>"]
+
+
+def _question(model: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
+    return text(
+        f"{model['layers']} layers of width {model['width']}, sequences of {model['seq']:,} "
+        f"tokens, {cluster['global_batch']:,} of them a step; {cluster['gpus_per_node']} GPUs a "
+        f"node, {gigabytes(cluster['memory_bytes'])} GB of each may be used. "
+        "Every figure is predicted; a GB is 10^9 bytes."
+    )
 
 
 def _verdict(document: Mapping[str, Any]) -> list[str]:
     best = document["best"]
-    note = '<p class="note">Every figure is predicted.</p>'
     if best is None and document["interrupted"]:
-        return ["<p>Interrupted before anything that fits was found.</p>", note]
+        return ['<p class="answer">Interrupted before anything that fits was found.</p>']
     if best is None:
         known = (
             "The smallest memory that works is" if document.get("certain", True) else "More than"
         )
         least = min(document["tried"], key=lambda f: f["smallest_bytes"])
-        size, stage = _gb(least["smallest_bytes"]), least["blocking_stage"]
+        size, stage = gigabytes(least["smallest_bytes"]), least["blocking_stage"]
         return [
-            f"<p>Nothing fits, layers split evenly. {known} {size} GB a GPU, with "
-            f"{_text(layout_name(least))}; rank {int(stage)} of the pipeline blocks.</p>",
-            note,
+            f'<p class="answer">Nothing fits, layers split evenly. {known} {size} GB a GPU, with '
+            f"{text(layout_name(least))}; rank {int(stage)} of the pipeline blocks.</p>",
         ]
     gap = best["step_ns"] / max(1, document["bound_ns"]) - 1
-    kept = "Interrupted, the best so far: " if document["interrupted"] else ""
-    layers = "|".join(str(int(count)) for count in best["layers"])
+    kept = '<span class="alarm">Interrupted, the best so far:</span> '
+    tiles = [
+        (milliseconds(best["step_ns"]), "ms a step"),
+        (f"{best['tokens_per_s']:,.0f}", "tokens a second"),
+        (f"{best['mfu']:.1%}", "MFU"),
+        (gigabytes(max(best["peak_bytes"])), "GB at the peak"),
+    ]
+    for rival in document["rivals"]:
+        if rival["solver"] in ("full", "megatron") and not rival["smallest_bytes"]:
+            told = {"full": "full recompute", "megatron": "Megatron's best settings"}
+            what = f"as fast as {told[rival['solver']]}, on its own best layout"
+            tiles.append((f"{rival['step_ns'] / best['step_ns']:.2f}×", what))
+    tiles.append((f"≤ {gap:.1%}", "that any other layout could be faster, by bound"))
+    shown = "".join(f"<div><b>{value}</b><span>{what}</span></div>" for value, what in tiles)
     return [
-        f'<p class="best">{kept}{_text(layout_name(best))}: {_ms(best["step_ns"])} ms a step, '
-        f"{best['tokens_per_s']:,.0f} tokens/s, MFU {best['mfu']:.1%}</p>",
-        f"<p>{int(best['microbatches'])} microbatches, layers {layers}. No layout that fits with "
-        f"its layers split evenly is more than {gap:.1%} faster, by bound: "
-        f"{len(document['tried'])} were planned, {int(document['pruned'])} cannot win. "
-        f"{document['seconds']:.0f} s.</p>",
-        note,
+        f'<p class="answer">{kept if document["interrupted"] else ""}{text(layout_name(best))}</p>',
+        f'<div class="tiles">{shown}</div>',
+        f'<p class="note">{int(best["microbatches"])} microbatches; layers '
+        f"<b>{text(megatron_layout(list(map(int, best['layers']))))}</b> (E embedding, t*n so many "
+        "transformer layers, L loss, | between stages). "
+        f"{len(document['tried'])} layouts were planned, {int(document['pruned'])} cannot win; "
+        f"layers split evenly meanwhile. {document['seconds']:.0f} s.</p>",
+        '<div class="command"><pre>' + text(document["command"]) + "</pre>"
+        '<button type="button">copy</button></div>',
     ]
 
 
@@ -151,157 +207,170 @@ def layout_name(found: Mapping[str, Any]) -> str:
     return str(Layout(**found["layout"]))
 
 
-def _founds(found: Sequence[Mapping[str, Any]], by: str) -> str:
-    head = ("step ms", "tokens/s", "MFU", "exposed TP", "all-to-all", "DP", "p2p", "bubble")
-    more = ("recompute", "hidden", "peak GB", "gap")
+def _both(found: Found) -> str:
+    return f"{found['solver']}: {layout_name(found)}"
+
+
+_HEAD = (
+    "", "step ms", "tokens/s", "MFU", "exposed TP", "all-to-all", "DP", "p2p", "bubble",
+    "recompute", "hidden", "peak GB", "gap",
+)  # fmt: skip
+_TITLES = {
+    **{word: GLOSSARY[word] for word in _HEAD if word in GLOSSARY},
+    "step ms": GLOSSARY["step"],
+    **dict.fromkeys(("exposed TP", "all-to-all", "DP", "p2p"), GLOSSARY["exposed"]),
+}
+
+
+def _founds(found: Sequence[Found], named: charts.Named, best: Found) -> str:
     rows = []
     for one in found:
-        name = one["solver"] if by == "solver" else layout_name(one)
+        name = text(named(one))
         if one["smallest_bytes"]:
-            lacks = f"does not fit: {_gb(one['smallest_bytes'])} GB at least"
-            rows.append(f'<tr class="no"><td>{_text(name)}</td><td colspan="12">{lacks}</td></tr>')
+            lacks = f"does not fit: {gigabytes(one['smallest_bytes'])} GB at least"
+            rows.append(f'<tr class="no"><td>{name}</td><td colspan="12">{lacks}</td></tr>')
             continue
         step, exposed = one["step_ns"], one["exposed_ns"] or {}
         cells = [
-            _ms(step),
+            milliseconds(step),
             f"{one['tokens_per_s']:,.0f}",
             f"{one['mfu']:.1%}",
             *(f"{exposed.get(kind, 0) / step:.1%}" for kind in ("tp", "all-to-all", "dp", "p2p")),
             f"{one['bubble']:.1%}",
             f"{one['recompute_ns'] / step:.1%}",
             f"{one['recompute_hidden_ns'] / step:.1%}",
-            _gb(max(one["peak_bytes"])),
+            gigabytes(max(one["peak_bytes"])),
             f"{one['gap']:.1%}",
         ]
-        rows.append(_row([name, *cells]))
-    return _table(["", *head, *more], rows)
+        rows.append(row([named(one), *cells], "best" if one == best else ""))
+    return f'<div class="wide">{table(_HEAD, rows, _TITLES)}</div>'
 
 
-def _timeline(pipeline: Mapping[str, Any]) -> str:
-    """One line a rank, one box a step. Colours are kinds of actions."""
-    ranks, step, height = pipeline["ranks"], max(1, pipeline["step_ns"]), 26
-    boxes = []
-    for rank, row in enumerate(ranks):
-        for word, start, end in row["steps"]:
-            kinds = [letter for letter in word if letter in COLOURS]
-            x, wide = start / step * _WIDTH, max((end - start) / step * _WIDTH - 0.3, 0.1)
-            for i, kind in enumerate(kinds):  # merged pieces above each other
-                tall = (height - 6) / len(kinds)
-                title = f"rank {rank}, {word}: {_ms(start)} to {_ms(end)} ms"
-                boxes.append(_box(x, rank * height + i * tall, wide, tall, COLOURS[kind], title))
-    legend = " &nbsp; ".join(
-        f'<span style="color:{COLOURS[kind]}">&#9632;</span> {what}' for kind, what in KINDS.items()
-    )
-    bubbles = ", ".join(f"{rank['bubble_ns'] / step:.0%}" for rank in ranks)
-    drawn = _svg(len(ranks) * height, boxes, "timeline", 'class="zoom" preserveAspectRatio="none"')
-    return (
-        f'{drawn}<p class="note">{legend}<br>A line for each rank, {_ms(step)} ms of few '
-        f"microbatches; wheel zooms, drag moves, double click shows all. Bubbles: {bubbles}.</p>"
-    )
-
-
-def _memory(best: Mapping[str, Any], pipeline: Mapping[str, Any] | None, cap: int) -> str:
-    """What each rank holds in each of its steps, and the line that it may not pass."""
-    parts, left, tall = [], 70, 60
-    full = _WIDTH - left - 90
-    step = max(1, pipeline["step_ns"]) if pipeline else 1
-    for rank, peak in enumerate(best["peak_bytes"]):
-        top = rank * (tall + 14) + 16
-        floor = top + tall
-        parts.append(_label(0, floor, f"rank {rank}"))
-        parts.append(_box(left, top, full, 1, "#b03030", f"{cap:,} bytes may be used"))
-        parts.append(_box(left, floor, full, 1, "#888", ""))
-        parts.append(_label(left + full + 6, floor, f"{_gb(peak)} GB"))
-        row = pipeline["ranks"][rank] if pipeline else {"steps": [], "memory": []}
-        for (word, start, end), level in zip(row["steps"], row["memory"], strict=True):
-            x, high = left + start / step * full, level / cap * tall
-            title = f"rank {rank}, {word}: at most {level:,} bytes"
-            wide = (end - start) / step * full
-            parts.append(_box(x, floor - high, wide, high, COLOURS["F"], title))
-    height = len(best["peak_bytes"]) * (tall + 14) + 16
-    parts.append(_label(left + full, 11, f"{_gb(cap)} GB may be used", "end"))
-    drawn = _svg(height + 4, parts, "memory of each rank over time")
-    return (
-        f'{drawn}<p class="note">While each step runs, of few microbatches. The figures beside '
-        "count the ops within, too: they may differ by a few percent.</p>"
-    )
-
-
-def _scatter(found: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:
-    """Memory to the right, time up; the winner is marked."""
-    high, left, low = 300, 86, 40
-    sizes = [max(one["peak_bytes"]) for one in found]
-    times = [one["step_ns"] for one in found]
-
-    def scale(values: Sequence[int], length: float) -> Callable[[int], float]:
-        least, most = min(values), max(values)
-        return lambda value: (value - least) / max(1, most - least) * length
-
-    across, up = scale(sizes, _WIDTH - left - 60), scale(times, high - low - 20)
-    parts = [
-        _box(left, 10, 1, high - 40, "#888", ""),
-        _box(left, high - 30, _WIDTH - 20 - left, 1, "#888", ""),
-        _label(left + 14, high - 14, f"{_gb(min(sizes))} GB"),
-        _label(_WIDTH - 40, high - 14, f"{_gb(max(sizes))} GB", "end"),
-        _label(left - 6, high - low, f"{_ms(min(times))} ms", "end"),
-        _label(left - 6, 26, f"{_ms(max(times))} ms", "end"),
-    ]
-    for one, size, took in zip(found, sizes, times, strict=True):
-        winner = one["layout"] == best["layout"] and took == best["step_ns"]
-        x, y = left + 14 + across(size), high - low - up(took)
-        title = f"{layout_name(one)}: {_gb(size)} GB, {_ms(took)} ms"
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if winner else 4}" '
-            f'fill="{"#b03030" if winner else "#4878a8"}"><title>{_text(title)}</title></circle>'
+def _pipeline(document: Mapping[str, Any], pipeline: Found, cap: int) -> list[str]:
+    """What the ranks do and hold."""
+    best = document["best"]
+    layout, layers = Layout(**best["layout"]), best["layers"]
+    names = []
+    for rank in range(layout.pp):
+        stages = layout.stages_of(rank)
+        held = "+".join(str(int(layers[stage])) for stage in stages)
+        which = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        names.append(f"rank {rank}<small>{which}: {held} layers</small>")
+    body = []
+    if layout.pp > 1:
+        body += _section(
+            "What the ranks do", charts.timeline(pipeline, names), _still(best, pipeline)
         )
-    return _svg(high, parts, "memory and step of layouts")
+    body += _section(
+        "What the ranks hold",
+        charts.memory(pipeline, names, document["static_bytes"], best["peak_bytes"], cap),
+        "The same time. While an action runs, its worst moment is drawn; the figures beside count "
+        "the ops within it, and may differ by a few percent.",
+    )
+    return body
 
 
-def _svg(height: float, parts: Iterable[str], label: str, more: str = "") -> str:
+def _still(best: Found, pipeline: Found) -> str:
+    """How long ranks stand still in the picture, and in the whole step."""
+    step, count = max(1, pipeline["step_ns"]), int(best["microbatches"])
+    drawn = {
+        action.microbatch
+        for word, _, _ in pipeline["ranks"][0]["steps"]
+        for action in parse_step(word)
+    }
+    still = [rank["bubble_ns"] / step for rank in pipeline["ranks"]]
+    picture = f"a rank stands still {min(still):.1%} to {max(still):.1%} of the time here"
+    waits = best["bubble"] + (best["exposed_ns"] or {}).get("p2p", 0) / best["step_ns"]
+    whole = f"{waits:.1%} of the whole step, the tables' bubble and p2p"
+    hint = "Numbers are microbatches; Ctrl and wheel zoom, too."
+    if len(drawn) < count:
+        return (
+            f"The first {len(drawn)} of {count} microbatches as if they were all, "
+            f"{milliseconds(step)} of {milliseconds(best['step_ns'])} ms: {picture}. The others go "
+            f"on as in the middle, so the slowest rank stands still {whole}. {hint}"
+        )
     return (
-        f'<svg {more} viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'role="img" aria-label="{label}">{"".join(parts)}</svg>'
+        f"All of the step's {count} microbatches, {milliseconds(step)} of "
+        f"{milliseconds(best['step_ns'])} ms; gradients of replicas and the optimizer follow. "
+        f"{picture.capitalize()}; the slowest {whole}. {hint}"
     )
 
 
-def _box(x: float, y: float, wide: float, tall: float, fill: str, title: str) -> str:
+def _sides(
+    best: Found,
+    bars: Sequence[tuple[str, Found]],
+    fitting: Sequence[Found],
+    less: Sequence[Found],
+) -> str:
+    """Two of all that was found beside each other; the script changes which."""
+    named = {f"{name} ({layout_name(found)})" if "," in name else name: found
+             for name, found in bars}  # fmt: skip
+    for found in fitting:
+        if found["layout"] != best["layout"]:
+            named.setdefault(layout_name(found), found)
+    for found in less:
+        named[f"{gigabytes(max(found['peak_bytes']))} GB: {layout_name(found)}"] = found
+    founds = list(named.values())
+    longest = max(found["step_ns"] for found in founds)
+    cells = [_cells(found) for found in founds]
+    different = (i for i, found in enumerate(founds) if found["step_ns"] != best["step_ns"])
+    right = next(different, len(founds) - 1)
+    data = [
+        {"bar": charts.bar(found, longest), "cells": list(figures.values())}
+        for found, figures in zip(founds, cells, strict=True)
+    ]
+    picks = []
+    for side, chosen in enumerate((0, right)):
+        options = "".join(
+            f'<option value="{i}"{" selected" * (i == chosen)}>{text(name)}</option>'
+            for i, name in enumerate(named)
+        )
+        what = "left" if side == 0 else "right"
+        picks.append(f'<th><select aria-label="{what}">{options}</select></th>')
+    two = (0, right)
+    rows = ["<tr><td>where it goes</td>" + "".join(
+        f'<td><div class="bar">{data[i]["bar"]}</div></td>' for i in two) + "</tr>"]  # fmt: skip
+    rows += [row([key, *(cells[i][key] for i in two)]) for key in cells[0]]
+    shown = json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")
     return (
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" height="{tall:.1f}" fill="{fill}">'
-        f"<title>{_text(title)}</title></rect>"
+        f'<div class="wide sides"><table><thead><tr><th></th>{"".join(picks)}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f'<script type="application/json" id="founds">{shown}</script>'
     )
 
 
-def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}">{_text(text)}</text>'
-    )
+def _cells(found: Found) -> dict[str, str]:
+    step = found["step_ns"]
+    parts = {
+        charts.PARTS[part]: f"{milliseconds(ns)} ms ({ns / step:.1%})"
+        for part, ns in charts.parts_of(found).items()
+    }
+    return {
+        "step": f"{milliseconds(step)} ms",
+        "tokens/s": f"{found['tokens_per_s']:,.0f}",
+        "MFU": f"{found['mfu']:.1%}",
+        **parts,
+        "peak": f"{gigabytes(max(found['peak_bytes']))} GB",
+        "layers": megatron_layout(list(map(int, found["layers"]))),
+        "microbatches": str(int(found["microbatches"])),
+    }
 
 
 def _inputs(document: Mapping[str, Any]) -> str:
     model, cluster = document["model"], document["cluster"]
-    rows = [_row([f"model: {key}", str(value), model["source"]]) for key, value in model.items()]
-    rows += [_row([f"cluster: {key}", str(value), "as asked"]) for key, value in cluster.items()]
-    for key, source in document.get("hardware_sources", {}).items():
-        rows.append(_row([f"hardware: {key}", "", source]))
-    return f'<div class="text">{_table(["what", "value", "source"], rows)}</div>'
+    rows = [row([f"model: {key}", value, model["source"]]) for key, value in model.items()]
+    rows += [row([f"cluster: {key}", value, "as asked"]) for key, value in cluster.items()]
+    for key, source in document["hardware_sources"].items():
+        rows.append(row([f"hardware: {key}", "", source]))
+    shown = table(["what", "value", "source"], rows)
+    return (
+        "<details><summary>Model, cluster, and where the hardware's figures come from</summary>"
+        f'<div class="words wide">{shown}</div></details>'
+    )
 
 
-def _row(cells: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
-
-
-def _table(head: Sequence[str], rows: Sequence[str]) -> str:
-    cells = "".join(f"<th>{_text(cell)}</th>" for cell in head)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _text(text: object) -> str:
-    return html.escape(str(text))
-
-
-def _ms(ns: float) -> str:
-    return f"{ns / 1e6:,.1f}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f}"
+def _glossary() -> str:
+    terms = "".join(
+        f"<dt>{text(word)}</dt><dd>{text(told)}</dd>" for word, told in GLOSSARY.items()
+    )
+    return f"<dl>{terms}</dl>"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from overlapc.errors import FileError, OptionError
 from overlapc.files import write_file
-from overlapc.report.page import COLOURS, KINDS, layout_name
+from overlapc.report.charts import COLOURS, KINDS
+from overlapc.report.page import layout_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

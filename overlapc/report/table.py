@@ -1,4 +1,4 @@
-"""Columns of text."""
+"""Columns of text, and figures as all reports print them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,13 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
         indent + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def milliseconds(ns: float) -> str:
+    """One digit behind the point, three of what is short."""
+    return f"{ns / 1e6:,.1f}" if ns >= 10_000_000 or ns == 0 else f"{ns / 1e6:.3f}"
+
+
+def gigabytes(size: float) -> str:
+    """Of 10^9 bytes: one digit behind the point, three of what is small."""
+    return f"{size / 1e9:,.1f}" if size >= 1_000_000_000 or size == 0 else f"{size / 1e9:.3f}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline
-from overlapc.report.table import table
+from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster
 from overlapc.search.models import Model
@@ -34,7 +34,7 @@ def verdict(
     lines += [
         "",
         f"{kept}: {best.layout}",
-        f"  step {best.step_ns / 1e6:.1f} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
+        f"  step {milliseconds(best.step_ns)} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
         f"{best.mfu:.1%}; no layout that fits with its layers split evenly is more than "
         f"{gap:.1%} faster, by bound",
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
@@ -64,12 +64,12 @@ def verdict(
             "memory)",
         ]
         lines += [
-            f"  {_gb(max(f.peak_bytes)):>6} GB  {f.step_ns / 1e6:9.1f} ms  {f.layout}"
+            f"  {gigabytes(max(f.peak_bytes)):>6} GB  {milliseconds(f.step_ns):>9} ms  {f.layout}"
             + (f", recompute {f.recompute_ns / f.step_ns:.1%}" if f in less else "")
             for f in front
         ]
     lines += [
-        f"  {best.layout} needs at least {_gb(found.smallest_bytes)} GB"
+        f"  {best.layout} needs at least {gigabytes(found.smallest_bytes)} GB"
         for found in result.less
         if not found.fits
     ][:1]
@@ -91,7 +91,8 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{model.name}: {model.parameters() / 1e9:.2f}B parameters, {model.layers} layers of width "
         f"{model.width}, sequences of {model.seq}" + (f" ({model.source})" if model.source else ""),
         f"{cluster.gpus} x {machine.name}, {cluster.gpus_per_node} a node, "
-        f"{_gb(cluster.memory_bytes)} of {_gb(machine.memory_bytes)} GB each ({machine.status})",
+        f"{gigabytes(cluster.memory_bytes)} of {gigabytes(machine.memory_bytes)} GB each "
+        f"({machine.status})",
         f"{cluster.global_batch} sequences a step; bf16, float32 gradients and optimizer, the "
         "latter divided over replicas",
         f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} "
@@ -112,8 +113,8 @@ def _nothing(result: Result) -> list[str]:
     found = min(result.tried, key=lambda f: f.smallest_bytes)
     known = "the smallest memory that works is" if result.certain else "what works is more than"
     return [
-        f"nothing fits with layers split evenly; {known} {_gb(found.smallest_bytes)} GB a GPU, "
-        f"with {found.layout}; rank {found.blocking_stage} of the pipeline blocks.",
+        f"nothing fits with layers split evenly; {known} {gigabytes(found.smallest_bytes)} GB a "
+        f"GPU, with {found.layout}; rank {found.blocking_stage} of the pipeline blocks.",
         "More GPUs, a larger tp or pp, a smaller microbatch or shorter sequences would help.",
     ]
 
@@ -130,26 +131,22 @@ def _rows(
     for one in found:
         name = named(one)
         if not one.fits:
-            rows.append((name, "does not fit", *[""] * 9, f"> {_gb(one.smallest_bytes)}", ""))
+            rows.append((name, "does not fit", *[""] * 9, f"> {gigabytes(one.smallest_bytes)}", ""))
             continue
         exposed = dict(one.exposed_ns or {})
         part = lambda ns, one=one: f"{ns / one.step_ns:.1%}"  # noqa: E731
         rows.append(
             (
                 name,
-                f"{one.step_ns / 1e6:.1f}",
+                milliseconds(one.step_ns),
                 f"{one.tokens_per_s:,.0f}",
                 f"{one.mfu:.1%}",
                 *(part(exposed.get(kind, 0)) for kind in ("tp", "all-to-all", "dp", "p2p")),
                 f"{one.bubble:.1%}",
                 part(one.recompute_ns),
                 part(one.recompute_hidden_ns),
-                " ".join(sorted({_gb(peak) for peak in one.peak_bytes}, reverse=True)[:3]),
+                " ".join(sorted({gigabytes(peak) for peak in one.peak_bytes}, reverse=True)[:3]),
                 f"{one.gap:.1%}",
             )
         )
     return table(rows, indent="  ")
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f}"

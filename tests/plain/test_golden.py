@@ -112,6 +112,7 @@ def test_the_verdict_of_a_search() -> None:
             best,
             [Found.parse(each) for each in found["tried"]],
             [Found.parse(each) for each in found["less_memory"]],
+            [Found.parse(each) for each in found["rivals"]],
             found["pruned"],
             found["bound_ns"],
             found["seconds"],
@@ -124,16 +125,30 @@ def test_the_verdict_of_a_search() -> None:
     assert all(str(Found.parse(tried).layout) in page(found) for tried in found["tried"])
 
 
-# Says what is wider than the window, and whether the wheel zooms.
+# Says what is wider than the window, what the wheel does, and whether the choice of what to compare
+# changes what is shown.
 _PROBE = """
 <script>
-  const svg = document.querySelector("svg.zoom"), before = svg.getAttribute("viewBox");
-  svg.dispatchEvent(new WheelEvent("wheel", {deltaY: -100, clientX: 50, cancelable: true}));
-  const zooms = svg.getAttribute("viewBox") !== before;
-  const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-  document.title = "wider by " + wide + ", zooms " + zooms;
+  const scroll = document.querySelector(".scroll"), stretch = document.querySelector(".stretch");
+  const wheel = ctrlKey => {
+    const event = new WheelEvent("wheel", {deltaY: -100, clientX: 50, cancelable: true, ctrlKey});
+    scroll.dispatchEvent(event);
+    return event.defaultPrevented + " " + (stretch.style.width || "whole");
+  };
+  const page = document.documentElement;
+  const told = ["wider by " + (page.scrollWidth - page.clientWidth)];
+  told.push("wheel " + wheel(false), "with Ctrl " + wheel(true));
+  document.querySelector("[data-zoom='0']").click();
+  told.push("button " + stretch.style.width);
+  const pick = document.querySelectorAll(".sides select")[1], cells = pick.closest("table").rows;
+  const before = cells[2].cells[2].textContent;
+  pick.value = pick.options.length - 1;
+  pick.dispatchEvent(new Event("change"));
+  told.push("compares " + (cells[2].cells[2].textContent !== before));
+  document.title = told.join(", ");
 </script>
 """
+_TOLD = "wheel false whole, with Ctrl true 125%, button 100%, compares true"
 
 
 def test_the_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +177,7 @@ def test_the_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", [1920, 1280, 500])
 def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     assert CHROMIUM is not None
     text = page(json.loads((GOLDEN / "search.json").read_text()))
@@ -177,4 +192,4 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
     assert "CONSOLE" not in done.stderr
     title = re.search("<title>(.*?)</title>", done.stdout)
     assert title is not None
-    assert title[1] == "wider by 0, zooms true"
+    assert title[1] == f"wider by 0, {_TOLD}"

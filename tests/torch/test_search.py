@@ -8,7 +8,6 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -39,6 +38,7 @@ from overlapc.search.search import _Cache, search
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers.schedules import make_schedule
+from tests.plain.html_checks import check_page
 
 TINY = Transformer("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
 EXPERTS = replace(TINY, name="tiny-moe", experts=4, top_k=2, expert_width=512, moe_every=2)
@@ -246,35 +246,6 @@ def test_a_config_of_huggingface(tmp_path):
     path.write_text(json.dumps(config | {"hidden_size": "wide"}))
     with pytest.raises(FileError, match="hidden_size is 'wide'"):
         from_config(path)
-
-
-class Page(HTMLParser):
-    """What is open, what was said in it, and what it would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-        self.loads: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "link", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def check_page(text: str) -> None:
-    """Every tag is closed in its turn, and nothing comes from elsewhere."""
-    found = Page()
-    found.feed(text)
-    assert found.open == []
-    assert {"table", "svg", "rect", "circle", "script"} <= found.seen
-    assert found.loads == ["data:,"]
-    assert "http" not in text
 
 
 def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
