@@ -94,13 +94,15 @@ class Trace:
     """Ops in topological order and the values between them.
 
     `inputs` are resident values (parameters, batch, incoming gradients); `outputs` are values
-    that outlive the trace (results and gradients).
+    that outlive the trace (results and gradients). `modules` say of which module of the model ops
+    are, where that is known; a trace is the same without.
     """
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    modules: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @cached_property
     def op(self) -> Mapping[str, Op]:

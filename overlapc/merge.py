@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from overlapc.ir import COMPUTE, Cost, Op, Problem, Trace
+from overlapc.ir import COMPUTE, Cost, Op, Problem
 
 ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3_add`
 
@@ -32,7 +32,7 @@ def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float =
         if not trace.value[name].producer:  # an incoming gradient, as it is
             add(name, trace.ops[-1])
     outputs = tuple(name for name in trace.outputs if name not in set(gradients))
-    summed = Trace(tuple(ops), trace.values, trace.inputs, outputs)
+    summed = replace(trace, ops=tuple(ops), outputs=outputs)
     held = {trace.value[n].storage: trace.value[n].bytes for n in gradients}
     return replace(
         problem,

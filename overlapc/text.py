@@ -9,7 +9,7 @@ r"""The text of plans, profiles, traces and problems: what users read, ranks exc
 
     plan     = trace solver status bound_ns, saved, order
     profile  = slowdown, conditions, costs
-    trace    = digest, inputs, outputs, ops, values
+    trace    = digest, inputs, outputs, ops, values, modules?
     problem  = budget_bytes resident_bytes in_flight phases lag?, trace, profile
 
 `in_flight` may be a fraction in lowest terms, `10/3`.
@@ -57,6 +57,7 @@ _SEAL = re.compile(r"end crc32 [0-9a-f]{8}\n")
 _COSTS = "costs op compute_ns comm_ns workspace_bytes source"
 _OPS = "ops name role lane piece flags inputs > outputs signature"
 _VALUES = "values name bytes storage producer"
+_MODULES = "modules op module"
 _ROLES: Mapping[str, Role] = {role: role for role in ROLES}
 _FLAGS = {  # random, recomputable
     (False, True): "-",
@@ -192,6 +193,10 @@ def _trace_lines(trace: Trace) -> Iterator[str]:
     yield _VALUES
     for value in trace.values:
         yield _row(value.name, value.bytes, value.storage, value.producer)
+    if trace.modules:
+        yield _MODULES
+        for op, module in trace.modules.items():
+            yield _row(op, module)
 
 
 def _read_trace(reader: _Reader) -> Trace:
@@ -208,7 +213,11 @@ def _read_trace(reader: _Reader) -> Trace:
         )
         for name, size, storage, producer in reader.table(_VALUES, 4)
     )
-    trace = Trace(ops, values, inputs, outputs)
+    modules: dict[str, str] = {}
+    if reader.next_is("modules"):
+        for op, module in reader.table(_MODULES, 2):
+            reader.add(modules, op, reader.as_string(module))
+    trace = Trace(ops, values, inputs, outputs, modules)
     try:
         trace.validate()
     except InvalidProblem as error:

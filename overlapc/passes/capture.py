@@ -201,13 +201,24 @@ def trace_joint(
             )
         )
     results = joint.graph.find_nodes(op="output")[0].args[0]
-    outputs = [n.name for n in results if isinstance(n, fx.Node)]
-    trace = Trace(tuple(ops), tuple(values.values()), tuple(inputs), tuple(dict.fromkeys(outputs)))
+    outputs = dict.fromkeys(n.name for n in results if isinstance(n, fx.Node))
+    modules = {node.name: path for node in joint.graph.nodes if (path := _module(node))}
+    modules = {op.name: modules[op.name] for op in ops if op.name in modules}
+    trace = Trace(tuple(ops), tuple(values.values()), tuple(inputs), tuple(outputs), modules)
     try:
         trace.validate()
     except Exception as error:
         raise CaptureError(str(error)) from error
     return Captured(joint, trace, num_fwd_outputs, tuple(static_inputs))
+
+
+def _module(node: fx.Node) -> str:
+    """The innermost module that the op is of, or whose gradient it makes; "" where that is the
+    model itself or not known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    *_, (path, _) = [("", None), *stack.values()]
+    path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
+    return path.partition(".")[2].partition(".")[2]
 
 
 def changed_inputs(joint: fx.GraphModule) -> set[str]:
@@ -385,7 +396,7 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     from torch.fx.traceback import preserve_node_meta
 
     model = without_ties(model)
-    with contextlib.ExitStack() as stack, preserve_node_meta():
+    with contextlib.ExitStack() as stack, preserve_node_meta(), _named_modules(model):
         try:
             try:
                 with contextlib.ExitStack() as first:
@@ -405,6 +416,35 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
         return trace_joint(
             joint, num_fwd_outputs=_forward_outputs(joint), static_inputs=static or range(count)
         )
+
+
+@contextlib.contextmanager
+def _named_modules(model: torch.nn.Module) -> Iterator[None]:
+    """While the model is traced, nodes know of which of its modules they are, as Dynamo's do."""
+    from torch.fx import traceback
+
+    around: list[Any] = []
+
+    def enter(module: torch.nn.Module, _: Any) -> None:
+        before = traceback.current_meta.get("nn_module_stack")
+        around.append(before)
+        name = names[module]
+        more = {name: (f"L['self'].{name}", type(module))}
+        traceback.current_meta["nn_module_stack"] = {**(before or {}), **more}
+
+    def leave(*_: Any) -> None:
+        before = around.pop()
+        if before is None:
+            traceback.current_meta.pop("nn_module_stack", None)
+        else:
+            traceback.current_meta["nn_module_stack"] = before
+
+    names = {module: name for name, module in model.named_modules() if name}
+    with contextlib.ExitStack() as hooks:
+        for module in names:
+            hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
 
 
 def _with_unknown_sizes(inputs: Any) -> Any:

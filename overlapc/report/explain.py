@@ -33,7 +33,9 @@ def explain(report: Report) -> str:
     ]
     if not timeline.exposures:
         return "\n".join([*lines, "  no collectives"])
-    rows = [("collective", "group", "ms", "exposed", "hidden by", "why not more")]
+    rows: list[tuple[str, ...]] = [
+        ("collective", "group", "ms", "exposed", "hidden by", "why not more")
+    ]
     reasons = Reasons(problem, plan.order)
     for exposure in timeline.exposures:
         rows.append(
@@ -46,6 +48,10 @@ def explain(report: Report) -> str:
                 reasons.why(exposure),
             )
         )
+    modules = problem.trace.modules
+    if modules:
+        names = [modules.get(parse_issue(e.issue)[0], "") for e in timeline.exposures]
+        rows = [(*row, name) for row, name in zip(rows, ["module", *names], strict=True)]
     return "\n".join([*lines, *table(rows, indent="  ")])
 
 
@@ -58,6 +64,7 @@ class Fate:
     bytes: int  # that it makes and no input holds already
     what: str
     why: str
+    module: str = ""
 
 
 def op_fates(report: Report) -> list[Fate]:
@@ -92,14 +99,19 @@ def op_fates(report: Report) -> list[Fate]:
             what, why = "returned", "an output of the graph"
         else:
             what, why = "dropped", "nothing behind the forward needs it"
-        found.append(Fate(op.name, cost_ns, sum(made.values()), what, why))
+        module = trace.modules.get(op.name, "")
+        found.append(Fate(op.name, cost_ns, sum(made.values()), what, why, module))
     return found
 
 
 def explain_ops(report: Report) -> str:
     """The fates as a table."""
-    rows = [("op", "ms", "MB", "its result is", "where, or why")]
-    rows += [(f.op, _ms(f.compute_ns), _mb(f.bytes), f.what, f.why) for f in op_fates(report)]
+    fates = op_fates(report)
+    rows: list[tuple[str, ...]] = [("op", "ms", "MB", "its result is", "where, or why")]
+    rows += [(f.op, _ms(f.compute_ns), _mb(f.bytes), f.what, f.why) for f in fates]
+    if report.problem.trace.modules:
+        names = ["module", *(fate.module for fate in fates)]
+        rows = [(*row, name) for row, name in zip(rows, names, strict=True)]
     return "\n".join(table(rows, indent="  "))
 
 

@@ -81,6 +81,19 @@ def test_texts(
     check(name, out)
 
 
+def test_explain_names_modules(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the trace knows them: of collectives and of ops."""
+    problem = load_problem(files / "problem")
+    modules = {"all_reduce": "layers.0.attention", "gelu": "layers.0.mlp"}
+    save_problem(files / "named", replace(problem, trace=replace(problem.trace, modules=modules)))
+    assert main(["explain", str(files / "named"), str(files / "full"), "--ops"]) == GOOD
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for head in ("collective", "op"):
+        assert next(line[-1] for line in lines if line[0] == head) == "module"
+    for op, module in (*modules.items(), ("R:all_reduce", "layers.0.attention")):
+        assert next(line[-1] for line in lines if line[0] == op) == module
+
+
 def test_what_becomes_of_each_op(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the plan says; some of what is made again is made beside a collective."""
     problem = load_problem(files / "problem")

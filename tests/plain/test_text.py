@@ -383,3 +383,14 @@ def test_microbatches_in_flight_may_be_a_fraction(word, found) -> None:
         problem = parse_problem(text)
         assert problem.in_flight == found
         assert body(format_problem(problem)) == body(text)
+
+
+@pytest.mark.parametrize("word", ["layers.0.mlp", "a b", "\N{SNOWMAN}"])
+def test_modules_of_ops_are_kept_and_change_nothing_else(word) -> None:
+    problem = a_problem()
+    modules = {op.name: word for op in problem.trace.ops[:2]}
+    named = replace(problem, trace=replace(problem.trace, modules=modules))
+    assert named == problem
+    assert named.trace.digest == problem.trace.digest
+    assert parse_problem(format_problem(named)).trace.modules == modules
+    assert "modules" not in format_problem(problem)

@@ -303,6 +303,9 @@ def test_captures_measure_nothing_and_leave_the_default_dtype_alone():
     problems = unit.problem, unit.head
     assert {c.source for p in problems for c in p.profile.costs.values()} == {"estimated"}
     assert torch.get_default_dtype() == torch.float32
+    modules = unit.problem.trace.modules  # of forward and backward, for `explain`
+    starts = {op.piece.letter: op.name for op in unit.problem.trace.ops if op.role == "start"}
+    assert (modules[starts["F"]], modules[starts["I"]]) == ("blocks.3.rest", "blocks.0.attn")
 
 
 @pytest.mark.slow
