@@ -195,8 +195,8 @@ def _trace_lines(trace: Trace) -> Iterator[str]:
         yield _row(value.name, value.bytes, value.storage, value.producer)
     if trace.modules:
         yield _MODULES
-        for op, module in trace.modules.items():
-            yield _row(op, module)
+        for name, module in trace.modules.items():
+            yield _row(name, module)
 
 
 def _read_trace(reader: _Reader) -> Trace:

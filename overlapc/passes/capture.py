@@ -216,7 +216,7 @@ def _module(node: fx.Node) -> str:
     """The innermost module that the op is of, or whose gradient it makes; "" where that is the
     model itself or not known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    *_, (path, _) = [("", None), *stack.values()]
+    path = list(stack.values())[-1][0] if stack else ""
     path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
     return path.partition(".")[2].partition(".")[2]
 
