@@ -1,33 +1,41 @@
 """The plans others would run, as plans of the same kind, judged by the same simulator.
 
-none        save everything the backward reads (eager)
-full        keep only the borders of the repeated blocks (torch.utils.checkpoint per block)
-selective   recompute the core of attention (Megatron's selective recompute)
-uniform     `full` for groups of blocks, as small as fit: only their inputs are kept
-block       `full` for the first blocks, as few as fit; the rest keep all (Megatron's "block")
-checkmate   the least recompute that fits, blind to communication (Checkmate's optimum)
-megatron    the fastest that fits of none, full and any of Megatron's recompute_modules (core of
-            attention, layer norm, activation), gathered parts of sequences kept or gathered again,
-            its weight gradients hidden under the collective that follows and gathers under the
-            input gradient before (Megatron's own overlap)
+What eager PyTorch of this very code does:
+
+none        save everything the backward reads: with sequence parallelism also what was gathered
+full        torch.utils.checkpoint around each layer: layers' inputs are kept, and what lies
+            outside of layers. Like checkpoint, it stops where the last needed tensor is made
 lancet      save everything; weight gradients into windows by best fit (Lancet's backward)
+
+What Megatron does. Its column-parallel layers keep a rank's part of a sequence and gather the
+others' again for the weight gradient, while the input gradient is computed:
+
+selective   recompute the core of attention
+uniform     recompute groups of layers, as small as fit: only the groups' inputs are kept
+block       recompute the first layers, as few as fit; the rest keep what Megatron keeps
+megatron    the fastest that fits of all layers, none, and any of its recompute_modules (core of
+            attention, layer norm, activation), each weight gradient hidden under the collective
+            that follows
+
+What other papers choose:
+
+checkmate   the least recompute that fits, blind to communication (Checkmate's optimum)
 lynx        the repeated block's choice, recompute into windows, weight gradients left in place
 
-The first three need nothing but the trace. Recompute runs where its value is needed, but in
-`lynx`. PyTorch's own choice (`torch`) needs its partitioner and lives in
-`overlapc.passes.torch_choice`.
+Recompute runs where its value is needed, but in `lynx`. PyTorch's own choice (`torch`) needs its
+partitioner and lives in `overlapc.passes.torch_choice`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Op, Plan, Problem, Slowdown, Trace, parse_issue
 from overlapc.simulate import memory_curve, simulate
-from overlapc.solvers.blocks import block_borders, repetition
+from overlapc.solvers.blocks import layers, made_inside
 from overlapc.solvers.choice import Choice, Needs, plan_on_demand
 from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.listing import Style, list_schedule
@@ -35,6 +43,7 @@ from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, backward_work
 
 _GATHER = "all_gather_into_tensor"
+_MOVES = ("cat", "clone", "_to_copy", "copy")  # that make a tensor of what was gathered
 
 
 def none(problem: Problem) -> Plan:
@@ -43,32 +52,22 @@ def none(problem: Problem) -> Plan:
 
 
 def full(problem: Problem) -> Plan:
-    """Everything inside a repeated block is recomputed; what lies outside blocks is kept."""
     trace = problem.trace
-    needs = Needs(trace)
-    first, last, borders = block_borders(trace)
-    inside = {
-        trace.value[name].storage for op in trace.ops[first:last] for name in op.outputs
-    } - set(borders)
-    return plan_on_demand(problem, (set(needs.storages) | set(borders)) - inside, "full", needs)
+    kept = {value.storage for value in trace.values} - made_inside(trace, layers(trace))
+    return plan_on_demand(problem, kept, "full")
 
 
 def selective(problem: Problem) -> Plan:
-    """Scores, softmax and dropout of attention are recomputed, all else is kept."""
-    return _without(problem, _core_attention(problem), "selective")
+    """Scores, softmax and dropout of attention are recomputed."""
+    return _megatron_without(problem, _core_attention(problem), "selective")
 
 
-def _without(problem: Problem, dropped: set[str], solver: str) -> Plan:
-    """The parts of what is gathered again are kept, unless they are dropped, too."""
-    needs, trace = Needs(problem.trace), problem.trace
-    parts = {
-        trace.value[name].storage
-        for op in trace.ops
-        if _is_gather(op) and op.is_forward
-        for name in op.inputs
-        if trace.value[op.outputs[0]].storage in dropped
-    }
-    return plan_on_demand(problem, (set(needs.storages) | parts) - dropped, solver, needs)
+def _megatron_without(problem: Problem, dropped: set[str], solver: str) -> Plan:
+    """Megatron's plan that makes these again. It keeps parts of what it gathers, unless they are
+    made again, too."""
+    gathered, parts = _gathered(problem.trace)
+    kept = (set(Needs(problem.trace).storages) | parts) - dropped - gathered
+    return _gather_early(problem, plan_on_demand(problem, kept, solver))
 
 
 def _core_attention(problem: Problem) -> set[str]:
@@ -88,13 +87,51 @@ def _outputs_of(problem: Problem, *targets: str) -> set[str]:
     return {
         trace.value[name].storage
         for op in trace.ops
-        if op.is_forward and op.signature.split(".")[1:2] and op.signature.split(".")[1] in targets
+        if op.is_forward and _target(op) in targets
         for name in op.outputs
     }
 
 
+def _gathered(trace: Trace) -> tuple[set[str], set[str]]:
+    """What a product of matrices takes in that was gathered from all ranks, and the parts that
+    the ranks had before."""
+    gathered: set[str] = set()
+    parts: set[str] = set()
+    for gather in trace.ops:
+        if not (gather.is_forward and _is_gather(gather)):
+            continue
+        there = _storages(trace, gather.outputs)
+        front = [op for name in gather.outputs for op in trace.users[name]]
+        is_factor = False
+        while front:
+            op = front.pop()
+            if not op.is_forward:
+                continue
+            made, target = _storages(trace, op.outputs), _target(op)
+            if target.endswith("mm"):  # its last input is a weight, the one before what it weighs
+                is_factor |= trace.value[op.inputs[-2]].storage in there
+            elif made <= there or (
+                target in _MOVES and _storages(trace, op.inputs) <= there | trace.resident
+            ):
+                there |= made
+                front += [user for name in op.outputs for user in trace.users[name]]
+        if is_factor:
+            gathered |= there
+            parts |= _storages(trace, gather.inputs)
+    return gathered, parts - trace.resident
+
+
 def _is_gather(op: Op) -> bool:
     return op.signature.startswith(f"_c10d_functional.{_GATHER}.")
+
+
+def _storages(trace: Trace, names: Iterable[str]) -> set[str]:
+    return {trace.value[name].storage for name in names}
+
+
+def _target(op: Op) -> str:
+    """`mm` of `aten.mm.default bfloat16[8,8] > ...`."""
+    return op.signature.split(" ", 1)[0].partition(".")[2].split(".")[0]
 
 
 def _is_core_attention(op: Op) -> bool:
@@ -135,45 +172,33 @@ def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
 
 
 def uniform(problem: Problem) -> Plan:
-    """Groups of one, two, four... blocks, until it fits."""
-    trace = problem.trace
-    repeated = repetition(trace)
-    best = full(problem)
-    if repeated is None:
-        return replace(best, solver="uniform")
-    needs = Needs(trace)
-    inside = {
-        trace.value[name].storage
-        for op in trace.ops[repeated.first : repeated.end]
-        for name in op.outputs
-    }
-    group = 1
-    while group <= repeated.count:
-        kept = (set(needs.storages) - inside) | set(repeated.enters[::group])
-        best = plan_on_demand(problem, kept, "uniform", needs)
-        if fits(problem, best):
-            break
-        group *= 2
-    return best
+    """Groups of one, two, four... layers, until it fits."""
+    spans = layers(problem.trace)
+    sizes = [1 << n for n in range(len(spans).bit_length())]
+    groups = (
+        [range(group[0].start, group[-1].stop) for group in _split(spans, size)] for size in sizes
+    )
+    return _first_fitting(problem, groups, "uniform")
+
+
+def _split(spans: Sequence[range], size: int) -> list[Sequence[range]]:
+    return [spans[at : at + size] for at in range(0, len(spans), size)]
 
 
 def block(problem: Problem) -> Plan:
-    """Blocks from the first on are recomputed whole, until what is left fits the budget."""
-    trace = problem.trace
-    needs = Needs(trace)
-    repeated = repetition(trace)
-    if repeated is None:
-        return full(problem)
-    best = none(problem)
-    for count in range(repeated.count + 1):
-        inside: set[str] = set()
-        for op in trace.ops[repeated.first : repeated.first + count * repeated.length]:
-            inside |= {trace.value[name].storage for name in op.outputs}
-        kept = (set(needs.storages) | set(repeated.enters)) - (inside - set(repeated.enters))
-        best = plan_on_demand(problem, kept, "block", needs)
-        if fits(problem, best):
+    """No layer, the first, the first two... until it fits."""
+    spans = layers(problem.trace)
+    return _first_fitting(problem, (spans[:n] for n in range(len(spans) + 1)), "block")
+
+
+def _first_fitting(problem: Problem, again: Iterable[Sequence[range]], solver: str) -> Plan:
+    """Megatron's plan that runs the first such spans of the forward again with which it fits, or
+    else the last."""
+    for spans in again:
+        plan = _megatron_without(problem, made_inside(problem.trace, spans), solver)
+        if fits(problem, plan):
             break
-    return best
+    return plan
 
 
 def checkmate(problem: Problem) -> Plan:
@@ -202,19 +227,18 @@ def checkmate(problem: Problem) -> Plan:
 
 
 def megatron(problem: Problem) -> Plan:
-    """Weight gradients wait for the next collective and no longer."""
+    """Every weight gradient waits for the next collective and no longer."""
     modules = (
         _core_attention(problem),
         _outputs_of(problem, "native_layer_norm", "_fused_rms_norm"),
         _outputs_of(problem, "gelu", "silu", "relu"),
-        _outputs_of(problem, _GATHER),
     )
     there = [storages for storages in modules if storages]
-    plans = [full(problem)]
+    plans = [_megatron_without(problem, made_inside(problem.trace, layers(problem.trace)), "full")]
     for chosen in product((False, True), repeat=len(there)):
         dropped = set().union(*(m for m, is_in in zip(there, chosen, strict=True) if is_in))
-        plans.append(_without(problem, dropped, "megatron"))
-    ordered = [_hide_weights(problem, _gather_early(problem, p), at_most=1) for p in plans]
+        plans.append(_megatron_without(problem, dropped, "megatron"))
+    ordered = [_hide_weights(problem, plan, at_most=1) for plan in plans]
     return _fastest_fitting(problem, [*plans, *ordered], "megatron")
 
 

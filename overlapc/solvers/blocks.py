@@ -1,67 +1,38 @@
-"""Where a trace repeats itself, by signatures and dataflow.
+"""Where a forward repeats itself, and where its layers lie.
 
-A *cut* is a place in the forward where a single storage carries everything the rest needs.
-Between cuts lie segments; the repeated blocks are the longest run of segments that repeats with
-some period (attention and MLP segments repeat with period two).
+Ops of equal signatures, one *period* apart, make a run of like blocks. Signatures do not tell with
+which op a block begins; dataflow does: with the op at which the fewest storages go over from one
+block to the next. So a first block whose input is the graph's own is found like any other.
+
+A block may hold several *layers*: where every other one has experts, a block is two of them. All
+layers begin alike, with the same residual branch, and those that do not repeat are found by that.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from weakref import WeakKeyDictionary
 
 from overlapc.ir import Trace
 
-
-def cuts(trace: Trace) -> list[tuple[int, str]]:
-    """(index of the op behind the cut, the storage that crosses it), in order.
-
-    Storages that cross most of the forward (masks, rotary tables) are common to all blocks and
-    do not count.
-    """
-    forward = [op for op in trace.ops if op.is_forward]
-    born: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for i, op in enumerate(forward):
-        for name in op.inputs:
-            last[trace.value[name].storage] = i
-        for name in op.outputs:
-            born.setdefault(trace.value[name].storage, i)
-            last.setdefault(trace.value[name].storage, i)
-    common = {
-        s for s in born if last[s] - born[s] > max(len(forward) // 2, 16) and len(forward) > 64
-    }
-    ends: dict[int, list[str]] = {}
-    for storage, i in last.items():
-        ends.setdefault(i, []).append(storage)
-    live: set[str] = set()
-    found: list[tuple[int, str]] = []
-    for i, op in enumerate(forward):
-        if len(live) == 1 and op.role == "forward":
-            (storage,) = live
-            if not found or found[-1][1] != storage:
-                found.append((i, storage))
-        for name in op.outputs:
-            value = trace.value[name]
-            if value.storage not in common and value.storage not in trace.resident and value.bytes:
-                live.add(value.storage)
-        for storage in ends.get(i, ()):
-            live.discard(storage)
-    return found
+_PERIODS = 32  # the commonest distances between like ops, which are tried as periods
 
 
 @dataclass(frozen=True)
 class Repetition:
     """Ops `first + b * length + i` of a trace are alike for every block b < `count`.
 
-    `enters` are the storages that the blocks hand on: the first block's input, then outputs.
+    `handed_on` has what each block but the last makes and the next one reads.
     """
 
     first: int
     length: int
     count: int
-    enters: tuple[str, ...]
+    handed_on: tuple[frozenset[str], ...]
 
     @property
     def end(self) -> int:
@@ -71,8 +42,8 @@ class Repetition:
         """So many blocks taken as one; those left over come before the first."""
         over = self.count % blocks
         first = self.first + over * self.length
-        enters = self.enters[over::blocks]
-        return Repetition(first, self.length * blocks, self.count // blocks, enters)
+        handed_on = self.handed_on[over + blocks - 1 :: blocks]
+        return Repetition(first, self.length * blocks, self.count // blocks, handed_on)
 
 
 def repetition(trace: Trace) -> Repetition | None:
@@ -89,33 +60,199 @@ _known: WeakKeyDictionary[Trace, Repetition | None] = WeakKeyDictionary()
 
 def find_repetition(trace: Trace) -> Repetition | None:
     """As `repetition`, but found anew."""
-    places = cuts(trace)
-    ends = [i for i, _ in places] + [sum(op.is_forward for op in trace.ops)]
-    segments = [tuple(op.signature for op in trace.ops[a:b]) for a, b in pairwise(ends)]
-    best = (0, 0, 1)  # covered ops, first segment, period
-    for period in range(1, max(2, len(segments) // 2 + 1)):
-        run = 0
-        for i in range(len(segments) - period - 1, -1, -1):
-            run = run + 1 if segments[i] == segments[i + period] else 0
-            covered = (run // period + 1) * period if run >= period else 0
-            ops = ends[i + covered] - ends[i] if covered else 0
-            if ops > best[0]:
-                best = (ops, i, period)
-    covered_ops, first, period = best
-    if not covered_ops:
+    flow = _Flow(trace)
+    return _largest(flow, 0, len(flow.ops))
+
+
+def layers(trace: Trace) -> list[range]:
+    """The forward ops of each layer, in order; all of the forward as one if nothing repeats."""
+    flow = _Flow(trace)
+    whole = range(len(flow.ops))
+    return _layers(flow, whole, 0) or [whole]
+
+
+def made_inside(trace: Trace, spans: Iterable[range]) -> set[str]:
+    """Storages that one of these spans of the forward makes, and that the forward does not read
+    behind it: what need not be kept to run each span again as a whole."""
+    flow = _Flow(trace)
+    return {
+        storage
+        for span in spans
+        for op in flow.ops[span.start : span.stop]
+        for storage in flow.storages(op.outputs)
+        if flow.maker.get(storage, -1) >= span.start and flow.last_read(storage) < span.stop
+    }
+
+
+class _Flow:
+    """The forward's ops by number, and the storages that they make and read."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.ops = list(takewhile(lambda op: op.is_forward, trace.ops))
+        self.signatures = [op.signature for op in self.ops]
+        self.maker: dict[str, int] = {}  # storage, unless it is an input's -> the op it begins with
+        self.reads: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for storage in self.storages(op.inputs):
+                self.reads.setdefault(storage, []).append(i)
+            for storage in self.storages(op.outputs) - trace.resident:
+                self.maker.setdefault(storage, i)
+
+    def storages(self, names: Iterable[str]) -> set[str]:
+        return {self.trace.value[name].storage for name in names}
+
+    def crossing(self, at: int, period: int) -> frozenset[str]:
+        """What the period before an op makes and the period from it on reads."""
+        recent = (s for op in self.ops[max(0, at - period) : at] for s in self.storages(op.outputs))
+        return frozenset(
+            storage
+            for storage in recent
+            if storage in self.maker
+            and self.maker[storage] >= at - period
+            and self._next_read(storage, at) < at + period
+        )
+
+    def crossings(self, period: int) -> list[int]:
+        """How many storages cross at each op."""
+        change = [0] * (len(self.ops) + 2)
+        for storage, maker in self.maker.items():
+            before = maker
+            for read in self.reads.get(storage, ()):
+                begin = max(before, read - period) + 1
+                end = min(read, maker + period)
+                if begin <= end:
+                    change[begin] += 1
+                    change[end + 1] -= 1
+                before = read
+        return list(_sums(change))
+
+    def is_cut(self, at: int, period: int) -> bool:
+        """Whether the op before this makes something that crosses here."""
+        made = self.storages(self.ops[at - 1].outputs) if at else set()
+        return any(
+            self.maker.get(s) == at - 1 and self._next_read(s, at) < at + period for s in made
+        )
+
+    def last_read(self, storage: str) -> int:
+        return max(self.reads.get(storage, ()), default=0)
+
+    def _next_read(self, storage: str, at: int) -> int:
+        reads = self.reads.get(storage, [])
+        following = bisect_left(reads, at)
+        return reads[following] if following < len(reads) else len(self.ops) + len(self.ops)
+
+
+def _sums(changes: Iterable[int]) -> Iterator[int]:
+    total = 0
+    for change in changes:
+        total += change
+        yield total
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Each op of [first, end) is like the one a period before it and the one a period behind it,
+    where these are in the run."""
+
+    first: int
+    end: int
+    period: int
+
+    @property
+    def covers(self) -> int:
+        return (self.end - self.first) // self.period * self.period
+
+
+def _largest(flow: _Flow, low: int, high: int) -> Repetition | None:
+    """The repetition between two ops that covers the most of them."""
+    runs = _runs(flow.signatures[low:high], low)
+    for run in sorted(runs, key=lambda run: (-run.covers, run.period)):
+        if (first := _border(flow, run)) is not None:
+            count = (run.end - first) // run.period
+            ends = range(first + run.period, first + run.period * count, run.period)
+            handed_on = tuple(flow.crossing(end, run.period) for end in ends)
+            return Repetition(first, run.period, count, handed_on)
+    return None
+
+
+def _runs(signatures: list[str], low: int) -> Iterator[_Run]:
+    last: dict[str, int] = {}
+    distances: Counter[int] = Counter()
+    for i, signature in enumerate(signatures):
+        if signature in last:
+            distances[i - last[signature]] += 1
+        last[signature] = i
+    for period, _ in distances.most_common(_PERIODS):
+        length = 0
+        alike = [a == b for a, b in zip(signatures, signatures[period:], strict=False)]
+        for i, same in enumerate([*alike, False]):
+            if same:
+                length += 1
+                continue
+            if length >= period:
+                yield _Run(low + i - length, low + i + period, period)
+            length = 0
+
+
+def _border(flow: _Flow, run: _Run) -> int | None:
+    """The op of a run with which a block begins; None if no block hands anything on to the next."""
+    crossings = flow.crossings(run.period)
+    options = []
+    for first in range(run.first, min(run.first + run.period, run.end - 2 * run.period + 1)):
+        if crossing := crossings[first + run.period]:
+            count = (run.end - first) // run.period
+            is_cut = flow.is_cut(first + run.period, run.period)
+            options.append(((crossing, -count, not is_cut), first))
+    if not options:
         return None
-    length = ends[first + period] - ends[first]
-    count = covered_ops // length
-    enters = tuple(places[n][1] for n in range(first, first + count * period, period))
-    if first + count * period < len(places):
-        enters += (places[first + count * period][1],)
-    return Repetition(ends[first], length, count, enters)
+    best = min(options)[0]
+    firsts = [first for key, first in options if key == best]
+    over = run.end - firsts[-1] + best[1] * run.period
+    # A run's other end may reach far into what is not a block: the end that it fits is the blocks'.
+    return firsts[0] if firsts[0] - run.first <= over else firsts[-1]
 
 
-def block_borders(trace: Trace) -> tuple[int, int, tuple[str, ...]]:
-    """First and last op index of the repeated part of the forward, and the storages that enter
-    its blocks. Without repetition the whole forward is one block with no border."""
-    found = repetition(trace)
-    if found is None:
-        return 0, sum(op.is_forward for op in trace.ops), ()
-    return found.first, found.end, found.enters
+def _layers(flow: _Flow, where: range, least: int) -> list[range]:
+    """The layers in a part of the forward, none if no blocks of at least so many ops repeat."""
+    repeated = _largest(flow, where.start, where.stop)
+    if repeated is None or repeated.length < least:
+        return []
+    found = _alike(flow, repeated, where)
+    gaps = pairwise([where.start, *(end for r in found for end in (r.start, r.stop)), where.stop])
+    shortest = min(len(layer) for layer in found) // 2
+    others = (_layers(flow, range(*gap), shortest) for gap in list(gaps)[::2])
+    return sorted([*found, *(layer for more in others for layer in more)], key=lambda r: r.start)
+
+
+def _alike(flow: _Flow, repeated: Repetition, where: range) -> list[range]:
+    """The layers of repeated blocks, and others in this part of the forward that begin alike."""
+    period, second = repeated.length, repeated.first + repeated.length
+    handed_on = repeated.handed_on[0]
+    crossings = flow.crossings(period)
+    cuts = [
+        at
+        for at in range(where.start, where.stop)
+        if crossings[at] <= len(handed_on) and flow.is_cut(at, period)
+    ]
+    inner = [cut for cut in cuts if second < cut < second + period]
+    branch = flow.ops[second : inner[0]] if inner else []
+    if not branch or handed_on.isdisjoint(flow.storages(branch[-1].inputs)):
+        return [range(at, at + period) for at in range(repeated.first, repeated.end, period)]
+    # The branch's last op adds to what came in. A layer begins wherever such a branch stands.
+    begins, length = [op.signature for op in branch], len(branch)
+    firsts = [
+        at
+        for at in range(where.start, where.stop - length + 1)
+        if flow.signatures[at] == begins[0] and flow.signatures[at : at + length] == begins
+    ]
+    inside = [at for at in firsts if second <= at < second + period]
+    branches = max(
+        sum(first <= cut < behind for cut in {second, *inner})
+        for first, behind in pairwise([*inside, second + period])
+    )
+    found = []
+    for first, behind in pairwise([*firsts, where.stop]):
+        following = cuts[bisect_left(cuts, first + length) :]
+        found.append(range(first, min([behind, *following[branches - 1 : branches]])))
+    return found

@@ -40,6 +40,7 @@ _STEPS, _HALVINGS = 20, 3  # in which the room is looked for that makes a choice
 _AGAIN = (0.5, 0.1)  # shares of recomputed collectives that may turn out to be exposed
 _ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
 _MUCH_ROOM_PERMILLE = (100, 200, 350)  # where nothing would have to run again
+_FEWEST = 3  # blocks that take like choices: with two, a program of both knows more
 _GROUPS = (2, 3, 4)  # blocks that are taken as one where memory is scarce
 _MOST = 6  # choices of several such periods that are worth all schedules
 _PASSES = (PASSES[0], PASSES[1], PASSES[3])
@@ -227,6 +228,8 @@ def heu_plans(
     if len(problem.phases) != 2:
         return
     repeated = repetition(problem.trace)
+    if repeated is not None and repeated.count < _FEWEST:
+        repeated = None
     totals = Totals.of(problem)
     period = Period(problem, needs, repeated)
     budget = problem.budget_bytes
@@ -311,12 +314,11 @@ def _most_promising(
 
 
 def _keeps_borders(problem: Problem, choice: Choice, repeated: Repetition | None) -> bool:
-    """Whether every block's recompute begins at the block's own input."""
+    """Whether every block's recompute begins at what the block before hands on."""
     if repeated is None:
         return False
     saved = {problem.trace.value[name].storage for name in choice.saved}
-    borders = repeated.enters[: repeated.count]
-    return saved.issuperset(s for s in borders if s not in problem.trace.resident)
+    return saved.issuperset(*repeated.handed_on)
 
 
 def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:
