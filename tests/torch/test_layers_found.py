@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,10 @@ class WithLoss(PreNorm):
         return x, loss + x.square().mean()
 
 
+def _plainly(block: nn.Module, *inputs: Tensor) -> Any:
+    return block(*inputs)
+
+
 class Stack(nn.Module):
     """Blocks that a graph's input enters, or an embedding, then a head behind them."""
 
@@ -130,7 +135,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(block(i) for i in range(count))
         self.words = nn.Embedding(WORDS, WIDTH) if ends else None
         self.norm, self.scores = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-        self.tables, self.checkpointed, self.inputs = tables, False, []
+        self.tables, self.run = tables, _plainly
 
     def forward(self, x: Tensor) -> Tensor:
         if self.words is not None:
@@ -142,16 +147,11 @@ class Stack(nn.Module):
         loss = x.new_zeros(())
         for block in self.blocks:
             more = (*tables, loss) if isinstance(block, WithLoss) else tables
-            self.inputs += [x, *more]
-            x = (
-                checkpoint(block, x, *more, use_reentrant=False)
-                if self.checkpointed
-                else block(x, *more)
-            )
+            x = self.run(block, x, *more)
             if isinstance(block, WithLoss):
                 x, loss = x
         if self.words is None:
-            return x
+            return x * loss
         return (
             F.cross_entropy(self.scores(self.norm(x)).flatten(0, 1), torch.zeros(2 * SEQ).long())
             + loss
@@ -173,13 +173,16 @@ def checkpoint_keeps(model: Stack, x: Tensor) -> int:
         held.append(tensor)
         return tensor
 
-    model.checkpointed, model.inputs = True, []
+    def checkpointed(block: nn.Module, *inputs: Tensor) -> Any:
+        held.extend(inputs)
+        return checkpoint(block, *inputs, use_reentrant=False)
+
+    model.run = checkpointed
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = model(x)
-    held += model.inputs
     there = {t.untyped_storage().data_ptr() for t in (*model.parameters(), x, result)}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held}
-    model.checkpointed, model.inputs = False, []
+    model.run = _plainly
     return sum(s.nbytes() for at, s in storages.items() if at not in there)
 
 
