@@ -318,7 +318,7 @@ def _keeps_borders(problem: Problem, choice: Choice, repeated: Repetition | None
     if repeated is None:
         return False
     saved = {problem.trace.value[name].storage for name in choice.saved}
-    return saved.issuperset(*repeated.handed_on)
+    return saved.issuperset(frozenset().union(*repeated.handed_on))
 
 
 def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:

@@ -20,7 +20,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.search.models import find_model
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
-from overlapc.solvers import FIELD
+from overlapc.solvers import FIELD, solve
 from overlapc.solvers.blocks import layers
 
 WIDTH, HEADS, SEQ, WORDS, LAYERS = 48, 4, 24, 40, 5
@@ -285,3 +285,13 @@ def test_every_layer_of_a_search_is_recomputed(name, tensor):
     assert run_again(unit.problem, plan, act) == unit.blocks
     # The first layer's input is the graph's own, which is counted by those who hand it over.
     assert saved_bytes(unit.problem, plan.saved) == (unit.blocks - 1) * unit.boundary_bytes
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["input", "embedding"])
+def test_heu_plans_blocks_of_the_first_to_the_last(ends):
+    problem = problem_of(Stack(PreNorm, LAYERS, ends, tables=False), example(ends))
+    small, most = (simulate(problem, FIELD[name](problem)).peak_bytes for name in ("full", "none"))
+    limited = replace(problem, budget_bytes=(small + most) // 2)
+    heu = simulate(limited, solve(limited, "heu"))
+    assert heu.peak_bytes <= limited.budget_bytes
+    assert heu.step_ns < simulate(problem, FIELD["full"](problem)).step_ns
