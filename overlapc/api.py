@@ -16,6 +16,7 @@ from overlapc.files import StrPath, load_plan
 from overlapc.ir import Plan
 from overlapc.passes import capture as direct
 from overlapc.passes import joint
+from overlapc.passes.as_eager import CAPTURE
 from overlapc.passes.capture import Captured
 from overlapc.passes.rewrite import rewrite
 from overlapc.planning import Options, Report, check_solver, plan_captured
@@ -118,8 +119,7 @@ class Optimized:
         if not torch.is_grad_enabled():
             return engine.model(*args, **kwargs)
         try:
-            # Sizes that are data (of an all-to-all, say) do not end the graph.
-            with dynamo_config.patch(capture_scalar_outputs=True):
+            with dynamo_config.patch(CAPTURE):
                 if engine.begun:
                     return engine.compiled(*args, **kwargs)
                 engine.begun = True

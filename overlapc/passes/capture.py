@@ -18,9 +18,11 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import _is_tangent, is_sym_node
 from torch.fx.graph import _Namespace
+from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
+from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.roles import weight_grads
 
 UNBACKED_HINT = 8192
@@ -396,7 +398,10 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     from torch.fx.traceback import preserve_node_meta
 
     model = without_ties(model)
+    given = [*tree_leaves((args, kwargs)), *model.parameters(), *model.buffers()]
     with contextlib.ExitStack() as stack, preserve_node_meta(), _named_modules(model):
+        if not are_fake(given):  # what is planned on fake tensors runs elsewhere
+            stack.enter_context(as_eager())
         try:
             try:
                 with contextlib.ExitStack() as first:

@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch._inductor import config as inductor_config
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.passes.as_eager import CAPTURE, as_eager
 from overlapc.passes.capture import Captured, trace_joint
 
 RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
@@ -159,6 +160,7 @@ class Traced:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
+            stack.enter_context(as_eager(arguments))
             exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
                 stack, graph, tuple(arguments)
             )
@@ -180,7 +182,7 @@ class Traced:
 def _settings() -> dict[str, Any]:
     """Dynamo's, so that it guards all it can, and does not fall silent."""
     return {
-        "capture_scalar_outputs": True,  # sizes that are data do not end the graph
+        **CAPTURE,
         "skip_nnmodule_hook_guards": False,
         "skip_tensor_guards_with_matching_dict_tags": False,
         "skip_no_tensor_aliasing_guards_on_parameters": False,

@@ -35,7 +35,7 @@ _STABLE = 0.02
 _MIN_PASSES, _MAX_PASSES, _PASSES_TOGETHER = 3, 7, 5
 _LIMIT_NS = 10_000_000_000
 _CUDA_BLOCK = 512  # the caching allocator rounds every allocation up to this
-_LABEL = "overlapc:"
+_LABEL = "overlapc op: "
 
 
 def measure(

@@ -20,6 +20,7 @@ from torch._inductor import config as inductor_config
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.flags import log
+from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import Captured, line_of, trace_joint
 from overlapc.passes.joint import inner_places
 from overlapc.passes.rewrite import rewrite
@@ -29,6 +30,7 @@ from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds
 
+_NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 COMPILERS = ("eager", "inductor")
 
 
@@ -52,7 +54,8 @@ class Backend:
         except (OverlapcError, RestartAnalysis):  # Dynamo traces again, knowing more
             raise
         except Exception as error:
-            return self._unchanged(gm, f"{type(error).__name__}: {error}", "")
+            hint = _NO_SYMBOLS if "symbolic sizes" in str(error) else ""
+            return self._unchanged(gm, f"{hint}{type(error).__name__}: {error}", "")
         finally:
             partition.primals = None
 
@@ -64,7 +67,7 @@ class Backend:
 
             return compile_with_inductor(gm, example_inputs, partition)
         # As eager does, random numbers are drawn even where nothing reads them.
-        with inductor_config.patch(fallback_random=True):
+        with as_eager(example_inputs), inductor_config.patch(fallback_random=True):
             return aot_autograd(
                 fw_compiler=_run_as_ordered,
                 bw_compiler=_run_as_ordered,

@@ -51,9 +51,9 @@ def warn_of_seeds(
         if node is not None:
             warnings.warn(
                 f"overlapc: ranks {', '.join(map(str, ranks))} hold the same activations where "
-                f"{node.name} draws random numbers ({line_of(node)}), but their random states differ, "
-                "so each makes something else of them and trains on without an error: seed these "
-                "ranks alike (torch.manual_seed with one number) before the first step",
+                f"{node.name} draws random numbers ({line_of(node)}), but their random states "
+                "differ, so each makes something else of them and trains on without an error: seed "
+                "these ranks alike (torch.manual_seed with one number) before the first step",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -47,6 +47,6 @@ def on_rank(rank: int, ranks: int) -> dict[str, list[str]]:
 def test_own_seeds_are_told_where_activations_are_common() -> None:
     first, second = run_ranks(on_rank, 2, timeout_s=200)
     (message,) = first.pop("own")
-    assert "ranks 0, 1" in message and "model.py" in message and "torch.manual_seed" in message
+    assert all(part in message for part in ("ranks 0, 1", "model.py", "torch.manual_seed"))
     assert not any(first.values()), first
     assert not any(second.values()), "one rank of a group speaks for all"

@@ -1,0 +1,215 @@
+"""Tracing what eager runs: `with as_eager():` around AOTAutograd's tracing.
+
+PyTorch traces some ops otherwise than eager runs them, and their results differ in the last bits.
+While the context is on,
+
+- eager's own kernels are traced where PyTorch has Python decompositions for them (`_KERNELS`);
+- ops that change a tensor in place keep its strides (`overlapc.passes.functional`);
+- autocast casts a parameter once in its region, as its cache does in eager;
+- the backward is traced outside of autocast, where PyTorch's documentation wants it called.
+
+The tables that are changed belong to the process. The first thread to enter changes them, the last
+to leave puts them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._functorch import config as functorch_config
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from overlapc.passes.functional import twins_traced
+
+aten = torch.ops.aten
+
+# Ops that eager runs by kernels of their own, where a trace runs those of torch/_decomp. Batch
+# norm's decomposition stays, for it shows the change of the running statistics.
+_KERNELS = ("dropout", "gru", "lstm", "rnn_tanh", "rnn_relu", "hardshrink", "softshrink")
+_PREFIXES = ("upsample_", "_upsample_")
+
+# What Dynamo is told, so that neither sizes that are data nor RNNs end a graph.
+CAPTURE = {
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": True,
+    "allow_rnn": True,
+}
+
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_KEYS = (_COMPOSITE, DispatchKey.Autograd)
+_TURNS_OFF = "disable_autocast_cache"
+_AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+
+_lock = threading.Lock()
+_inside = 0  # how many `as_eager` are on, in all threads
+_changes = contextlib.ExitStack()
+_thread = threading.local()  # trace: what this thread is at
+
+
+@contextlib.contextmanager
+def as_eager(inputs: Iterable[Any] = ()) -> Iterator[None]:
+    """AOTAutograd traces the ops that eager runs on these inputs.
+
+    Fake ones stand for another machine's, likely a GPU's, where dropout is one op.
+    """
+    trace = _Trace(fused=are_fake(inputs))
+    outer, _thread.trace = _current(), trace
+    _enter()
+    try:
+        with _backward_outside_autocast():
+            yield
+    finally:
+        _leave()
+        _thread.trace = outer
+
+
+def are_fake(inputs: Iterable[Any]) -> bool:
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
+    return any(isinstance(t, FakeTensor) or t.is_meta for t in tensors)
+
+
+@dataclass
+class _Trace:
+    fused: bool
+    casts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by autocast
+
+
+def _current() -> _Trace | None:
+    return getattr(_thread, "trace", None)
+
+
+def _enter() -> None:
+    global _inside
+    with _lock:
+        if not _inside:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_eager_kernels())
+                stack.enter_context(_replaced(aten.dropout.default, _dropout))
+                stack.enter_context(_casts_once())
+                stack.enter_context(twins_traced())
+                _changes.push(stack.pop_all())
+        _inside += 1
+
+
+def _leave() -> None:
+    global _inside
+    with _lock:
+        _inside -= 1
+        if not _inside:
+            _changes.close()
+
+
+def _backward_outside_autocast() -> contextlib.AbstractContextManager[Any]:
+    if hasattr(functorch_config, "backward_pass_autocast"):
+        patched: Any = functorch_config.patch(backward_pass_autocast="off")
+        return patched  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Without the Python kernels that stand in for eager's."""
+    taken = []
+    for name in dir(aten):
+        if name in _KERNELS or name.startswith(_PREFIXES):
+            packet = getattr(aten, name)
+            for op in (getattr(packet, overload) for overload in packet.overloads()):
+                for key in _KEYS:
+                    if key in op.py_kernels:
+                        taken.append((op, key, op.py_kernels.pop(key)))
+                        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _replaced(op: OpOverload, kernel: Callable[..., Any]) -> Iterator[None]:
+    for key in _KEYS:
+        op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for key in _KEYS:
+            del op.py_kernels[key]
+        op._dispatch_cache.clear()
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    trace = _current()
+    if train and 0 < p < 1 and (trace is None or trace.fused):
+        return aten.native_dropout(x, p, train)[0]  # type: ignore[no-any-return]
+    made: Tensor = aten.dropout.default._op_dk(_COMPOSITE, x, p, train)
+    return made
+
+
+# --------------------------------------------------------------------------- autocast's cache
+
+
+@contextlib.contextmanager
+def _casts_once() -> Iterator[None]:
+    """As in eager, autocast remembers the casts of parameters until its region ends.
+
+    Its own cache does not take the tensors of a trace for parameters. That PyTorch turns it off
+    while tracing is undone: then the setting is the user's.
+    """
+    import torch._functorch._aot_autograd.collect_metadata_analysis as metadata_pass
+    import torch.fx.experimental.proxy_tensor as graph_pass
+
+    clear: Callable[[], None] = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        trace = _current()
+        if trace is not None:
+            trace.casts.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_both
+    off = {m: getattr(m, _TURNS_OFF) for m in (metadata_pass, graph_pass) if hasattr(m, _TURNS_OFF)}
+    for module in off:
+        setattr(module, _TURNS_OFF, contextlib.nullcontext)
+    try:
+        with _replaced(aten.to.dtype, _cast):
+            yield
+    finally:
+        for module, function in off.items():
+            setattr(module, _TURNS_OFF, function)
+        torch.clear_autocast_cache = clear
+
+
+def _cast(x: Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
+    trace = _current()
+    known = trace.casts.get(id(x)) if trace is not None and _is_cached(x, dtype) else None
+    if known is not None:
+        return known[1]
+    made: Tensor = aten.to.dtype._op_dk(_COMPOSITE, x, dtype, *args, **kwargs)
+    if trace is not None and _is_cached(x, dtype):
+        trace.casts[id(x)] = x, made
+    return made
+
+
+def _is_cached(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast asks for this cast, and in eager would keep it: `cached_cast` in
+    aten/src/ATen/autocast_mode.cpp, which works with its own key excluded."""
+    key = _AUTOCAST.get(x.device.type)
+    if key is None or not torch._C._dispatch_tls_local_exclude_set().has(key):
+        return False
+    wanted = torch.get_autocast_dtype(x.device.type)
+    if not isinstance(x, FunctionalTensor) or (x.dtype, dtype) != (torch.float32, wanted):
+        return False
+    given = torch._from_functional_tensor(x.elem)
+    is_parameter = given.requires_grad and given.is_leaf and not given._is_view()
+    return is_parameter and x.requires_grad and torch.is_autocast_cache_enabled()
