@@ -610,6 +610,7 @@ def _profile(args: argparse.Namespace) -> int:
     from overlapc.files import write_file
     from overlapc.profiler.hardware import format_hardware, load_hardware
     from overlapc.profiler.machine import measure_machine
+    from overlapc.runtime.exchange import Exchange
 
     if args.out.suffix != ".toml":
         raise _usage(f"--out {args.out}: expected a name that ends in .toml")
@@ -622,7 +623,10 @@ def _profile(args: argparse.Namespace) -> int:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        found = measure_machine(args.out.stem, base, args.seconds)
+        with Exchange(range(ranks)) as exchange:  # a rank that is lost is an error on all
+            found = exchange.during(
+                "measuring", lambda: measure_machine(args.out.stem, base, args.seconds)
+            )
     finally:
         if ranks > 1:
             dist.destroy_process_group()

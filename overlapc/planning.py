@@ -466,15 +466,16 @@ def _profiles(
         profile, sizes = profile_captured(captured, options, primals)
         return [profile], [sizes]
     try:
-        mine = _pack(*profile_captured(captured, options, primals))
+        found = exchange.during("measuring", lambda: profile_captured(captured, options, primals))
+        mine = _pack(*found)
     except CaptureError as error:
         mine = json.dumps({"failed": [error.reason, error.place]}).encode()
-    found = [json.loads(data) for data in exchange.gather("profile", mine)]
-    for rank, data in zip(exchange.ranks, found, strict=True):
+    told = [json.loads(data) for data in exchange.gather("profile", mine)]
+    for rank, data in zip(exchange.ranks, told, strict=True):
         if "failed" in data:
             reason, place = data["failed"]
             raise CaptureError(f"{reason} (on rank {rank})", place)
-    return [_unpack(data) for data in found], [data["sizes"] for data in found]
+    return [_unpack(data) for data in told], [data["sizes"] for data in told]
 
 
 def profile_captured(

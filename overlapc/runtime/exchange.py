@@ -23,6 +23,8 @@ with, not through collectives, because a collective hangs when a rank is gone. U
 A late rank is waited for, however slow, while it is `busy` and its beat moves. It is given up
 when for `timeout_s` its beat has stood still (killed, or the GIL held that long), it was not
 planning at all, or it waited for ranks of which that is true, or that wait for it.
+
+Between steps, and while it is `busy`, a rank looks after the others all the same: see `guard`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import OptionError, RankError
+from overlapc.runtime.guard import Lost, guarded, unguarded
 
 T = TypeVar("T")
 
@@ -63,6 +66,7 @@ LINGER_S = 0.5
 TIMEOUT_S = 7.0
 LIMIT_S = 600.0
 IDLE, PLANNING = "idle", "planning"
+_MANY = 32  # ranks of which each can look after all others
 
 
 class Exchange:
@@ -109,6 +113,8 @@ class Exchange:
             number = self._line.history.rounds[self._group]
             self._line.history.rounds[self._group] += 1
             self._round = f"{self._group}/{number}"
+            look = _look_after(self._line, self.ranks, self.rank, self._timeout_s)
+            self._exits.enter_context(guarded(look))
             self._say = self._exits.enter_context(self._line.busy(PLANNING))
         return self
 
@@ -168,6 +174,19 @@ class Exchange:
             topic, b"", lambda parts: work.result().encode() if work is not None else b"", work
         )
         return reply.decode()
+
+    def during(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` returns, which may wait for other ranks in collectives: it runs on a daemon
+        thread, so that this one notices when a rank is lost or has failed."""
+        if self._line is None:
+            return work()
+        result = _start(work)
+        self._say(what, ())
+        while not result.done():
+            wait([result], BEAT_S / 4)
+            self._raise_if_failed()
+        self._say(PLANNING, ())
+        return result.result()
 
     def _disagreement(self, topic: str, parts: list[bytes], hint: str) -> str:
         holders: dict[bytes, list[int]] = {}
@@ -257,6 +276,13 @@ class Exchange:
     ) -> dict[int, bytes]:
         """Each rank's value once all are there and `work` is done; RankError if one never comes."""
         assert self._line is not None
+        with unguarded():
+            return self._awaited(topic, keys, work)
+
+    def _awaited(
+        self, topic: str, keys: dict[int, str], work: Future[Any] | None
+    ) -> dict[int, bytes]:
+        assert self._line is not None
         watch = _Watch(self._line, self._timeout_s)
         got: dict[int, bytes] = {}
         pause_s = 0.002
@@ -324,6 +350,8 @@ class Exchange:
         # Still in the round, but nobody should hope for this rank.
         self._say(IDLE, ())
         text = str(error)
+        if isinstance(error, Lost):
+            return  # the others see it, too
         if not isinstance(error, RankError):
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
             text = (
@@ -352,8 +380,32 @@ def busy(phase: str) -> Iterator[None]:
     if not _has_peers():
         yield
         return
-    with _line(_get_default_store(), dist.get_rank()).busy(phase):
+    line, rank = _line(_get_default_store(), dist.get_rank()), dist.get_rank()
+    look = _look_after(line, range(dist.get_world_size()), rank, TIMEOUT_S)
+    with guarded(look), line.busy(phase):
         yield
+
+
+def _look_after(
+    line: _Line, ranks: Sequence[int], rank: int, timeout_s: float
+) -> Callable[[], str | None]:
+    """A function that says which of the ranks is lost: one that was at work and whose beat has
+    stood still for `timeout_s`. Of many ranks each looks after some."""
+    others = [other for other in ranks if other != rank]
+    if len(others) > _MANY:
+        at, count = list(ranks).index(rank), len(ranks)
+        steps = [2**k for k in range(count.bit_length()) if 2**k < count]
+        others = sorted({ranks[(at + step) % count] for step in (*steps, *(-s for s in steps))})
+    watch = _Watch(line, timeout_s)
+
+    def look() -> str | None:
+        lost = watch.stands_still(others)
+        return lost and (
+            f"rank {rank} stopped planning: {lost} for {timeout_s:g} s; expected all ranks to live "
+            "while others plan: see the output of that rank for why it ended"
+        )
+
+    return look
 
 
 # Who is alive
@@ -412,6 +464,21 @@ class _Watch:
         when, what = min(signs)
         # `now` is from before the look: if it was this process that stood still, all moved since.
         return what if now - when > self._timeout_s else None
+
+    def stands_still(self, ranks: list[int]) -> str | None:
+        """Which of the ranks was at work and gives no sign of life any more, or None."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        self._next_look = now + BEAT_S / 2
+        self._looked.clear()
+        self._look(ranks)
+        for rank in ranks:
+            seen = self._seen[rank]
+            at_work = seen.beat is not None and seen.beat.phase != IDLE
+            if at_work and now - seen.moved > self._timeout_s:
+                return self._still(rank)
+        return None
 
     def at_work(self, rank: int) -> int:
         """Whom `rank` waits for in the end, as last seen; itself if it works."""

@@ -1,0 +1,109 @@
+"""A guard interrupts a thread's long work when another rank is lost meanwhile.
+
+Tracing, measuring and solving take seconds to minutes in which a rank asks nobody for anything.
+While such a block runs, a thread looks after the other ranks, and raises in the block's own thread
+when one is lost: at the next line of Python that it runs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+from overlapc.errors import RankError
+
+LOOK_S = 0.5
+_AGAIN = 6  # looks until a block that goes on all the same is interrupted again
+
+
+class Lost(BaseException):
+    """Ends the guarded block. It is no Exception, so that nothing between takes it for a failure
+    of its own and goes on; the guard makes a RankError of it."""
+
+
+_guarded = threading.local()
+
+
+@contextlib.contextmanager
+def guarded(look: Callable[[], str | None]) -> Iterator[None]:
+    """Run the block; RankError as soon as `look`, asked on another thread, says what is lost.
+
+    A block within a guarded block of the same thread is guarded by that one.
+    """
+    if getattr(_guarded, "by", None) is not None:
+        yield
+        return
+    guard = _Guard(look)
+    _guarded.by = guard
+    guard.start()
+    try:
+        yield
+    except BaseException as error:
+        guard.stop()
+        if guard.found is None or isinstance(error, (RankError, KeyboardInterrupt)):
+            raise
+        raise RankError(guard.found) from (None if isinstance(error, Lost) else error)
+    else:
+        guard.stop()
+        if guard.found is not None:
+            raise RankError(guard.found)
+    finally:
+        _guarded.by = None
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """The block looks after the other ranks itself."""
+    guard = getattr(_guarded, "by", None)
+    if guard is None or guard.resting:
+        yield
+        return
+    guard.rest(True)
+    try:
+        yield
+    finally:
+        guard.rest(False)
+
+
+class _Guard(threading.Thread):
+    def __init__(self, look: Callable[[], str | None]) -> None:
+        super().__init__(name="overlapc-guard", daemon=True)
+        self.found: str | None = None
+        self.resting = False
+        self._look = look
+        self._whom = threading.get_ident()
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        since = _AGAIN
+        while not self._over.wait(LOOK_S):
+            try:
+                lost = self.found or self._look()
+            except RankError as error:
+                lost = str(error)
+            with self._lock:
+                if lost is None or self.resting or self._over.is_set():
+                    continue
+                self.found = lost
+                if (since := since + 1) > _AGAIN:
+                    since = 0
+                    _interrupt(self._whom, Lost)
+
+    def rest(self, resting: bool) -> None:
+        with self._lock:
+            self.resting = resting
+
+    def stop(self) -> None:
+        """After this nothing is raised any more, not even what is on its way."""
+        while not self._over.is_set():
+            with contextlib.suppress(Lost), self._lock:
+                self._over.set()
+        _interrupt(self._whom, None)
+
+
+def _interrupt(thread: int, error: type[BaseException] | None) -> None:
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
