@@ -48,13 +48,13 @@ def _gpt() -> GPT:
 
 
 def _optimized(_rank: int) -> Callable[[], Any]:
-    model: Any = overlapc.optimize(_gpt(), memory_budget=0.6)
+    model: Any = overlapc.optimize(_gpt())
     tokens = torch.zeros(1, 16, dtype=torch.long)
     return lambda: model(tokens, tokens).backward()
 
 
 def _train_step(_rank: int) -> Callable[[], Any]:
-    step = overlapc.TrainStep(_gpt(), memory_budget=0.7)
+    step = overlapc.TrainStep(_gpt())
     tokens = torch.zeros(1, 16, dtype=torch.long)
     return lambda: step([(tokens, tokens)] * 3)
 
