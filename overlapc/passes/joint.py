@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,10 @@ from overlapc.passes.as_eager import CAPTURE, as_eager
 from overlapc.passes.capture import Captured, trace_joint
 
 RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
+NO_GRADIENT = (
+    "nothing that the model returns requires a gradient; expected a loss of parameters or inputs "
+    "of which at least one requires one"
+)
 Run = Callable[[dict[str, Any]], Sequence[Any]]
 _numbers = itertools.count()
 
@@ -106,6 +111,8 @@ class Traced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ran = False
+        if _switched_off():
+            raise CaptureError("torch.compile is switched off")
         with torch.enable_grad(), dynamo_config.patch(**_settings()):
             try:
                 return self._compiled(*args, **kwargs)
@@ -142,10 +149,7 @@ class Traced:
 
         def runs(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
             if run is None:
-                raise OptionError(
-                    "nothing that the model returns requires a gradient; expected a loss of "
-                    "parameters, at least one of which requires one"
-                )
+                raise OptionError(NO_GRADIENT)
             boxed._boxed_call = True  # type: ignore[attr-defined]
             return boxed
 
@@ -179,6 +183,11 @@ class Traced:
         return called
 
 
+def _switched_off() -> bool:
+    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
+    return bool(dynamo_config.disable) or getattr(stance, "stance", "") == "force_eager"
+
+
 def _settings() -> dict[str, Any]:
     """Dynamo's, so that it guards all it can, and does not fall silent."""
     return {
@@ -189,7 +198,14 @@ def _settings() -> dict[str, Any]:
         "allow_unspec_int_on_nn_module": True,  # a counter is no reason to trace at every call
         "recompile_limit": RECOMPILES,
         "accumulated_recompile_limit": RECOMPILES,
+        # Said once anyway, by libraries (transformers); other log messages are no part of a graph.
+        "ignore_logging_functions": dynamo_config.ignore_logging_functions | _said_once(),
     }
+
+
+def _said_once() -> set[Any]:
+    found = getattr(logging.Logger, "warning_once", None)
+    return set() if found is None else {found}
 
 
 def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:

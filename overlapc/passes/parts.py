@@ -8,7 +8,7 @@
 
 A part takes and gives values by name: an input of the joint graph by its node's name, a result
 as `result0`, a gradient as `gradient3` (of the input at that place), a saved value by its node's
-name. What a parameter's gradient adds up to is the parameter's own `.grad`.
+name. What a parameter's gradient is added to is its owner, `owner_of_` the input's name.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.merge import ADD
 from overlapc.passes.capture import Captured, changed_inputs, is_folded_getitem, may_alias
+from overlapc.passes.joint import Owner, is_gradient, owner_of, primals
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
 from overlapc.stages import TURNS, turns
 
@@ -175,35 +176,37 @@ def cut(captured: Captured, plan: Plan) -> Parts:
     return Parts(forward, backward, turns(captured.trace, plan.order))
 
 
-def accumulate(parameters: Sequence[Tensor], gradient: Tensor, owned: bool = False) -> None:
-    """Add a gradient to those of the parameters, as autograd does: the first becomes `.grad`,
-    itself if nobody else has it (`owned`) and it is laid out alike, else a copy."""
+def accumulate(owners: Sequence[Owner], gradient: Tensor, owned: bool = False) -> None:
+    """Add a gradient to those of its owners, as autograd does: the first becomes `.grad`, itself
+    if nobody else has it (`owned`) and it is laid out alike, else a copy."""
     with torch.no_grad():
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad += gradient
+        for owner in owners:
+            tensor = owner.tensor
+            if owner.whole is not None:
+                kept = owned or tensor.grad is not None
+                whole = owner.whole(gradient if kept else gradient.clone())
+                tensor.grad = whole if tensor.grad is None else tensor.grad.add_(whole)
                 continue
-            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
-            if owned and whole and gradient.stride() == parameter.stride():
-                parameter.grad = gradient.detach()
+            if tensor.grad is not None:
+                tensor.grad += gradient
+                continue
+            all_of_it = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+            if owned and all_of_it and gradient.stride() == tensor.stride():
+                tensor.grad = gradient.detach()
             else:
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+                tensor.grad = torch.empty_like(tensor).copy_(gradient)
 
 
 def parameter_gradients(captured: Captured) -> dict[str, list[str]]:
     """Gradient -> the inputs, parameters all, whose gradient it is; by the names of nodes."""
     static = set(captured.static_inputs)
-    primals = _primals(captured.joint)
+    inputs = primals(captured.joint)
     found: dict[str, list[str]] = {}
     results = captured.joint.graph.find_nodes(op="output")[0].args[0]
     for i, grad in enumerate(results[captured.num_fwd_outputs :]):
         if i in static and isinstance(grad, fx.Node):
-            found.setdefault(grad.name, []).append(primals[i].name)
+            found.setdefault(grad.name, []).append(inputs[i].name)
     return found
-
-
-def _primals(joint: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
 
 
 def _forward(captured: Captured, emitted: Emitted) -> Part:
@@ -241,14 +244,13 @@ def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str]) -> Par
     gradients = list(output.args[0])
     joint_results = captured.joint.graph.find_nodes(op="output")[0].args[0]
     origin = joint_results[captured.num_fwd_outputs :]
-    by_name = {node.name: node for node in placeholders}
     wanted = parameter_gradients(captured)
     added: set[str] = set()
     given: list[Any] = []
     gives: list[str] = []
     static = set(captured.static_inputs)
     for i, (grad, source) in enumerate(zip(gradients, origin, strict=True)):
-        if not isinstance(grad, fx.Node):
+        if not isinstance(grad, fx.Node) or not is_gradient(source):
             continue
         if i not in static:
             given.append(grad)
@@ -259,13 +261,10 @@ def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str]) -> Par
         added.add(source.name)
         owners = []
         for name in wanted[source.name]:
-            if name not in by_name:
-                with graph.inserting_before(placeholders[0]):
-                    by_name[name] = graph.placeholder(name)
-                    by_name[name].target = by_name[name].name
-                takes.insert(0, name)
-                placeholders.insert(0, by_name[name])
-            owners.append(by_name[name])
+            with graph.inserting_before(placeholders[0]):
+                owners.append(graph.placeholder(owner_of(name)))
+            takes.insert(0, owner_of(name))
+            placeholders.insert(0, owners[-1])
         with graph.inserting_before(output):
             owned = len(owners) == 1 and _has_one_reader(grad)
             add = graph.call_function(accumulate, (tuple(owners), grad, owned))

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.files import StrPath
-from overlapc.passes.capture import Captured, capture, without_ties
-from overlapc.passes.parts import cut, parameter_gradients
+from overlapc.passes.joint import mark
+from overlapc.passes.parts import parameter_gradients
 from overlapc.pipeline import AHEAD, PipelineTimeline, StageCost, describe
 from overlapc.planning import (
     Options,
@@ -37,16 +37,10 @@ from overlapc.planning import (
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.ranks import exchange_for
-from overlapc.runtime.row import Links, Run, Stage, blank
+from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
-from overlapc.runtime.train_step import (
-    Inputs,
-    Shapes,
-    adding,
-    alike,
-    mode,
-    refuse_hooks,
-)
+from overlapc.runtime.stage import Shapes, Stage, blank
+from overlapc.runtime.train_step import Given, adding, alike, mode
 from overlapc.schedule import Schedule, format_schedule
 from overlapc.stages import stage_cost
 
@@ -118,7 +112,6 @@ class Pipeline:
             )
         _check_tied(tied, stages, schedule.stages)
         for stage, module in stages.items():
-            refuse_hooks(module, "Pipeline")
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 if tensor.device.type != "cpu":
                     raise OptionError(
@@ -160,22 +153,20 @@ class Pipeline:
                     f"{what} that require a gradient, which no stage would hand back: expected "
                     "detached ones"
                 )
-        like = [alike(given) if given else None for given in (first, behind)]
-        modes = [mode(module) for module in self.modules.values()]
+        like = [
+            alike([Given(args, {}) for args in given]) if given else None
+            for given in (first, behind)
+        ]
         if self._planned_for is None:
             self._prepare(first, behind)
-            self._planned_for = like, modes
-        elif like != self._planned_for[0]:
+            self._planned_for = like
+        elif like != self._planned_for:
             raise OptionError(
-                f"this pipeline was planned for microbatches {self._planned_for[0]}, found "
+                f"this pipeline was planned for microbatches {self._planned_for}, found "
                 f"{like}: make another Pipeline for these"
             )
-        elif modes != self._planned_for[1]:
-            raise OptionError(
-                "since this pipeline was planned, a stage was given other parameters or buffers, "
-                "another mode (train, eval, requires_grad) or another autocast: make another "
-                "Pipeline for these"
-            )
+        elif self._anywhere(self._changed(first, behind)):
+            self._prepare(first, behind)
         row = self.schedule.rows[self.rank]
         return Run(self.schedule, row, self._stages, self.modules, self._links).run(first, behind)
 
@@ -188,6 +179,31 @@ class Pipeline:
             parts += [f"stage {stage}", report.explain()]
         return "\n\n".join(parts)
 
+    def _changed(
+        self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
+    ) -> bool:
+        """Has a stage of this rank become another graph than the one that was planned?"""
+        found = []
+        for stage, made in self._stages.items():
+            made.mode = mode(self.modules[stage])
+            given = tuple(map(blank, made.incoming)) if stage else inputs[0]
+            found.append(made.changed((*given, *targets[0]) if made.last else given))
+        return any(found)
+
+    def _anywhere(self, changed: bool) -> bool:
+        """Is it so on any rank? Told before each step, for ranks must plan together."""
+        if dist.get_world_size(self.group) == 1:
+            return changed
+        flag = torch.tensor([int(changed)])
+        run = Run(self.schedule, (), {}, {}, self._links)
+        run.at = "the beginning of a step"
+        what = "whether stages have changed"
+        work = run.guarded(
+            lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self.group, async_op=True), what
+        )
+        run.wait(work, what)
+        return bool(flag)
+
     def _prepare(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
     ) -> None:
@@ -197,7 +213,6 @@ class Pipeline:
         ranks = dist.get_process_group_ranks(self.group)
         timeout_s = self._links.timeout_s
         shapes: dict[int, Shapes] = {}
-        found: dict[int, tuple[Captured, Inputs, tuple[Any, ...]]] = {}
         with Exchange(ranks, timeout_s) as exchange:
             exchange.agree(
                 "the schedule",
@@ -208,35 +223,30 @@ class Pipeline:
                 told = b""
                 if stage in self.modules:
                     given = inputs[0] if stage == 0 else tuple(map(blank, shapes[stage - 1]))
-                    module = self.modules[stage]
-                    if stage == last:
-                        assert self._loss is not None
-                        module = _WithLoss(module, self._loss, len(given))
-                        given = (*given, *targets[0])
-                    else:
-                        module = _Sends(module)
-                    found[stage] = (*_traced(stage, without_ties(module), given, last), given)
-                    told = _format_shapes(found[stage][1].shapes).encode()
+                    made = self._stage(stage, len(given), shapes.get(stage - 1, ()))
+                    with busy("tracing"):
+                        made.trace((*given, *targets[0]) if stage == last else given)
+                    told = _format_shapes(made.outgoing).encode()
                 answers = exchange.gather(f"the output of stage {stage}", told)
                 shapes[stage] = _parse_shapes(answers[schedule.rank_of[stage]].decode())
-        self._links.width = max(map(len, shapes.values()))
+        self._links.width = max(1, *map(len, shapes.values()))
         sent_ns = {stage: self._sent_ns(stage, shapes[stage]) for stage in range(last)}
         figures: dict[int, Any] = {}
-        planned: dict[int, tuple[Captured, list[StepReport]]] = {}
-        for stage, (captured, places, given) in found.items():
+        planned: dict[int, list[StepReport]] = {}
+        for stage, made in self._stages.items():
             with busy("planning its stages"):
                 held = self._beside(stage, shapes)
                 try:
-                    planned[stage] = self._planned(stage, captured, places, given, held)
+                    planned[stage] = self._planned(stage, made, held)
                 except Infeasible as error:  # the others must know
                     figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
                     continue
                 sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
-                received = [places.argument(i) for i in range(len(shapes.get(stage - 1, ())))]
-                received += places.tangents if stage < last else ()
                 figures[stage] = []
-                for report in planned[stage][1]:
-                    cost = stage_cost(report.lone.problem, report.lone.plan, received, sent)
+                for report in planned[stage]:
+                    cost = stage_cost(
+                        report.lone.problem, report.lone.plan, made.form.received, sent
+                    )
                     figures[stage].append(asdict(StageFigures.of(cost, report, held)))
         with Exchange(ranks, timeout_s) as exchange:
             told = json.dumps(figures).encode()
@@ -250,14 +260,9 @@ class Pipeline:
             with busy("placing rows"):
                 chosen, rows, timeline = plan_rows(schedule, every, self._place)
             exchange.agree("the rows", format_schedule(rows), "report this as a bug")
-        for stage, (captured, reports) in planned.items():
-            report = self.reports[stage] = reports[chosen[stage]]
-            parts = cut(captured, report.lone.plan)
-            merged = parts.merged(report.merged.plan) if report.merged is not None else None
-            self._stages[stage] = Stage(
-                found[stage][1], parts.forward, parts.backward, parts.pieces(), merged,
-                () if stage == 0 else shapes[stage - 1], () if stage == last else shapes[stage],
-            )  # fmt: skip
+        for stage, reports in planned.items():
+            self.reports[stage] = reports[chosen[stage]]
+            self._stages[stage].planned(self.reports[stage])
         self.schedule, self.timeline = rows, timeline
         self.costs = tuple(of[which].cost for of, which in zip(every, chosen, strict=True))
         self._links.step_s = timeline.step_ns / 1e9
@@ -271,21 +276,22 @@ class Pipeline:
         )
         return self.schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
 
-    def _planned(
-        self,
-        stage: int,
-        captured: Captured,
-        places: Inputs,
-        given: tuple[Any, ...],
-        beside_bytes: int,
-    ) -> tuple[Captured, list[StepReport]]:
+    def _stage(self, stage: int, count: int, incoming: Shapes) -> Stage:
+        """A stage whose module takes so many arguments."""
+        module, last = self.modules[stage], stage == self.schedule.stages - 1
+        function = _with_loss(module, self._loss, count) if self._loss and last else _sends(module)
+        made = self._stages[stage] = Stage(stage, module, function, incoming, last)
+        made.mode = mode(module)
+        return made
+
+    def _planned(self, stage: int, made: Stage, beside_bytes: int) -> list[StepReport]:
         """With as many microbatches in flight as the schedule has, and with a few more: recompute
         makes room for rows that stand still less."""
         lag, held = self.schedule.lag(stage), self.schedule.in_flight(stage)
         further = min(_FURTHER, self.schedule.microbatches - held) if self._place else 0
-        primals = places.primals(given)
+        captured, primals = made.captured, made.primals
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
-            planned = plan_step(
+            _, reports = plan_step(
                 captured,
                 replace(self._options, memory_budget=self._budgets[stage]),
                 self.schedule.microbatches,
@@ -299,7 +305,8 @@ class Pipeline:
                 exchange=joined,
             )
             warn_of_seeds(captured, primals, joined)
-            return planned
+        made.primals = []
+        return reports
 
     def _sent_ns(self, stage: int, shapes: Shapes) -> int:
         """How long what a stage makes is on its way to the next; measured by the two of them."""
@@ -355,28 +362,11 @@ def _check_tied(
             )
 
 
-def _traced(
-    stage: int, module: nn.Module, given: tuple[Any, ...], last: int
-) -> tuple[Captured, Inputs]:
-    try:
-        with busy("tracing"):
-            captured = capture(module, *given)
-            inputs = Inputs.of(captured, module, stage == last)
-    except CaptureError as error:
-        hint = "a stage gives tensors, and has something to train itself or before it"
-        raise CaptureError(f"stage {stage}: {error.reason}; {hint}", error.place) from error
-    return captured, inputs
-
-
-class _Sends(nn.Module):
+def _sends(module: nn.Module) -> Callable[..., Any]:
     """A stage whose results are sent as they lie in memory."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        results = self.module(*args)
+    def sends(*args: Any) -> tuple[Tensor, ...]:
+        results = module(*args)
         several = results if isinstance(results, (tuple, list)) else (results,)
         for i, result in enumerate(several):
             if not isinstance(result, Tensor):
@@ -389,21 +379,20 @@ class _Sends(nn.Module):
         # Behind the stage each is a tensor of its own: results may be views of one another, be
         # given twice, or only pass through.
         first, *more = several
-        first = first.clone() if any(first is arg for arg in args) else first.contiguous()
-        return first, *(each.clone(memory_format=torch.contiguous_format) for each in more)
+        copied = any(first is arg for arg in args)
+        sent = [mark(first, 0, Tensor.clone if copied else Tensor.contiguous)]
+        return *sent, *(mark(each, 1 + i, _copy) for i, each in enumerate(more))
+
+    return sends
 
 
-class _WithLoss(nn.Module):
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _with_loss(module: nn.Module, loss: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
     """A stage and the loss behind it; the first `count` arguments are the stage's."""
-
-    def __init__(self, module: nn.Module, loss: Callable[..., Tensor], count: int) -> None:
-        super().__init__()
-        self.module = module
-        self.loss = loss
-        self.count = count
-
-    def forward(self, *args: Any) -> Tensor:
-        return self.loss(self.module(*args[: self.count]), *args[self.count :])
+    return lambda *args: loss(module(*args[:count]), *args[count:])
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -21,78 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc.errors import RankError
-from overlapc.passes.parts import Part
 from overlapc.pipeline import AHEAD
-from overlapc.runtime.train_step import Inputs, Shape, Shapes
+from overlapc.runtime.stage import Shape, Stage, blank, has_gradient
 from overlapc.schedule import Action, Schedule, Step, format_step, is_pair
 
 # What travels: the stage that gets it, is it an activation, microbatch, which of several
 Key = tuple[int, bool, int, int]
-
-
-@dataclass
-class Stage:
-    """A planned stage, and what it keeps of the microbatches in flight."""
-
-    inputs: Inputs
-    forward: Part
-    backward: Part
-    pieces: Mapping[str, Part]
-    merged: Part | None
-    incoming: Shapes  # of nothing on the first stage
-    outgoing: Shapes  # of nothing on the last
-    states: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def begin(self, microbatch: int, given: tuple[Any, ...]) -> None:
-        self.states[microbatch] = self.inputs.state(given)
-
-    def gradients_came(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
-        self.states[microbatch].update(zip(self.inputs.tangents, gradients, strict=True))
-
-    def do(self, kind: str, microbatch: int) -> Sequence[Tensor]:
-        """Run one action; what it gives is what F, or I and B, send on."""
-        state = self.states[microbatch]
-        if kind == "F":
-            self.forward.run(self.shared, state)
-            return self.results(microbatch)
-        if kind == "B":
-            # Where recompute has run already, what is left are the other two pieces.
-            parts = [self.pieces["I"], self.pieces["W"]] if "again" in state else [self.backward]
-        else:
-            parts = [self.pieces[kind]]
-            if kind == "I" and "again" not in state:
-                parts.insert(0, self.pieces["R"])
-        for part in parts:
-            part.run(self.shared, state)
-        if kind == "R":
-            state["again"] = True
-        return self.gradients(kind, microbatch)
-
-    def do_merged(self, forward: int, backward: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """F of one microbatch and B of another, as one graph."""
-        assert self.merged is not None
-        self.merged.run(self.shared, self.states[forward], self.states[backward])
-        return self.results(forward), self.gradients("B", backward)
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        return self.inputs.parameters if self.outgoing else self.inputs.shared()
-
-    def results(self, microbatch: int) -> Sequence[Tensor]:
-        return self.inputs.results(self.states[microbatch])
-
-    def gradients(self, kind: str, microbatch: int) -> Sequence[Tensor]:
-        """What the stage before gets, if this action made it; what is done with is forgotten. What
-        the stage does not use has a gradient of zeros, for it is waited for."""
-        state = self.states[microbatch]
-        found = []
-        for place, shape in enumerate(self.incoming if kind in "BI" else ()):
-            if has_gradient(shape):
-                gradient = state.pop(self.inputs.gradient_of(place), None)
-                found.append(blank(shape).detach() if gradient is None else gradient)
-        if kind in "BW":
-            del self.states[microbatch]
-        return found
 
 
 @dataclass
@@ -224,7 +158,7 @@ class Run:
 
     def run_row(self) -> list[Tensor]:
         losses = []
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad():
             for i, step in enumerate(self.row):
                 self.at = format_step(step)
                 for later in self.row[i : i + AHEAD]:
@@ -241,7 +175,7 @@ class Run:
         """Run a step; returns the losses that it found."""
         first = step[0]
         stage = self.stages[first.stage]
-        if is_pair(step) and stage.merged is not None:
+        if is_pair(step) and stage.merges:
             forward, backward = step
             self.get(forward)
             self.get(backward)
@@ -261,8 +195,8 @@ class Run:
         stage, m = self.stages[action.stage], action.microbatch
         if action.kind == "F":
             given = self.inputs[m] if action.stage == 0 else self.receive(action)
-            stage.begin(m, given if stage.outgoing else (*given, *self.targets[m]))
-        elif action.kind in "BI" and stage.outgoing:
+            stage.begin(m, (*given, *self.targets[m]) if stage.last else given)
+        elif action.kind in "BI" and not stage.last:
             stage.gradients_came(m, self.receive(action))
 
     def give(self, action: Action, results: Sequence[Tensor]) -> list[Tensor]:
@@ -413,16 +347,6 @@ class Run:
                 f"within {self.links.patience_s:.3g} s: see the output of that rank for why it "
                 "ended or is late"
             ) from error
-
-
-def has_gradient(shape: Shape) -> bool:
-    return shape[2]
-
-
-def blank(shape: Shape) -> Tensor:
-    """A tensor of that shape, which gets a gradient if such tensors do."""
-    sizes, dtype, gradient = shape
-    return torch.zeros(sizes, dtype=dtype).requires_grad_(gradient)
 
 
 def _named(key: Key) -> str:

@@ -12,27 +12,40 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd import descriptors
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
 from overlapc.files import StrPath
-from overlapc.passes.capture import Captured, capture, without_ties
+from overlapc.passes.capture import Captured
+from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
 from overlapc.planning import Options, StepReport, check_solver, plan_step
-from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds
 
-_Args = tuple[Any, ...]
-Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
-Shapes = tuple[Shape, ...]
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A microbatch as the arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(microbatch: Any) -> Given:
+        if isinstance(microbatch, (tuple, list)):
+            return Given(tuple(microbatch), {})
+        if isinstance(microbatch, Mapping):
+            return Given((), dict(microbatch))
+        return Given((microbatch,), {})
 
 
 class TrainStep:
@@ -41,15 +54,19 @@ class TrainStep:
         step = TrainStep(model, memory_budget="8GB")
         losses = step([(tokens, targets), ...])      # for each: model(*it).backward()
 
-    and bitwise the same. `model` gives the loss, or `loss(model, *microbatch)` does; divide it
-    by the number of microbatches there if a mean is wanted. All microbatches of a step have the
-    same shapes. The first call plans; so does one with other shapes, another number of
-    microbatches or another mode of the model. Options are those of `optimize`; the memory budget
-    is for what the whole step allocates at its peak, gradients included. With `merge=False`, or a
-    baseline as solver, microbatches run one after the other.
+    and bitwise the same. A microbatch is a tuple or a list of arguments, a dict of arguments by
+    name, or the one argument. `model` gives the loss, alone, as `.loss`, or as the first result
+    that requires a gradient; or `loss(model, *microbatch)` does. Divide it by the number of
+    microbatches there if a mean is wanted. All microbatches of a step have the same shapes.
 
-    What cannot be captured runs as plain PyTorch, with one warning. `report` and `explain()` tell
-    what was decided.
+    The first call plans; so does one with other shapes or another number of microbatches, and
+    one for which the model, or anything else that it reads, has become another graph. Options are
+    those of `optimize`; the memory budget is for what the whole step allocates at its peak,
+    gradients included. With `merge=False`, or a baseline as solver, microbatches run one after
+    the other.
+
+    What cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged` and
+    `explain()` tell what was decided.
     """
 
     def __init__(
@@ -70,75 +87,140 @@ class TrainStep:
         check_solver(solver)
         self._merge = merge
         self.model = model
-        self._whole = without_ties(model if loss is None else _Whole(model, loss))
+        self._loss = loss
         self._options = Options(
             memory_budget, solver, "eager", profile, hardware, None, timeout_s, cache
         )
-        self._known: dict[Any, _Program | None] = {}
+        self._traced: dict[Any, Traced] = {}  # by mode and shapes
+        self._plain: dict[Any, str] = {}  # which of these run as plain PyTorch, and why
+        self._reports: dict[tuple[int, str], StepReport] = {}  # by microbatches and digest
+        self._step: _Step | None = None  # the one that is running
         self.report: StepReport | None = None
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; returns what the model returned for
         each, detached."""
-        each = _tuples(microbatches)
-        program = self._program(each)
-        return [_plain(self._whole, mb) for mb in each] if program is None else program.run(each)
+        each, key = self._key(microbatches)
+        self._step = _Step(len(each))
+        try:
+            results = [self._forward(given, key) for given in each]
+            self._step.finish()
+        finally:
+            self._step = None
+        return results
 
     def plan(self, microbatches: Sequence[Any]) -> StepReport | None:
         """What a call with these microbatches would do; None if it would run as plain PyTorch.
         All ranks call this together."""
-        program = self._program(_tuples(microbatches))
-        return None if program is None else program.report
+        each, key = self._key(microbatches)
+        self._step = _Step(len(each), runs=False)
+        try:
+            self._traced[key](*each[0].args, **each[0].kwargs)
+        except Stop:
+            return self.report
+        except CaptureError as error:
+            self._refused(key, error)
+        finally:
+            self._step = None
+        return None
+
+    @property
+    def unchanged(self) -> list[str]:
+        """What runs as plain PyTorch: why."""
+        return list(self._plain.values())
 
     def explain(self) -> str:
-        if self.report is None:
-            return "nothing planned yet: run a step first"
-        return self.report.explain()
+        parts = [self.report.explain()] if self.report is not None else []
+        parts += [f"{reason} (runs as plain PyTorch)" for reason in dict.fromkeys(self.unchanged)]
+        return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
-    def _program(self, each: Sequence[_Args]) -> _Program | None:
-        key = (len(each), mode(self.model), alike(each))
-        if key not in self._known:
-            self._known[key] = self._prepare(each)
-        program = self._known[key]
-        if program is not None:
-            self.report = program.report
-        return program
+    def _key(self, microbatches: Sequence[Any]) -> tuple[list[Given], Any]:
+        each = [Given.of(microbatch) for microbatch in microbatches]
+        if not each:
+            raise OptionError("TrainStep was given no microbatches; expected at least one")
+        key = mode(self.model), alike(each)
+        if key not in self._traced:
+            self._traced[key] = Traced(self._whole, self._adopt)
+        return each, key
 
-    def _prepare(self, each: Sequence[_Args]) -> _Program | None:
-        refuse_hooks(self.model, "TrainStep")
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        """What a microbatch computes, with one result that requires a gradient: the loss."""
+        if self._loss is None:
+            result = self.model(*args, **kwargs)
+        else:
+            result = self._loss(self.model, *args, **kwargs)
+        if isinstance(result, Tensor):
+            return result
+        loss = _loss_of(result)
+        return tree_map_only(Tensor, lambda t: t if t is loss else t.detach(), result)
+
+    def _forward(self, given: Given, key: Any) -> Any:
+        """Run the forward of a microbatch, and backwards that it is the time for."""
+        step = self._step
+        assert step is not None
+        if key in self._plain:
+            step.finish()
+            return _plainly(self._whole(*given.args, **given.kwargs))
+        traced = self._traced[key]
         try:
-            with busy("tracing"):
-                captured = capture(self._whole, *each[0])
-                inputs = Inputs.of(captured, self._whole)
+            result = traced(*given.args, **given.kwargs)
+        except CaptureError as error:
+            step.finish()
+            result = _plainly(self._whole(*given.args, **given.kwargs))
+            self._refused(key, error)
+            return result
+        if not traced.ran:
+            step.finish()
+            self._refused(key, CaptureError("torch.compile is switched off"))
+            return _plainly(result)
+        step.finish_alone()
+        return _detached(result)
+
+    def _refused(self, key: Any, error: CaptureError) -> None:
+        self._plain[key] = str(error)
+        warnings.warn(
+            f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=4
+        )
+
+    def _adopt(self, joint: Joint) -> Run:
+        """What runs in the place of a graph: its forward, and what of an earlier microbatch's
+        backward is merged with it."""
+        check_loss(joint)
+        programs: dict[int, _Program] = {}
+
+        def run(state: State) -> Sequence[Any]:
+            step = self._step
+            assert step is not None
+            refuse_owners(joint, state, self.model)
+            if step.count not in programs:
+                programs[step.count] = self._program(joint, state, step.count)
+            program = programs[step.count]
+            self.report = program.report
+            if not step.runs:
+                raise Stop
+            return step.forward(program, state)
+
+        return run
+
+    def _program(self, joint: Joint, state: State, count: int) -> _Program:
+        """Planned, or, where an equal graph was planned before, by that plan."""
+        captured = joint.captured
+        key = count, captured.trace.digest
+        if key not in self._reports:
+            primals = [state[name] for name in joint.inputs]
             with exchange_for(captured.trace.lanes, self._options.timeout_s) as exchange:
-                primals = inputs.primals(each[0])
-                captured, (report,) = plan_step(
+                captured, (self._reports[key],) = plan_step(
                     captured,
                     self._options,
-                    len(each),
+                    count,
                     lag=int(self._merge),
                     gradients=list(parameter_gradients(captured)),
-                    add_ns_per_kib=adding(self._whole),
+                    add_ns_per_kib=adding(self.model),
                     primals=primals,
                     exchange=exchange,
                 )
                 warn_of_seeds(captured, primals, exchange)
-                return _Program.of(captured, report, inputs)
-        except CaptureError as error:
-            warnings.warn(
-                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=4
-            )
-            return None
-
-
-class _Whole(nn.Module):
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, *args: Any) -> Tensor:
-        return self._loss(self.model, *args)
+        return _Program.of(captured, self._reports[key], joint)
 
 
 @dataclass
@@ -146,145 +228,118 @@ class _Program:
     """The parts of a planned step, and what they run on."""
 
     report: StepReport
-    inputs: Inputs
+    joint: Joint
+    shared: State  # by all microbatches
     forward: Part
     backward: Part
     merged: Part | None
 
     @staticmethod
-    def of(captured: Captured, report: StepReport, inputs: Inputs) -> _Program:
+    def of(captured: Captured, report: StepReport, joint: Joint) -> _Program:
         parts = cut(captured, report.lone.plan)
         merged = None if report.merged is None else parts.merged(report.merged.plan)
-        return _Program(report, inputs, parts.forward, parts.backward, merged)
-
-    def run(self, each: Sequence[_Args]) -> list[Any]:
-        shared = self.inputs.shared()
-        states = [self.inputs.state(args) for args in each]
-        results = []
-        # The graphs hold the casts of autocast already, and the backward is in them.
-        with torch.no_grad(), torch._C._DisableAutocast():
-            for i, state in enumerate(states):
-                if i and self.merged is not None:
-                    self.merged.run(shared, state, states[i - 1])
-                else:
-                    self.forward.run(shared, state)
-                returned = self.inputs.results(state)
-                results.append(returned[0] if len(returned) == 1 else returned)
-                if self.merged is None or i == len(states) - 1:
-                    self.backward.run(shared, state)
-            for args, state in zip(each, states, strict=True):
-                self.inputs.gradients(args, state)
-        return results
+        return _Program(report, joint, loss_gradient(joint), parts.forward, parts.backward, merged)
 
 
 @dataclass
-class Inputs:
-    """Where the inputs of the graph come from, and where its results go; by names of nodes."""
+class _Step:
+    """A step that is running: `pending` is the microbatch whose backward is not done."""
 
-    order: list[str]
-    parameters: dict[str, Tensor]  # and buffers
-    arguments: dict[str, int]  # place in the flat arguments
-    tangents: dict[str, Tensor]
-    updates: dict[str, Tensor]  # result -> the buffer that it is the new value of
-    returned: list[str]
-    shapes: Shapes = ()  # of what is returned
+    count: int
+    runs: bool = True
+    pending: tuple[_Program, State] | None = None
 
-    @staticmethod
-    def of(captured: Captured, module: nn.Module, ends: bool = True) -> Inputs:
-        """`ends`: the module gives the loss, and its gradient is one; else both are the next
-        stage's business."""
-        tensors = dict(module.named_parameters(remove_duplicate=False))
-        tensors |= dict(module.named_buffers(remove_duplicate=False))
-        found = Inputs([], {}, {}, {}, {}, [])
-        with_gradient = set()
-        for node in captured.joint.graph.find_nodes(op="placeholder"):
-            desc = node.meta.get("desc")
-            if isinstance(desc, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)):
-                found.parameters[node.name] = tensors[desc.target]
-            elif isinstance(desc, descriptors.PlainAOTInput):
-                found.arguments[node.name] = desc.idx
-            elif isinstance(desc, descriptors.TangentAOTInput):
-                val = node.meta["val"]
-                with_gradient.add(getattr(desc.output, "idx", None))
-                found.tangents[node.name] = torch.ones(
-                    val.shape, dtype=val.dtype, device=val.device
-                )
-            else:
-                raise CaptureError(f"the model takes {desc}, expected plain tensors and numbers")
-            if not isinstance(desc, descriptors.TangentAOTInput):
-                found.order.append(node.name)
-        shapes = [tuple(tangent.shape) for tangent in found.tangents.values()]
-        if ends and (len(shapes) != 1 or shapes[0] not in ((), (1,))):
+    def forward(self, program: _Program, state: State) -> Sequence[Any]:
+        pending = self.pending
+        if pending is not None and pending[0] is program and program.merged is not None:
+            before = pending[1]
+            program.merged.run(program.shared, state, before)
+            give_gradients(program.joint, before)
+        else:
+            self.finish()
+            program.forward.run(program.shared, state)
+        self.pending = program, state
+        return [state.pop(name) for name in program.joint.results]
+
+    def finish_alone(self) -> None:
+        """The backward of a microbatch that is merged with no other, now."""
+        if self.pending is not None and self.pending[0].merged is None:
+            self.finish()
+
+    def finish(self) -> None:
+        if self.pending is None:
+            return
+        (program, state), self.pending = self.pending, None
+        with torch.no_grad(), torch._C._DisableAutocast():
+            program.backward.run(program.shared, state)
+        give_gradients(program.joint, state)
+
+
+def check_loss(joint: Joint) -> None:
+    """The model must return one number that requires a gradient."""
+    shapes = [tuple(value.shape) for value in _tangents(joint).values()]
+    if len(shapes) != 1 or shapes[0] not in ((), (1,)):
+        raise CaptureError(
+            f"the model returns, or keeps, {len(shapes)} results that require a gradient, of "
+            f"shapes {shapes}; expected one number, the loss: detach the others"
+        )
+
+
+def loss_gradient(joint: Joint) -> State:
+    """What the backward begins with."""
+    return {
+        name: torch.ones(value.shape, dtype=value.dtype, device=value.device)
+        for name, value in _tangents(joint).items()
+    }
+
+
+def _tangents(joint: Joint) -> dict[str, Tensor]:
+    placeholders = joint.captured.joint.graph.find_nodes(op="placeholder")
+    values = {node.name: node.meta["val"] for node in placeholders if node.name in joint.tangents}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def refuse_owners(joint: Joint, state: State, module: nn.Module) -> None:
+    """Gradients that do not end in `.grad` as they are, are autograd's business."""
+    for name in joint.leaves:
+        tensor = state[owner_of(name)].tensor
+        if tensor.grad_fn is not None:
             raise CaptureError(
-                f"the model returns {len(shapes)} results that require a gradient, of shapes "
-                f"{shapes}; expected one number, the loss: detach the others"
+                "the model reads a tensor that was computed under autograd before; expected it to "
+                "be detached, or computed in the model"
             )
-        if not shapes:
-            raise CaptureError("nothing that the model returns requires a gradient")
-        output = captured.joint.graph.find_nodes(op="output")[0]
-        for i, desc in enumerate(output.meta["desc"][: captured.num_fwd_outputs]):
-            if isinstance(desc, descriptors.PlainAOTOutput):
-                found.returned.append(f"result{i}")
-                val = getattr(output.args[0][i], "meta", {}).get("val")
-                if isinstance(val, Tensor):
-                    shape = tuple(val.shape), val.dtype, desc.idx in with_gradient
-                    found.shapes = (*found.shapes, shape)
-            elif isinstance(desc, descriptors.InputMutationAOTOutput) and isinstance(
-                desc.mutated_input, (descriptors.ParamAOTInput, descriptors.BufferAOTInput)
-            ):
-                found.updates[f"result{i}"] = tensors[desc.mutated_input.target]
-            else:
-                raise CaptureError(f"the model gives {desc}, expected plain tensors")
-        if sum(gradient for *_, gradient in found.shapes) != len(found.tangents):
-            raise CaptureError("results are views of one another: expected tensors of their own")
-        return found
-
-    def argument(self, place: int) -> str:
-        """The input that is the argument at this place."""
-        return next(name for name, at in self.arguments.items() if at == place)
-
-    def gradient_of(self, place: int) -> str:
-        """What the gradient of the argument at this place is called in a state."""
-        return f"gradient{self.order.index(self.argument(place))}"
-
-    def primals(self, args: _Args) -> list[Any]:
-        known = {**self.parameters, **self.state(args)}
-        return [known[name] for name in self.order]
-
-    def shared(self) -> dict[str, Any]:
-        return {**self.parameters, **self.tangents}
-
-    def state(self, args: _Args) -> dict[str, Any]:
-        flat, _ = tree_flatten((args, {}))
-        return {name: flat[place] for name, place in self.arguments.items()}
-
-    def gradients(self, args: _Args, state: dict[str, Any]) -> None:
-        """Add those of the arguments to their `.grad`."""
-        flat, _ = tree_flatten((args, {}))
-        for i, name in enumerate(self.order):
-            if (gradient := state.pop(f"gradient{i}", None)) is not None:
-                accumulate((flat[self.arguments[name]],), gradient)
-
-    def results(self, state: dict[str, Any]) -> tuple[Any, ...]:
-        """What the model returned, and its buffers brought up to date."""
-        for name, buffer in self.updates.items():
-            buffer.copy_(state.pop(name))
-        return tuple(state.pop(name) for name in self.returned)
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            names = [n for n, p in module.named_parameters() if p is tensor]
+            raise CaptureError(f"{[*names, 'an input'][0]} has hooks on its gradient")
 
 
-def _tuples(microbatches: Sequence[Any]) -> list[_Args]:
-    each = [mb if isinstance(mb, tuple) else (mb,) for mb in microbatches]
-    if not each:
-        raise OptionError("TrainStep was given no microbatches; expected at least one")
-    return each
+def give_gradients(joint: Joint, state: State) -> None:
+    """Add the gradients that the graph does not add itself to those of their owners."""
+    for i, name in enumerate(joint.inputs):
+        gradient = state.pop(f"gradient{i}", None)
+        if gradient is not None:
+            accumulate((state[owner_of(name)],), gradient)
 
 
-def _plain(module: nn.Module, args: _Args) -> Any:
-    result = module(*args)
-    returned = result if isinstance(result, (tuple, list)) else (result,)
-    next(r for r in returned if isinstance(r, Tensor) and r.requires_grad).backward()
-    detached = tuple(r.detach() if isinstance(r, Tensor) else r for r in returned)
-    return detached if isinstance(result, (tuple, list)) else detached[0]
+def _loss_of(result: Any) -> Any:
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return next((leaf for leaf in leaves if leaf.requires_grad), None)
+
+
+def _plainly(result: Any) -> Any:
+    """The backward of a forward that ran as plain PyTorch."""
+    loss = result if isinstance(result, Tensor) else _loss_of(result)
+    if loss is None or not loss.requires_grad:
+        raise OptionError(NO_GRADIENT)
+    loss.backward()
+    return _detached(result)
+
+
+def _detached(result: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.detach, result)
 
 
 def mode(module: nn.Module) -> tuple[Any, ...]:
@@ -302,11 +357,11 @@ def mode(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def alike(each: Sequence[_Args]) -> Any:
+def alike(each: Sequence[Given]) -> Any:
     """What all microbatches must have in common, and have."""
 
-    def describe(args: _Args) -> tuple[Any, ...]:
-        flat, spec = tree_flatten(args)
+    def describe(given: Given) -> tuple[Any, ...]:
+        flat, spec = tree_flatten((given.args, given.kwargs))
         if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in flat):
             raise OptionError(
                 "a microbatch holds a tensor that was computed under autograd; expected inputs: "
@@ -315,39 +370,18 @@ def alike(each: Sequence[_Args]) -> Any:
         return str(spec), tuple(
             (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
             if isinstance(leaf, Tensor)
-            else leaf
+            else type(leaf).__name__
             for leaf in flat
         )
 
     first = describe(each[0])
-    for i, args in enumerate(each):
-        if (found := describe(args)) != first:
+    for i, given in enumerate(each):
+        if (found := describe(given)) != first:
             raise OptionError(
                 f"microbatch {i} is {found[1]}, microbatch 0 is {first[1]}; expected microbatches "
                 "that are alike: pad them, or give those of other shapes to a step of their own"
             )
     return first
-
-
-def refuse_hooks(module: nn.Module, who: str) -> None:
-    """A captured graph would not run them."""
-    for name, part in module.named_modules():
-        if any(_hooks(part)):
-            raise OptionError(
-                f"{name or type(part).__name__} has hooks, which {who} would not run; expected "
-                "none: remove them, or use overlapc.optimize"
-            )
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise OptionError(
-                f"parameter {name} has hooks, which {who} would not run; expected none: "
-                "reduce gradients after the step"
-            )
-
-
-def _hooks(part: nn.Module) -> Iterator[Any]:
-    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        yield getattr(part, kind, None)
 
 
 def adding(module: nn.Module) -> float:

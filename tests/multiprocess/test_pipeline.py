@@ -380,10 +380,10 @@ def twice_and_turned(rank: int, ranks: int, name: str, stages: int) -> Any:
             lambda: Pipeline(mine, schedule, 4, turned_loss, tied=[{0: "table", last: "table"}])
         )[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        stale = caught(lambda: pipeline(given, targets))[1]
+        other_graphs = caught(lambda: pipeline(given, targets))[1]
     dist.barrier()
     dist.destroy_process_group()
-    return wrong, refused, stale
+    return wrong, refused, other_graphs
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_stages_of_odd_strides_and_tied_weights_that_add_up(name: str, stages: i
     first, second = run_ranks(twice_and_turned, 2, name, stages, timeout_s=120)
     assert first[0] == second[0] == []
     assert ("same Parameter" in first[1]) == (stages == 4)
-    assert "another autocast" in first[2]
+    assert first[2] == "", "planned anew"
 
 
 class Several(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -223,7 +224,8 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so():
     with pytest.warns(RuntimeWarning, match="runs the step as plain PyTorch"):
         found = stepped(step, batches)
     assert differences(eagerly(model, batches, picky), found) == []
-    assert step.explain().startswith("nothing planned")
+    assert "data-dependent" in step.explain()
+    assert step.explain().endswith("(runs as plain PyTorch)")
 
 
 def test_wrong_use_is_refused():
@@ -241,23 +243,142 @@ def test_wrong_use_is_refused():
         TrainStep(lambda x: x)
     with pytest.raises(OptionError, match="solver='best'"):
         TrainStep(model, solver="best")
-    handle = model.layers[0].register_forward_hook(lambda *args: None)
-    with pytest.raises(OptionError, match=r"layers\.0 has hooks"):
-        step([randn(4, 16)])
-    handle.remove()
     with pytest.raises(Infeasible):
         TrainStep(model, loss, profile="estimate", memory_budget=1)([randn(4, 16)] * 2)
-    handle = model.layers[0][1].weight.register_hook(lambda grad: grad)
-    with pytest.raises(OptionError, match=r"parameter layers\.0\.1\.weight has hooks"):
-        step([randn(4, 16)])
+    model.requires_grad_(False)
+    with pytest.raises(OptionError, match="nothing that the model returns requires a gradient"):
+        TrainStep(model, loss, profile="estimate")([randn(4, 16)])
 
 
-def test_a_tensor_of_someone_elses_is_no_parameter():
-    scale = torch.ones(16, requires_grad=True)
-    step = TrainStep(MLP(), lambda model, x: (model(x) * scale).sum(), profile="estimate")
-    with pytest.warns(RuntimeWarning, match="runs the step as plain PyTorch"):
+def agrees(
+    model: nn.Module, microbatches: Sequence[Any], how: Loss | None = None, **options: Any
+) -> TrainStep:
+    """A step of a copy of the model leaves what plain accumulation does."""
+    twin = copy.deepcopy(model)
+    step = TrainStep(twin, how, profile="estimate", **options)
+    for _ in range(2):
+        torch.manual_seed(7)
+        for microbatch in microbatches:
+            args = microbatch if isinstance(microbatch, (tuple, list)) else ()
+            kwargs = microbatch if isinstance(microbatch, dict) else {}
+            (how(model, *args, **kwargs) if how else model(*args, **kwargs)).backward()
+        torch.manual_seed(7)
+        step(microbatches)
+        for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad), name
+    return step
+
+
+def test_a_captured_tensor_gets_its_gradient_too():
+    scale, again = (torch.ones(16, requires_grad=True) for _ in range(2))
+    model, twin = MLP(), MLP()
+    twin.load_state_dict(model.state_dict())
+    step = TrainStep(twin, lambda model, x: (model(x) * scale).sum(), profile="estimate")
+    given = [randn(4, 16, seed=seed) for seed in range(3)]
+    step(given)
+    for x in given:
+        (model(x) * again).sum().backward()
+    assert step.report is not None
+    assert torch.equal(scale.grad, again.grad)
+
+
+def test_class_weights_in_the_loss():
+    weights = torch.rand(16) + 0.5
+
+    def how(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y, weight=weights)
+
+    batches = [(randn(4, 16, seed=i), tokens(4, seed=i) % 16) for i in range(3)]
+    assert agrees(MLP(), batches, how).report is not None
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda it: {"x": it[0], "y": it[1]}])
+def test_microbatches_are_as_a_loader_gives_them(kind):
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP(1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.inner(x) - y).square().mean()
+
+    batches = [kind((randn(4, 16, seed=i), randn(4, 16, seed=9 + i))) for i in range(2)]
+    assert agrees(Scored(), batches).report is not None
+
+
+def test_hooks_of_modules_run():
+    model = MLP()
+    model.layers[0].register_forward_hook(lambda module, given, out: out * 2)
+    model.layers[1].register_forward_pre_hook(lambda module, given: (given[0].sin(),))
+    step = agrees(model, [(randn(4, 16, seed=i),) for i in range(3)], loss)
+    assert step.unchanged == []
+
+
+def test_hooks_of_parameters_are_autograds_business():
+    def hooked(parameter: nn.Parameter) -> None:
+        parameter.register_hook(lambda grad: grad * 2)
+
+    model = MLP()
+    batches = [(randn(4, 16, seed=i),) for i in range(2)]
+    step = TrainStep(model, loss, profile="estimate")
+    step(batches)
+    hooked(model.layers[0][1].weight)
+    once = model.layers[0][1].weight.grad
+    model.zero_grad()
+    with pytest.warns(RuntimeWarning, match=r"layers\.0\.1\.weight has hooks on its gradient"):
+        step(batches)
+    assert torch.equal(model.layers[0][1].weight.grad, once * 2)
+    assert "has hooks" in step.explain()
+
+
+def test_side_effects_and_exceptions_of_a_forward_happen_each_time():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP(1)
+            self.calls = 0
+            self.seen: list[int] = []
+            self.last: Tensor | None = None
+            self.limit = 100
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(self.calls)
+            if self.calls > self.limit:
+                raise ValueError("too many")
+            out = self.inner(x)
+            self.last = out.detach()
+            return out.square().mean()
+
+    model = Counting()
+    step = TrainStep(model, profile="estimate")
+    given = [randn(4, 16, seed=i) for i in range(3)]
+    for _ in range(4):
+        step(given)
+    assert model.calls == 12
+    assert model.seen == list(range(1, 13))
+    assert torch.equal(model.last, model.inner(given[2]).detach())
+    model.limit = 13
+    model.zero_grad()
+    with pytest.raises(ValueError, match="too many"):
+        step(given)
+    mine = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.inner(given[0]).square().mean().backward()
+    assert all(map(torch.equal, mine, [p.grad for p in model.parameters()]))
+    model.limit = 100
+    step(given)
+    assert step.unchanged == []
+
+
+def test_what_switches_the_compiler_off_is_said():
+    step = TrainStep(MLP(), loss, profile="estimate")
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.warns(RuntimeWarning, match="torch.compile is switched off"),
+    ):
         step([randn(4, 16)])
-    assert scale.grad is not None
+    assert all(p.grad is not None for p in step.model.parameters())
 
 
 class Shifted(nn.Module):

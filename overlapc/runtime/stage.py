@@ -1,0 +1,308 @@
+"""A stage of a pipeline on its rank: traced once, planned once, then run action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd import descriptors
+
+from overlapc.errors import CaptureError, OptionError
+from overlapc.passes.capture import Captured
+from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
+from overlapc.passes.parts import Part, accumulate, cut
+from overlapc.planning import StepReport
+from overlapc.runtime.train_step import check_loss, loss_gradient, refuse_owners
+
+Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
+Shapes = tuple[Shape, ...]
+State = dict[str, Any]
+
+
+class Stage:
+    """A stage, and what it keeps of the microbatches in flight.
+
+    `trace` captures it and runs nothing. Once `report` says how it was planned, an F calls its
+    function, whose graph runs by that plan. So Dynamo checks at every F what the graph depends on.
+    Where that has changed, a new graph of the same ops runs by the same plan; one of other ops
+    must be planned first, by all ranks, who ask `changed` before each step.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        module: nn.Module,
+        function: Callable[..., Any],
+        incoming: Shapes,  # of nothing on the first stage
+        last: bool,
+    ) -> None:
+        self.number, self.module, self.last = number, module, last
+        self.incoming = incoming
+        self.form: _Form  # as it was traced last
+        self.primals: list[Any] = []  # example values, while it is planned
+        self.report: StepReport | None = None
+        self.digest = ""  # of what was planned
+        self.mode: Any = None
+        self.states: dict[int, _Flight] = {}
+        self._function = function
+        self._traced: dict[Any, Traced] = {}  # by mode
+        self._given: dict[int, tuple[Any, ...]] = {}  # what microbatches begin with
+        self._at: tuple[int, int | None] = 0, None  # what F runs, and the B merged with it
+
+    @property
+    def captured(self) -> Captured:
+        return self.form.joint.captured
+
+    @property
+    def outgoing(self) -> Shapes:
+        """Of nothing on the last stage."""
+        return self.form.outgoing
+
+    def changed(self, given: tuple[Any, ...]) -> bool:
+        """Is the stage another graph than the one that was planned? Runs nothing."""
+        report, self.report = self.report, None
+        try:
+            self.trace(given)
+        except CaptureError:
+            return True
+        finally:
+            self.report = report
+        self.primals = []
+        return self.digest != self.captured.trace.digest
+
+    def planned(self, report: StepReport) -> None:
+        self.report, self.digest = report, self.captured.trace.digest
+
+    def trace(self, given: tuple[Any, ...]) -> None:
+        self._given[0] = given
+        try:
+            self._call(0)
+        except Stop:
+            return
+        except CaptureError as error:
+            hint = "a stage gives tensors, and has something to train itself or before it"
+            raise CaptureError(
+                f"stage {self.number}: {error.reason}; {hint}", error.place
+            ) from error
+        finally:
+            self._given.clear()
+
+    def begin(self, microbatch: int, given: tuple[Any, ...]) -> None:
+        received = [
+            tensor.detach().requires_grad_(has_gradient(shape))
+            for tensor, shape in zip(given, self.incoming, strict=False)
+        ]
+        self._given[microbatch] = (*received, *given[len(received) :])
+
+    def gradients_came(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
+        flight = self.states[microbatch]
+        flight.state.update(zip(flight.form.tangents, gradients, strict=True))
+
+    def do(self, kind: str, microbatch: int) -> Sequence[Tensor]:
+        """Run one action; what it gives is what F, or I and B, send on."""
+        if kind == "F":
+            self._at = microbatch, None
+            return self._call(microbatch)
+        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+            self.states[microbatch].run(kind)
+        return self._gradients(kind, microbatch)
+
+    def do_merged(self, forward: int, backward: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """F of one microbatch and B of another, as one graph where they are of one graph."""
+        self._at = forward, backward
+        results = self._call(forward)
+        return results, self._gradients("B", backward)
+
+    @property
+    def merges(self) -> bool:
+        return self.report is not None and self.report.merged is not None
+
+    def _call(self, microbatch: int) -> Sequence[Tensor]:
+        if self.mode not in self._traced:
+            self._traced[self.mode] = Traced(self._function, self._adopt)
+        traced = self._traced[self.mode]
+        results = traced(*self._given[microbatch])
+        if not traced.ran:
+            raise CaptureError("torch.compile is switched off, and a Pipeline needs it")
+        del self._given[microbatch]
+        several = results if isinstance(results, tuple) else (results,)
+        return [result.detach() for result in several]
+
+    def _adopt(self, joint: Joint) -> Run:
+        """What runs in the place of a graph of the stage: the forward, by the stage's plan."""
+        given = next(iter(self._given.values()))[: len(self.incoming)]
+        form = _Form(joint, given, self.last)
+        digest = joint.captured.trace.digest
+
+        def run(state: State) -> Sequence[Any]:
+            refuse_owners(joint, state, self.module)
+            if self.report is None:
+                self.form, self.primals = form, [state[name] for name in joint.inputs]
+                raise Stop
+            if digest != self.digest:
+                raise OptionError(
+                    f"stage {self.number} has become another graph in the middle of a step: what "
+                    "its code reads has changed; expected changes between steps only"
+                )
+            form.cut(self.report)
+            return self._forward(form, state)
+
+        return run
+
+    def _forward(self, form: _Form, state: State) -> Sequence[Any]:
+        microbatch, backward = self._at
+        flight = _Flight(form, state, self._given[microbatch])
+        before = None if backward is None else self.states[backward]
+        if before is not None and before.form is form and form.merged is not None:
+            form.merged.run(form.shared, state, before.state)
+        else:
+            if before is not None:
+                before.run("B")  # first, which makes room
+            form.forward.run(form.shared, state)
+        self.states[microbatch] = flight
+        return [state.pop(name) for name in form.joint.results]
+
+    def _gradients(self, kind: str, microbatch: int) -> Sequence[Tensor]:
+        """What the stage before gets, if this action made it; what is done with is forgotten. What
+        the stage does not use has a gradient of zeros, for it is waited for."""
+        flight = self.states[microbatch]
+        found = []
+        for tensor, shape in zip(flight.given, self._incoming(kind), strict=False):
+            if has_gradient(shape):
+                gradient = flight.gradient_of(tensor)
+                found.append(blank(shape).detach() if gradient is None else gradient)
+        if kind in "BW":
+            flight.end()
+            del self.states[microbatch]
+        return found
+
+    def _incoming(self, kind: str) -> Shapes:
+        return self.incoming if kind in "BI" else ()
+
+
+class _Form:
+    """A graph of the stage, and the parts that the plan makes of it."""
+
+    def __init__(self, joint: Joint, given: Sequence[Any], last: bool) -> None:
+        self.joint = joint
+        if last:
+            check_loss(joint)
+        self.outgoing: Shapes = () if last else _outgoing(joint)
+        self.tangents: tuple[str, ...] = () if last else _tangents(joint)
+        self.received = _received(joint, given, self.tangents)
+        static = set(joint.captured.static_inputs)
+        self.free = {  # gradients that are not added to a parameter's where they are made
+            f"gradient{i}": owner_of(name)
+            for i, name in enumerate(joint.inputs)
+            if name in joint.leaves and i not in static
+        }
+        self.forward: Part
+        self.backward: Part
+        self.pieces: Mapping[str, Part] = {}
+        self.merged: Part | None = None
+        self.shared: State = {}
+        self.report: StepReport | None = None
+
+    def cut(self, report: StepReport) -> None:
+        if self.report is report:
+            return
+        parts = cut(self.joint.captured, report.lone.plan)
+        self.forward, self.backward, self.pieces = parts.forward, parts.backward, parts.pieces()
+        self.merged = None if report.merged is None else parts.merged(report.merged.plan)
+        self.report = report
+        if not self.outgoing:
+            self.shared = loss_gradient(self.joint)
+
+
+@dataclass
+class _Flight:
+    """A microbatch between its forward and the end of its backward."""
+
+    form: _Form
+    state: State
+    given: tuple[Any, ...]
+    again: bool = False  # has what the backward makes again been made?
+
+    def run(self, kind: str) -> None:
+        form = self.form
+        if kind == "B":
+            # Where recompute has run already, what is left are the other two pieces.
+            parts = [form.pieces["I"], form.pieces["W"]] if self.again else [form.backward]
+        else:
+            parts = [form.pieces[kind]]
+            if kind == "I" and not self.again:
+                parts.insert(0, form.pieces["R"])
+        for part in parts:
+            part.run(form.shared, self.state)
+        self.again = self.again or kind == "R"
+
+    def gradient_of(self, tensor: Tensor) -> Tensor | None:
+        for name, owner in self.form.free.items():
+            if owner in self.state and self.state[owner].tensor is tensor:
+                found: Tensor | None = self.state.pop(name, None)
+                return found
+        return None
+
+    def end(self) -> None:
+        """Gradients of tensors that are neither the stage's parameters nor came from the stage
+        before: of the loss, say."""
+        for name, owner in self.form.free.items():
+            if (gradient := self.state.pop(name, None)) is not None:
+                accumulate((self.state[owner],), gradient)
+
+
+def has_gradient(shape: Shape) -> bool:
+    return shape[2]
+
+
+def blank(shape: Shape) -> Tensor:
+    """A tensor of that shape, which gets a gradient if such tensors do."""
+    sizes, dtype, gradient = shape
+    return torch.zeros(sizes, dtype=dtype).requires_grad_(gradient)
+
+
+def _sent(joint: Joint) -> list[tuple[int, str]]:
+    """Of each result that is sent, its place among the results of Dynamo's graph, and its name."""
+    plain = {
+        desc.idx: name
+        for name, desc in joint.results.items()
+        if isinstance(desc, descriptors.PlainAOTOutput)
+    }
+    marked = [(number, i) for i, number in enumerate(joint.marks) if number is not None]
+    if any(i not in plain for _, i in marked):
+        raise CaptureError("a result is a view of an input or a tensor subclass")
+    return [(i, plain[i]) for _, i in sorted(marked)]
+
+
+def _tangent_places(joint: Joint) -> dict[Any, str]:
+    return {getattr(desc.output, "idx", None): name for name, desc in joint.tangents.items()}
+
+
+def _outgoing(joint: Joint) -> Shapes:
+    output = joint.captured.joint.graph.find_nodes(op="output")[0].args[0]
+    with_gradient = _tangent_places(joint)
+    found: list[Shape] = []
+    for place, name in _sent(joint):
+        val = output[int(name.removeprefix("result"))].meta["val"]
+        found.append((tuple(val.shape), val.dtype, place in with_gradient))
+    if sum(map(has_gradient, found)) != len(joint.tangents):
+        raise CaptureError(
+            "something that requires a gradient is kept by the module, or results are views of one "
+            "another: expected tensors of their own, returned"
+        )
+    return tuple(found)
+
+
+def _tangents(joint: Joint) -> tuple[str, ...]:
+    """Gradients that come from the next stage, in the order of what it was sent."""
+    places = _tangent_places(joint)
+    return tuple(places[place] for place, _ in _sent(joint) if place in places)
+
+
+def _received(joint: Joint, given: Sequence[Any], tangents: Sequence[str]) -> list[str]:
+    places = [i for i, a in enumerate(joint.arguments) if any(a is tensor for tensor in given)]
+    names = [n for n, place in zip(joint.inputs, joint.places, strict=True) if place in places]
+    return [*names, *tangents]
