@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any, TypeVar
 
@@ -22,10 +23,20 @@ from overlapc.passes.rewrite import rewrite
 from overlapc.planning import Options, Report, check_solver, plan_captured
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.exchange import busy
+from overlapc.runtime.given_up import GivenUp
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
 
 Model = TypeVar("Model", bound=nn.Module)
+# One model may have many graphs, and there may be many models of one class.
+_SETTINGS = {
+    **CAPTURE,
+    "recompile_limit": joint.RECOMPILES,
+    "accumulated_recompile_limit": 64 * joint.RECOMPILES,
+}
+# Newer releases keep the graphs of each `torch.compile` apart.
+_APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_OF_ITS_OWN: dict[str, Any] = {"isolate_recompiles": True} if _APART else {}
 
 
 def optimize(
@@ -119,12 +130,12 @@ class Optimized:
         if not torch.is_grad_enabled():
             return engine.model(*args, **kwargs)
         try:
-            with dynamo_config.patch(CAPTURE):
+            with dynamo_config.patch(_SETTINGS):
                 if engine.begun:
-                    return engine.compiled(*args, **kwargs)
+                    return engine.run(args, kwargs)
                 engine.begun = True
                 with busy("tracing"):  # the other ranks wait for a rank that is at it
-                    return engine.compiled(*args, **kwargs)
+                    return engine.run(args, kwargs)
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, OverlapcError):
                 raise failed.inner_exception from None
@@ -137,7 +148,7 @@ class Optimized:
 
     @property
     def unchanged(self) -> list[str]:
-        """Graphs that run as plain PyTorch, with the reason."""
+        """Graphs and functions that run as plain PyTorch, with the reason."""
         return _engine(self).backend.unchanged
 
     @property
@@ -177,8 +188,22 @@ class _Engine:
         self.model = model
         self.dynamic = dynamic
         self.begun = False
+        self.silent = False  # whether the last call ran no graph at all
         self.backend = Backend(options)
-        self.compiled = torch.compile(model, backend=self.backend, dynamic=dynamic)
+        self.compiled = torch.compile(model, backend=self.backend, dynamic=dynamic, **_OF_ITS_OWN)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The compiled model; what Dynamo gives up of it is said."""
+        before = self.backend.calls
+        with GivenUp() as given_up:
+            results = self.compiled(*args, **kwargs)
+        ran = self.backend.calls > before
+        if not ran and self.silent:  # that has been said
+            return results
+        self.silent = not ran
+        for what in given_up.found(ran, lambda: joint.capture(self.model, *args, **kwargs)):
+            self.backend.run_unchanged(what)
+        return results
 
 
 # The engine lives beside the twin, not in the __dict__ it shares with its model.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -42,13 +43,14 @@ class Backend:
             raise OptionError(f"backend={options.backend!r}: expected one of {COMPILERS}")
         self.options = options
         self.reports: list[Report] = []
-        self.unchanged: list[str] = []  # why graphs were left as they are
+        self.unchanged: list[str] = []  # what runs as plain PyTorch, and why
+        self.calls = 0  # of graphs, planned or not
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         partition = Partition(self, example_inputs)
         try:
             with busy("tracing"):
-                return self._compile(gm, example_inputs, partition)
+                return self._counted(self._compile(gm, example_inputs, partition))
         except CaptureError as error:
             return self._unchanged(gm, error.reason, error.place)
         except (OverlapcError, RestartAnalysis):  # Dynamo traces again, knowing more
@@ -75,17 +77,31 @@ class Backend:
                 partition_fn=partition,
             )(gm, example_inputs)
 
+    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def counted(*args: Any) -> Any:
+            self.calls += 1
+            return run(*args)
+
+        return counted
+
     def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
         first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"
         where = f"graph {len(self.reports) + len(self.unchanged)} ({place or _begin(gm)})"
-        self.unchanged.append(f"{where}: {first_line}")
         log(1, traceback.format_exc())
-        warnings.warn(
-            f"overlapc runs {where} unchanged, as plain PyTorch: {first_line}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return gm.forward
+        self.run_unchanged(f"{where}: {first_line}")
+        return self._counted(gm.forward)
+
+    def run_unchanged(self, what: str) -> None:
+        """Say, once, what runs as plain PyTorch, and why."""
+        if what not in self.unchanged:
+            self.unchanged.append(what)
+            where, _, reason = what.partition(": ")
+            warnings.warn(
+                f"overlapc runs {where} unchanged, as plain PyTorch: {reason}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 class Partition:

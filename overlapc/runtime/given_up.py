@@ -1,0 +1,97 @@
+"""What Dynamo gives up without an error: functions that then run as plain PyTorch.
+
+Dynamo skips a function when it cannot go on after a graph break in it (one inside a loop or a
+`try`), and compiles a function no more when it has compiled it too often. It says so in logs that
+are off. `GivenUp` reads its counters around a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._dynamo import eval_frame
+from torch._dynamo.utils import counters
+
+from overlapc.errors import CaptureError
+from overlapc.passes import joint
+
+_OF_AN_ERROR = ("an error was suppressed", "compilation failed")
+_LIMIT = "recompile limit"
+
+
+class GivenUp:
+    """`with GivenUp() as given_up: call()`; then `given_up.found(...)`."""
+
+    def __enter__(self) -> GivenUp:
+        self._failures = _failures()
+        self._messages = set(_messages())
+        self._thread: Any = getattr(eval_frame, "dynamo_tls", eval_frame)
+        self._outer = getattr(self._thread, "skip_reasons", None)
+        if self._outer is None and hasattr(self._thread, "skip_reasons"):
+            self._thread.skip_reasons = []
+        self._before = len(self._skipped())
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._now = self._skipped()[self._before :]
+        if self._outer is None and hasattr(self._thread, "skip_reasons"):
+            self._thread.skip_reasons = None
+
+    def _skipped(self) -> list[str]:
+        return list(getattr(self._thread, "skip_reasons", None) or ())
+
+    def found(self, ran: bool, again: Callable[[], Any]) -> list[str]:
+        """What the call ran as plain PyTorch: function and reason.
+
+        `ran` tells whether the call ran a graph at all. `again` traces the call as one graph, which
+        tells where Dynamo stops.
+        """
+        if ran and _failures() == self._failures:
+            return []
+        places = [_place(text) for text in self._now if any(why in text for why in _OF_AN_ERROR)]
+        reason = self._limit() or _first_break(again) or self._first_message()
+        return [f"{place}: {reason}" for place in dict.fromkeys(places or ["the whole model"])]
+
+    def _first_message(self) -> str:
+        new = [message for message in _messages() if message not in self._messages]
+        return _line(new[0]) if new else "Dynamo compiled none of it, and gave no reason"
+
+    def _limit(self) -> str:
+        new = [m for m in _messages() if m not in self._messages and _LIMIT in m.lower()]
+        if not new:
+            return ""
+        return f"{_line(new[0])}; it has other shapes or settings at nearly every call"
+
+
+def _failures() -> int:
+    return counters["frames"]["total"] - counters["frames"]["ok"]
+
+
+def _messages() -> Iterator[str]:
+    yield from map(str, counters["graph_break"])
+    yield from map(str, counters["unimplemented"])
+
+
+def _line(message: str) -> str:
+    return next((line.strip() for line in message.splitlines() if line.strip()), "")
+
+
+def _place(skipped: str) -> str:
+    """`forward (FILE:LINE): reason` -> `forward (File "FILE", line LINE)`."""
+    found = re.match(r"(\S+) \((.*):(\d+)\): ", skipped)
+    return f'{found[1]} (File "{found[2]}", line {found[3]})' if found else skipped
+
+
+def _first_break(again: Callable[[], Any]) -> str:
+    """Where and why tracing the call as one graph ends."""
+    try:
+        again()
+    except joint.Stop:
+        return ""
+    except CaptureError as error:
+        return f"{error.reason} at {error.place}" if error.place else error.reason
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,132 @@
+"""What Dynamo gives up without an error is said, once, with reason and place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overlapc
+from overlapc import api
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class InALoop(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i == 2:
+                torch._dynamo.graph_break()
+            x = x + layer(x)
+        return x
+
+
+class InATry(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+        finally:
+            x = x + 1
+
+
+class Between(Layer):
+    """Dynamo goes on after this one: two graphs, and nothing to say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def optimized(model: nn.Module, **options: Any) -> Any:
+    return overlapc.optimize(model, solver="none", profile="estimate", **options)
+
+
+def trained(model: Any, *shapes: int) -> list[str]:
+    """What was said while the model was trained."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in shapes:
+            model(torch.randn(rows, 8)).sum().backward()
+    return [str(each.message) for each in caught if "overlapc" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: InALoop(lambda: nn.Linear(8, 8)), lambda: InALoop(Layer), InATry]
+)
+def test_a_function_given_up_is_said_once(make: Callable[[], nn.Module]) -> None:
+    model = optimized(make())
+    said = trained(model, 3, 3, 3)
+    assert len(said) == 1
+    assert "forward" in said[0]
+    assert "graph_break" in said[0]
+    assert said[0].count("test_given_up.py") == 2
+    (what,) = model.unchanged
+    assert f"{what} (runs as plain PyTorch)" in model.explain()
+
+
+def test_what_goes_on_after_a_break_is_planned() -> None:
+    model = optimized(Between())
+    assert trained(model, 3, 3) == []
+    assert len(model.reports) == 2
+
+
+def test_many_models_of_a_class_are_planned() -> None:
+    models = [optimized(Layer()) for _ in range(12)]
+    assert [trained(model, 3) for model in models] == [[]] * 12
+    assert [len(model.reports) for model in models] == [1] * 12
+
+
+def test_many_shapes_are_planned() -> None:
+    model = optimized(Layer(), dynamic=False)
+    assert trained(model, *range(2, 14)) == []
+    assert len(model.reports) == 12
+
+
+def test_too_many_shapes_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(api._SETTINGS, "recompile_limit", 2)
+    model = optimized(Layer(), dynamic=False)
+    (said,) = trained(model, 2, 3, 4, 4, 5, 6)
+    assert "recompile limit" in said
+    assert "recompile limit" in model.explain()
+    assert len(model.reports) == 2
+
+
+def test_dynamo_off_is_said() -> None:
+    model = optimized(Layer())
+    with torch._dynamo.config.patch(disable=True):
+        (said,) = trained(model, 2, 2)
+    assert "torch.compile" in said
+    assert model.reports == []
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_rnns_are_planned(kind: str) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = getattr(nn, kind)(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.body(x)[0]
+            return found
+
+    model = optimized(Recurrent())
+    assert trained(model, 3, 3) == []
+    assert len(model.reports) == 1
