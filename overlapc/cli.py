@@ -202,7 +202,6 @@ def _search(args: argparse.Namespace) -> int:
     from overlapc.search.layouts import Cluster, Fixed, static_bytes
     from overlapc.search.models import Transformer, find_model
     from overlapc.search.search import Progress, compare, search
-    from overlapc.search.units import UnitKey, make_unit
     from overlapc.solvers import FIELD, SOLVERS
 
     model = find_model(args.model)
@@ -251,11 +250,11 @@ def _search(args: argparse.Namespace) -> int:
     outcome = None
     _status(f"comparing {', '.join(compared)}" if compared else "")
     try:
-        if result.best is not None and not result.interrupted:
+        unit = result.unit
+        if result.best is not None and unit is not None and not result.interrupted:
             layout, split = result.best.layout, result.best.layers
-            unit = make_unit(UnitKey.of(model, cluster, layout))
             outcome = evaluate(model, cluster, layout, unit, args.solver, layers=split)
-            rows = compare(model, cluster, outcome.found, unit, compared)
+            rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
     except KeyboardInterrupt:
         result.interrupted = True  # what was found is told
     _status("")

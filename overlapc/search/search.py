@@ -61,6 +61,8 @@ class Result:
     tried: list[Found] = field(default_factory=list)
     less: list[Found] = field(default_factory=list)
     rivals: list[Found] = field(default_factory=list)
+    planned: list[Found] = field(default_factory=list)  # all that the rivals tried
+    unit: Unit | None = None  # what was captured for the best
     pruned: int = 0
     bound_ns: int = 0  # on every layout, tried or not
     seconds: float = 0.0
@@ -100,6 +102,8 @@ def search(
     for layout in every:
         run.add(layout)
     found: list[Found] = []  # of the rivals
+    planned: list[Found] = []
+    unit: Unit | None = None
     try:
         with planners(workers) as pool:
             try:
@@ -112,6 +116,7 @@ def search(
                     if run.best.layout.stages == run.best.layout.pp > 1:
                         run.divide(pool)
                     run.complete = True
+                    unit = run.unit(run.key(run.best.layout), pool)
                     run.squeeze(pool)
                     for name in rivals:
                         rival = _Run(
@@ -122,7 +127,8 @@ def search(
                             rival.add(layout)
                         for _ in rival.go(pool, workers):
                             pass
-                        found += [rival.best or min(rival.tried, key=rank)]
+                        found.append(rival.best or min(rival.tried, key=rank))
+                        planned += rival.tried
             except KeyboardInterrupt:
                 run.interrupted = not run.complete
                 stop(pool)
@@ -136,6 +142,8 @@ def search(
         sorted(run.tried, key=rank),
         run.less,
         found,
+        planned,
+        unit,
         len(every) - len(run.tried),
         run.bound(),
         certain=run.best is not None or run.certain,
@@ -145,31 +153,37 @@ def search(
 
 
 def compare(
-    model: Model, cluster: Cluster, chosen: Found, unit: Unit, solvers: Sequence[str]
+    model: Model,
+    cluster: Cluster,
+    chosen: Found,
+    unit: Unit,
+    solvers: Sequence[str],
+    planned: Sequence[Found] = (),
 ) -> list[Found]:
     """The chosen layout with the plans of each solver, its layers divided as chosen or evenly,
-    whichever is faster."""
+    whichever is faster. What is among `planned` is not planned again."""
     splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages))}
+    known = {(f.solver, f.layers): f for f in planned if f.layout == chosen.layout}
     limit = _OPT_SECONDS / (chosen.layout.pp * len(splits))
     where = model, cluster, chosen.layout, unit
     try:
         with planners() as pool:
             try:
                 tasks = {
-                    solver: [pool.submit(_evaluated, *where, solver, s, limit) for s in splits]
+                    (solver, s): pool.submit(_evaluated, *where, solver, s, limit)
                     for solver in sorted(solvers, key="opt".__ne__)  # it takes longest
-                    if solver != chosen.solver
+                    for s in splits
+                    if solver != chosen.solver and (solver, s) not in known
                 }
-                best = {
-                    solver: min((task.result() for task in tried), key=rank)
-                    for solver, tried in tasks.items()
-                }
+                known |= {key: task.result() for key, task in tasks.items()}
             except KeyboardInterrupt:
                 stop(pool)
                 raise
     except BrokenProcessPool as error:
         raise _ended(error) from None
-    return [best.get(solver, chosen) for solver in solvers]
+    known[chosen.solver, chosen.layers] = chosen
+    tried = ((found for (name, _), found in known.items() if name == one) for one in solvers)
+    return [min(found, key=rank) for found in tried]
 
 
 def _ended(error: BrokenProcessPool) -> OverlapcError:

@@ -204,6 +204,9 @@ def _first_fitting(problem: Problem, again: Iterable[Sequence[range]], solver: s
 def checkmate(problem: Problem) -> Plan:
     """The least recompute time that fits, recomputed on demand: a program with no windows."""
     needs = Needs(problem.trace)
+    everything = plan_on_demand(problem, needs.storages, "checkmate", needs)
+    if fits(problem, everything):
+        return everything
     costs = {
         name: replace(cost, compute_ns=cost.compute_ns + cost.comm_ns, comm_ns=0)
         for name, cost in problem.profile.costs.items()
