@@ -264,7 +264,8 @@ def _pipeline(document: Mapping[str, Any], pipeline: Found, cap: int) -> list[st
     body += _section(
         "What the ranks hold",
         charts.memory(pipeline, names, document["static_bytes"], best["peak_bytes"], cap),
-        "The same time. While an action runs, its worst moment is drawn; the figures beside count "
+        ("The same time. " if layout.pp > 1 else "")
+        + "While an action runs, its worst moment is drawn; the figures beside count "
         "the ops within it, and may differ by a few percent.",
     )
     return body
