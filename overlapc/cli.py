@@ -195,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
 def _search(args: argparse.Namespace) -> int:
     from overlapc.planning import parse_budget
     from overlapc.profiler.hardware import load_hardware
+    from overlapc.progress import doing, stoppable
     from overlapc.report.trace import pipeline_json
     from overlapc.report.verdict import verdict
     from overlapc.search.chosen import VERSION, memory_budgets
@@ -227,37 +228,36 @@ def _search(args: argparse.Namespace) -> int:
 
     def tell(progress: Progress) -> None:
         best = "nothing fits yet" if progress.best is None else _best(progress)
-        line = f"{progress.elapsed_s:4.0f} s  {progress.tried} planned, {progress.left} left  "
-        _status(line + best)
+        note(f"{progress.tried} planned, {progress.left} left, {best}")
 
     def _best(progress: Progress) -> str:
         assert progress.best is not None
         gap = progress.best.step_ns / max(1, progress.bound_ns) - 1
         return f"{progress.best.layout}: {progress.best.step_ns / 1e6:.1f} ms, gap {gap:.1%}"
 
-    result = search(
-        model,
-        cluster,
-        fixed,
-        args.solver,
-        prune=not args.exhaustive,
-        shown=args.top,
-        rivals=[name for name in compared if name in FIELD and name != args.solver],
-        cache=cache,
-        progress=tell,
-    )
+    with doing("searching layouts") as note:
+        result = search(
+            model,
+            cluster,
+            fixed,
+            args.solver,
+            prune=not args.exhaustive,
+            shown=args.top,
+            rivals=[name for name in compared if name in FIELD and name != args.solver],
+            cache=cache,
+            progress=tell,
+        )
     rows: list[Any] = []
     outcome = None
-    _status(f"comparing {', '.join(compared)}" if compared else "")
     try:
-        unit = result.unit
-        if result.best is not None and unit is not None and not result.interrupted:
-            layout, split = result.best.layout, result.best.layers
-            outcome = evaluate(model, cluster, layout, unit, args.solver, layers=split)
-            rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
+        with doing(f"comparing {', '.join(compared) or 'nothing'}"), stoppable():
+            unit = result.unit
+            if result.best is not None and unit is not None and not result.interrupted:
+                layout, split = result.best.layout, result.best.layers
+                outcome = evaluate(model, cluster, layout, unit, args.solver, layers=split)
+                rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
     except KeyboardInterrupt:
         result.interrupted = True  # what was found is told
-    _status("")
     timeline = None if outcome is None else outcome.timeline
     document = {
         "overlapc_search": VERSION,
@@ -303,12 +303,6 @@ def _written(folder: Path, whole: bool) -> str:
         f'To train with it: overlapc.load_search("{folder}/search.json") has schedule, layers and\n'
         "memory budgets as overlapc.Pipeline and overlapc.optimize take them."
     )
-
-
-def _status(line: str) -> None:
-    """What is going on, in place of what was said last, to somebody at a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _explained(outcome: Any) -> str:
@@ -446,6 +440,7 @@ def _figures(report: Any) -> dict[str, Any]:
 def _plan(args: argparse.Namespace) -> int:
     from overlapc.files import load_problem, write_file
     from overlapc.planning import check_solver, parse_budget
+    from overlapc.progress import doing
     from overlapc.solvers import solve
     from overlapc.text import format_plan
 
@@ -454,7 +449,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.memory:
         problem = replace(problem, budget_bytes=parse_budget(_memory(args.memory), 0, 0))
     _can_write(args.out)
-    plan = solve(problem, args.solver, time_limit_s=args.seconds)
+    with doing(f"solving ({args.solver}, {len(problem.trace.ops)} ops)"):
+        plan = solve(problem, args.solver, time_limit_s=args.seconds)
     if args.out is not None:
         write_file(args.out, format_plan(plan))
     if args.json:

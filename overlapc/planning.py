@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from overlapc.flags import log
 from overlapc.ir import Cost, Plan, Problem, Profile, Slowdown, Timeline, Trace
 from overlapc.merge import accumulate, merge
 from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.progress import doing
 from overlapc.schedule import Schedule, Step, check_schedule, is_pair
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
@@ -333,7 +335,8 @@ def plan_step(
             return (alone, *_others(alone, roomier, options.solver))
         if options.solver in FIELD:
             return (alone,)
-        lone, merged = solve_step(problem, alone, microbatches, lag)
+        with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", _rank()):
+            lone, merged = solve_step(problem, alone, microbatches, lag)
         return (lone,) if merged is None else (lone, merged)
 
     plans = _decided(decide, exchange)
@@ -408,6 +411,13 @@ def _agreed(
     return captured, profiles, profile
 
 
+def _rank() -> int | None:
+    """This process's rank, which the environment does not always tell."""
+    dist = sys.modules.get("torch.distributed")
+    ready = dist is not None and dist.is_available() and dist.is_initialized()
+    return dist.get_rank() if ready and dist is not None else None
+
+
 _NOTHING_FITS = "infeasible "
 
 
@@ -443,7 +453,8 @@ def _decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) 
 def _solve(problem: Problem, solver: str, choices: Iterable[tuple[str, ...]]) -> Plan:
     """A solver that crashes does not cost the user the run: the plain plan is used instead."""
     try:
-        return solve(problem, solver, torch_choices=choices)
+        with doing(f"solving ({solver}, {len(problem.trace.ops)} ops)", _rank()):
+            return solve(problem, solver, torch_choices=choices)
     except (Infeasible, OptionError):
         raise
     except Exception as error:
@@ -486,7 +497,8 @@ def profile_captured(
         from overlapc.profiler.measure import measure
 
         path = None if isinstance(options.cache, bool) else options.cache
-        return measure(captured, primals, cache=Cache(path) if options.cache else None)
+        with doing(f"measuring {len(captured.trace.ops)} ops", _rank()):
+            return measure(captured, primals, cache=Cache(path) if options.cache else None)
     if options.profile == "estimate":
         from overlapc.profiler.estimate import estimate
         from overlapc.profiler.hardware import load_hardware

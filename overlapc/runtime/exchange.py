@@ -52,6 +52,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import OptionError, RankError
+from overlapc.progress import doing
 from overlapc.runtime.guard import Lost, guarded, unguarded
 
 T = TypeVar("T")
@@ -373,16 +374,15 @@ class Exchange:
 
 @contextlib.contextmanager
 def busy(phase: str) -> Iterator[None]:
-    """While the block runs, others see that this rank works towards a round, and wait for it.
-
-    Does nothing without a process group.
-    """
+    """While the block runs, others see that this rank works towards a round, and wait for it; and
+    so does somebody at a terminal, if it takes long."""
     if not _has_peers():
-        yield
+        with doing(phase, _own_rank()):
+            yield
         return
     line, rank = _line(_get_default_store(), dist.get_rank()), dist.get_rank()
     look = _look_after(line, range(dist.get_world_size()), rank, TIMEOUT_S)
-    with guarded(look), line.busy(phase):
+    with guarded(look), line.busy(phase), doing(phase, rank):
         yield
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from overlapc.errors import FileError, OptionError, OverlapcError
 from overlapc.files import read_json, write_file
+from overlapc.progress import stoppable
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
     ANY,
@@ -84,9 +85,9 @@ def search(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
     """The layout whose step is shortest with its stages' best plans, and so many to compare it
-    with; and of each of the rivals, which are solvers, the best of its own. Ctrl-C ends it with the
-    best so far. With `cache`, what was planned is kept in that folder
-    and not planned again."""
+    with; and of each of the rivals, which are solvers, the best of its own. Ctrl-C or SIGTERM
+    ends it with the best so far. With `cache`, what was planned is kept in that folder and not
+    planned again."""
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
@@ -105,7 +106,7 @@ def search(
     planned: list[Found] = []
     unit: Unit | None = None
     try:
-        with planners(workers) as pool:
+        with stoppable(), planners(workers) as pool:
             try:
                 for _ in run.go(pool, workers):
                     progress(run.progress(time.monotonic() - begin))

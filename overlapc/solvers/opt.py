@@ -20,6 +20,7 @@ from itertools import product
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
+from overlapc.progress import stoppable
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
@@ -68,12 +69,13 @@ def opt(
     """The best plan found until the gap is closed or time is up, with the proven bound in it.
 
     `known` are legal plans that the answer is no worse than; while time is left `menu` is tried to
-    start from, and `others` at the end. Ctrl-C ends the search and keeps its best. Infeasible if
-    nothing fits, which is certain only for small problems.
+    start from, and `others` at the end. Ctrl-C or SIGTERM ends the search and keeps its best.
+    Infeasible if nothing fits, which is certain only for small problems.
     """
     search = _Search(problem, time_limit_s, gap, progress)
     try:
-        search.run(known, menu, others)
+        with stoppable():
+            search.run(known, menu, others)
     except KeyboardInterrupt:
         if search.best is None:
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from random import Random
 
@@ -113,12 +115,16 @@ def test_opt_tells_where_it_stands_and_keeps_its_best_when_stopped():
     assert [p.seconds for p in told] == sorted(p.seconds for p in told)
     assert plan.bound_ns <= simulate(problem, plan).step_ns
 
-    def stop(progress):
+    def interrupt(progress):
         raise KeyboardInterrupt
 
-    stopped = solve(problem, "opt", progress=stop)
-    check(problem, stopped)
-    assert simulate(problem, stopped).peak_bytes <= problem.budget_bytes
+    def terminate(progress):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for stop in (interrupt, terminate):
+        stopped = solve(problem, "opt", progress=stop)
+        check(problem, stopped)
+        assert simulate(problem, stopped).peak_bytes <= problem.budget_bytes
 
 
 @pytest.mark.parametrize("solver", OURS)
