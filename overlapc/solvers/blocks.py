@@ -10,6 +10,7 @@ layers begin alike, with the same residual branch, and those that do not repeat 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,8 @@ from weakref import WeakKeyDictionary
 from overlapc.ir import Trace
 
 _PERIODS = 32  # the commonest distances between like ops, which are tried as periods
+_LEAST = 4  # a repetition of less than this part of the forward is something inside of a layer
+_SYMBOL = re.compile(r"\bd\d+\b")
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,14 @@ _known: WeakKeyDictionary[Trace, Repetition | None] = WeakKeyDictionary()
 def find_repetition(trace: Trace) -> Repetition | None:
     """As `repetition`, but found anew."""
     flow = _Flow(trace)
-    return _largest(flow, 0, len(flow.ops))
+    return _largest(flow, range(len(flow.ops)), len(flow.ops) // _LEAST)
 
 
 def layers(trace: Trace) -> list[range]:
     """The forward ops of each layer, in order; all of the forward as one if nothing repeats."""
     flow = _Flow(trace)
     whole = range(len(flow.ops))
-    return _layers(flow, whole, 0) or [whole]
+    return _layers(flow, repetition(trace), whole) or [whole]
 
 
 def made_inside(trace: Trace, spans: Iterable[range]) -> set[str]:
@@ -90,7 +93,8 @@ class _Flow:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.ops = list(takewhile(lambda op: op.is_forward, trace.ops))
-        self.signatures = [op.signature for op in self.ops]
+        # Sizes that only running shows are numbered through a trace: d7 is as good as d0.
+        self.signatures = [_SYMBOL.sub("d", op.signature) for op in self.ops]
         self.maker: dict[str, int] = {}  # storage, unless it is an input's -> the op it begins with
         self.reads: dict[str, list[int]] = {}
         for i, op in enumerate(self.ops):
@@ -164,10 +168,12 @@ class _Run:
         return (self.end - self.first) // self.period * self.period
 
 
-def _largest(flow: _Flow, low: int, high: int) -> Repetition | None:
-    """The repetition between two ops that covers the most of them."""
-    runs = _runs(flow.signatures[low:high], low)
+def _largest(flow: _Flow, where: range, least: int) -> Repetition | None:
+    """The repetition that covers the most ops of a part of the forward, and no fewer than these."""
+    runs = _runs(flow.signatures[where.start : where.stop], where.start)
     for run in sorted(runs, key=lambda run: (-run.covers, run.period)):
+        if run.covers < least:
+            break
         if (first := _border(flow, run)) is not None:
             count = (run.end - first) // run.period
             ends = range(first + run.period, first + run.period * count, run.period)
@@ -213,16 +219,20 @@ def _border(flow: _Flow, run: _Run) -> int | None:
     return firsts[0] if firsts[0] - run.first <= over else firsts[-1]
 
 
-def _layers(flow: _Flow, where: range, least: int) -> list[range]:
-    """The layers in a part of the forward, none if no blocks of at least so many ops repeat."""
-    repeated = _largest(flow, where.start, where.stop)
-    if repeated is None or repeated.length < least:
+def _layers(flow: _Flow, repeated: Repetition | None, where: range) -> list[range]:
+    """The layers in a part of the forward: the repeated ones, and others beside them."""
+    if repeated is None:
         return []
     found = _alike(flow, repeated, where)
-    gaps = pairwise([where.start, *(end for r in found for end in (r.start, r.stop)), where.stop])
     shortest = min(len(layer) for layer in found) // 2
-    others = (_layers(flow, range(*gap), shortest) for gap in list(gaps)[::2])
-    return sorted([*found, *(layer for more in others for layer in more)], key=lambda r: r.start)
+    borders = [where.start, *(end for layer in found for end in (layer.start, layer.stop))]
+    for gap in (
+        range(*pair) for pair in zip(borders[::2], [*borders[1::2], where.stop], strict=True)
+    ):
+        other = _largest(flow, gap, 2 * shortest)
+        if other is not None and other.length >= shortest:
+            found = [*found, *_layers(flow, other, gap)]
+    return sorted(found, key=lambda layer: layer.start)
 
 
 def _alike(flow: _Flow, repeated: Repetition, where: range) -> list[range]:
@@ -240,7 +250,7 @@ def _alike(flow: _Flow, repeated: Repetition, where: range) -> list[range]:
     if not branch or handed_on.isdisjoint(flow.storages(branch[-1].inputs)):
         return [range(at, at + period) for at in range(repeated.first, repeated.end, period)]
     # The branch's last op adds to what came in. A layer begins wherever such a branch stands.
-    begins, length = [op.signature for op in branch], len(branch)
+    begins, length = flow.signatures[second : inner[0]], len(branch)
     firsts = [
         at
         for at in range(where.start, where.stop - length + 1)

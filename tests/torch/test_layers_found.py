@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
+from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.ir import Plan, Problem
 from overlapc.planning import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.groups import fake_groups
 from overlapc.search.models import find_model
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
@@ -295,3 +298,21 @@ def test_heu_plans_blocks_of_the_first_to_the_last(ends):
     heu = simulate(limited, solve(limited, "heu"))
     assert heu.peak_bytes <= limited.budget_bytes
     assert heu.step_ns < simulate(problem, FIELD["full"](problem)).step_ns
+
+
+def test_experts_of_data_dependent_sizes_are_layers():
+    config = MoEConfig(layers=3, width=32, heads=4, experts=4, top_k=2, expert_width=64)
+    with fake_groups(2, 2, 1) as (group, _):
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+        captured = overlapc.capture(MoEGPT(config, group), tokens, tokens)
+    spans = layers(captured.trace)
+    assert len(spans) == config.layers
+    assert len({len(span) for span in spans}) == 1
+
+
+@pytest.mark.parametrize("block", [PreNorm, OnlyLast])
+def test_one_layer_is_no_repetition_whatever_repeats_in_it(block, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "LAYERS", 1)
+    problem = problem_of(Stack(block, 1, True, tables=False), example(True))
+    assert len(layers(problem.trace)) == 1
+    assert run_again(problem, FIELD["full"](problem)) == gelus(problem)
