@@ -13,7 +13,7 @@ import itertools
 import logging
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,12 +57,12 @@ class Leaf:
     def owner(self, flat: Sequence[Any], state: dict[str, Any]) -> Owner:
         if self.meta is None:
             return Owner(flat[self.place])
-        parts = [state.get(name) for name in self.parts]
-        meta = replace(self.meta, flat_tensor_start_idx=0)
+        meta, parts = self.meta, [state.get(name) for name in self.parts]
+        before = [None] * meta.flat_tensor_start_idx  # of other gradients, which it does not read
 
         def whole(gradient: Tensor) -> Tensor:
             inner = [gradient if part is None else part for part in parts]
-            made: Tensor = meta.creation_fn(inner, is_runtime=True)
+            made: Tensor = meta.creation_fn([*before, *inner], is_runtime=True)
             return made
 
         return Owner(flat[self.place], whole)

@@ -40,7 +40,7 @@ from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.stage import Shapes, Stage, blank
-from overlapc.runtime.train_step import Given, adding, alike, mode
+from overlapc.runtime.train_step import Given, adding, alike, code
 from overlapc.schedule import Schedule, format_schedule
 from overlapc.stages import stage_cost
 
@@ -185,7 +185,7 @@ class Pipeline:
         """Has a stage of this rank become another graph than the one that was planned?"""
         found = []
         for stage, made in self._stages.items():
-            made.mode = mode(self.modules[stage])
+            made.code = code(self.modules[stage], self._loss)
             given = tuple(map(blank, made.incoming)) if stage else inputs[0]
             found.append(made.changed((*given, *targets[0]) if made.last else given))
         return any(found)
@@ -281,7 +281,7 @@ class Pipeline:
         module, last = self.modules[stage], stage == self.schedule.stages - 1
         function = _with_loss(module, self._loss, count) if self._loss and last else _sends(module)
         made = self._stages[stage] = Stage(stage, module, function, incoming, last)
-        made.mode = mode(module)
+        made.code = code(module, self._loss)
         return made
 
     def _planned(self, stage: int, made: Stage, beside_bytes: int) -> list[StepReport]:

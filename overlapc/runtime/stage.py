@@ -45,10 +45,10 @@ class Stage:
         self.primals: list[Any] = []  # example values, while it is planned
         self.report: StepReport | None = None
         self.digest = ""  # of what was planned
-        self.mode: Any = None
+        self.code: Any = None
         self.states: dict[int, _Flight] = {}
         self._function = function
-        self._traced: dict[Any, Traced] = {}  # by mode
+        self._traced: dict[Any, Traced] = {}  # by code
         self._given: dict[int, tuple[Any, ...]] = {}  # what microbatches begin with
         self._at: tuple[int, int | None] = 0, None  # what F runs, and the B merged with it
 
@@ -121,9 +121,9 @@ class Stage:
         return self.report is not None and self.report.merged is not None
 
     def _call(self, microbatch: int) -> Sequence[Tensor]:
-        if self.mode not in self._traced:
-            self._traced[self.mode] = Traced(self._function, self._adopt)
-        traced = self._traced[self.mode]
+        if self.code not in self._traced:
+            self._traced[self.code] = Traced(self._function, self._adopt)
+        traced = self._traced[self.code]
         results = traced(*self._given[microbatch])
         if not traced.ran:
             raise CaptureError("torch.compile is switched off, and a Pipeline needs it")

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -91,8 +92,9 @@ class TrainStep:
         self._options = Options(
             memory_budget, solver, "eager", profile, hardware, None, timeout_s, cache
         )
-        self._traced: dict[Any, Traced] = {}  # by mode and shapes
-        self._plain: dict[Any, str] = {}  # which of these run as plain PyTorch, and why
+        self._traced: dict[Any, Traced] = {}  # by code and shapes
+        self._plain: set[Any] = set()  # which of these run as plain PyTorch
+        self.unchanged: list[str] = []  # why a step, or one of its microbatches, did
         self._reports: dict[tuple[int, str], StepReport] = {}  # by microbatches and digest
         self._step: _Step | None = None  # the one that is running
         self.report: StepReport | None = None
@@ -124,21 +126,16 @@ class TrainStep:
             self._step = None
         return None
 
-    @property
-    def unchanged(self) -> list[str]:
-        """What runs as plain PyTorch: why."""
-        return list(self._plain.values())
-
     def explain(self) -> str:
         parts = [self.report.explain()] if self.report is not None else []
-        parts += [f"{reason} (runs as plain PyTorch)" for reason in dict.fromkeys(self.unchanged)]
+        parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
     def _key(self, microbatches: Sequence[Any]) -> tuple[list[Given], Any]:
         each = [Given.of(microbatch) for microbatch in microbatches]
         if not each:
             raise OptionError("TrainStep was given no microbatches; expected at least one")
-        key = mode(self.model), alike(each)
+        key = code(self.model, self._loss), alike(each)
         if key not in self._traced:
             self._traced[key] = Traced(self._whole, self._adopt)
         return each, key
@@ -177,10 +174,13 @@ class TrainStep:
         return _detached(result)
 
     def _refused(self, key: Any, error: CaptureError) -> None:
-        self._plain[key] = str(error)
-        warnings.warn(
-            f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=4
-        )
+        if not isinstance(error, NotOurs):  # that is seen at once, the next time, too
+            self._plain.add(key)
+        if str(error) not in self.unchanged:
+            self.unchanged.append(str(error))
+            warnings.warn(
+                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=4
+            )
 
     def _adopt(self, joint: Joint) -> Run:
         """What runs in the place of a graph: its forward, and what of an earlier microbatch's
@@ -299,18 +299,22 @@ def _tangents(joint: Joint) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
+class NotOurs(CaptureError):
+    """A gradient does not end in `.grad` as the graph makes it."""
+
+
 def refuse_owners(joint: Joint, state: State, module: nn.Module) -> None:
-    """Gradients that do not end in `.grad` as they are, are autograd's business."""
+    """Gradients that go further than into `.grad` are autograd's business."""
     for name in joint.leaves:
         tensor = state[owner_of(name)].tensor
         if tensor.grad_fn is not None:
-            raise CaptureError(
+            raise NotOurs(
                 "the model reads a tensor that was computed under autograd before; expected it to "
                 "be detached, or computed in the model"
             )
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             names = [n for n, p in module.named_parameters() if p is tensor]
-            raise CaptureError(f"{[*names, 'an input'][0]} has hooks on its gradient")
+            raise NotOurs(f"{[*names, 'an input'][0]} has hooks on its gradient")
 
 
 def give_gradients(joint: Joint, state: State) -> None:
@@ -342,18 +346,16 @@ def _detached(result: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, result)
 
 
-def mode(module: nn.Module) -> tuple[Any, ...]:
-    """What of the model's state, and of PyTorch's, a captured graph depends on; and which tensors
-    it was captured with."""
-    devices = ("cpu", "cuda")
-    autocast = tuple(
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices
-    )
-    return (
-        tuple(part.training for part in module.modules()),
-        tuple((id(p), p.dtype, p.requires_grad) for p in module.parameters()),
-        tuple((id(b), b.dtype) for b in module.buffers()),
-        autocast,
+def code(*given: Any) -> tuple[Any, ...]:
+    """The functions of the modules' classes: Dynamo does not look whether they were replaced."""
+    kinds = {type(part): None for m in given if isinstance(m, nn.Module) for part in m.modules()}
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
+    return tuple(
+        value
+        for base in bases
+        if base not in (object, nn.Module)
+        for value in vars(base).values()
+        if isinstance(value, (FunctionType, property, staticmethod, classmethod))
     )
 
 

@@ -7,6 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from overlapc import TrainStep
 from overlapc.emulate import Link, init_link
@@ -82,3 +90,53 @@ def test_ranks_must_have_as_many_microbatches() -> None:
     for kind, said, _, _ in run_ranks(other_counts, 2, timeout_s=120):
         assert kind == "RankError"
         assert "disagree on options" in said
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.wide = nn.Linear(16, 32)
+        self.narrow = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(self.norm(x)).relu())
+
+
+def dtensors(rank: int, ranks: int) -> Any:
+    dist.init_process_group("gloo")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+    shares = {
+        "norm": SequenceParallel(),
+        "wide": ColwiseParallel(input_layouts=Shard(1)),
+        "narrow": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return parallelize_module(Mlp(), mesh, shares)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = model(x).full_tensor().square().mean()
+        return found
+
+    given = [torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    model, step = made(), TrainStep(made(), loss, profile="estimate", solver="heu", timeout_s=30)
+    for _ in range(2):  # the second adds to what the first left
+        for x in given:
+            loss(model, x).backward()
+        step(given)
+    wrong = []
+    for (name, one), other in zip(model.named_parameters(), step.model.parameters(), strict=True):
+        a, b = one.grad, other.grad
+        if a.placements != b.placements or not torch.equal(a.to_local(), b.to_local()):
+            wrong.append((name, a.placements, b.placements))
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong, step.unchanged
+
+
+def test_tensor_parallel_by_dtensor() -> None:
+    for wrong, unchanged in run_ranks(dtensors, 2, timeout_s=200):
+        assert wrong == []
+        assert unchanged == []

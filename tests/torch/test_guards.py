@@ -1,0 +1,244 @@
+"""Whatever changes in Python between two steps: the gradients are those of the model as it is."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlapc.runtime.train_step import TrainStep
+from tests.torch.exact import bits, randn
+
+FACTOR = 1.0  # a global that the loss reads
+SETTINGS = {"power": 2, "use": "mean"}
+
+
+def bend(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def bend_otherwise(x: Tensor) -> Tensor:
+    return x.tanh() * 1.5
+
+
+class Block(nn.Module):
+    slope = 0.5  # of the class
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.wide = nn.Linear(8, 16)
+        self.act: nn.Module = nn.GELU()
+        self.drop = nn.Dropout(0.1)
+        self.narrow = nn.Linear(16, 8)
+        self.scale = 1.0
+        self.repeats = 1
+        self.residual = True
+        self.function = bend
+        self.register_buffer("mask", torch.ones(8))
+        self.plain_tensor = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        for _ in range(self.repeats):
+            y = self.narrow(self.drop(self.act(self.wide(y)))) * self.mask
+        y = self.function(self.shape(y)) * self.scale * self.plain_tensor
+        return x + y if self.residual else y
+
+    def shape(self, y: Tensor) -> Tensor:
+        return F.leaky_relu(y, self.slope)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 4)
+        self.seen: list[float] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = block(x)
+        loss = (self.head(x) - y).abs().pow(SETTINGS["power"])
+        return (loss.mean() if SETTINGS["use"] == "mean" else loss.sum()) * FACTOR
+
+
+class World:
+    """A model, and what can be changed about it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        torch.manual_seed(seed)
+        self.model = Net()
+        self.weight = 1.0
+        self.class_weights = torch.rand(4) + 0.5
+        self.autocast = False
+        self.count = 3
+        self.rows = 3
+        self.handles: list[Any] = []
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        extra = (self.class_weights * model.head.weight.mean(1)).sum()
+        total: Tensor = model(x, y) * self.weight + extra
+        return total
+
+    def block(self) -> Block:
+        found = self.random.choice(list(self.model.blocks))
+        assert isinstance(found, Block)
+        return found
+
+    def changes(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        block, pick = self.block(), self.random.choice
+        yield "dropout.p", lambda: setattr(block.drop, "p", pick([0.0, 0.1, 0.5]))
+        yield "scale", lambda: setattr(block, "scale", self.random.random() + 0.5)
+        yield "repeats", lambda: setattr(block, "repeats", pick([1, 2]))
+        yield "residual", lambda: setattr(block, "residual", not block.residual)
+        yield "module", lambda: setattr(block, "act", pick([nn.ReLU, nn.Identity, nn.GELU])())
+        yield "function", lambda: setattr(block, "function", pick([bend, bend_otherwise]))
+        yield "class", lambda: setattr(Block, "slope", pick([0.1, 0.5, 0.9]))
+        yield "method", lambda: setattr(Block, "shape", pick([SHAPE, OTHER_SHAPE]))
+        yield "own method", lambda: self.own_method(block)
+        yield "closure", lambda: setattr(self, "weight", self.random.random() + 0.5)
+        yield "closure's tensor", lambda: setattr(self, "class_weights", torch.rand(4))
+        yield "global", lambda: globals().update(FACTOR=pick([1.0, 2.0, 0.25]))
+        yield "dict", lambda: SETTINGS.update(power=pick([1, 2]), use=pick(["mean", "sum"]))
+        yield "buffer", lambda: setattr(block, "mask", torch.rand(8))
+        yield "buffer in place", lambda: block.mask.mul_(0.9)
+        yield "tensor", lambda: setattr(block, "plain_tensor", torch.rand(8))
+        yield (
+            "frozen",
+            lambda: block.wide.weight.requires_grad_(not block.wide.weight.requires_grad),
+        )
+        yield "bias", lambda: self.other_bias(block)
+        yield "parameter", lambda: setattr(block.narrow, "bias", nn.Parameter(torch.rand(8)))
+        yield "data", lambda: block.narrow.bias.data.add_(0.5)
+        yield "eval", lambda: block.train(not block.training)
+        yield "order", lambda: self.model.blocks.insert(0, self.model.blocks.pop(-1))
+        yield "hook", lambda: self.hook(block)
+        yield "pre-hook", lambda: self.hook(block, before=True)
+        yield "no hooks", self.unhook
+        yield "hook on a gradient", lambda: self.hook_gradient(block)
+        yield "autocast", lambda: setattr(self, "autocast", not self.autocast)
+        yield "count", lambda: setattr(self, "count", pick([1, 2, 3]))
+        yield "rows", lambda: setattr(self, "rows", pick([3, 4]))
+        yield "tied", lambda: self.tie()
+        yield "eps", lambda: setattr(block.norm, "eps", pick([1e-5, 1e-2]))
+
+    def other_bias(self, block: Block) -> None:
+        block.wide.bias = None if block.wide.bias is not None else nn.Parameter(torch.rand(16))
+
+    def own_method(self, block: Block) -> None:
+        if "shape" in block.__dict__:
+            del block.__dict__["shape"]
+        else:
+            block.__dict__["shape"] = lambda y: y.cos()
+
+    def hook(self, block: Block, before: bool = False) -> None:
+        factor = self.random.random() + 0.5
+        if before:
+            add = block.register_forward_pre_hook(lambda module, given: (given[0] * factor,))
+        else:
+            add = block.register_forward_hook(lambda module, given, out: out * factor)
+        self.handles.append(add)
+
+    def hook_gradient(self, block: Block) -> None:
+        self.handles.append(block.narrow.weight.register_hook(lambda grad: grad * 2))
+
+    def unhook(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+    def tie(self) -> None:
+        first, second = self.model.blocks
+        if first.narrow.weight is second.narrow.weight:
+            second.narrow.weight = nn.Parameter(first.narrow.weight.detach().clone())
+        else:
+            second.narrow.weight = first.narrow.weight
+
+    def left_by(self, run: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
+        given = [
+            (randn(self.rows, 8, seed=i), randn(self.rows, 4, seed=20 + i))
+            for i in range(self.count)
+        ]
+        self.model.zero_grad()
+        torch.manual_seed(5)
+        calls = self.model.calls
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+            losses = run(given)
+        found = {f"loss {i}": bits(one.detach()) for i, one in enumerate(losses)}
+        found["calls"] = self.model.calls - calls
+        found["random state"] = bits(torch.get_rng_state())
+        for name, parameter in self.model.named_parameters():
+            found[name] = bits(parameter.grad)
+        return found
+
+    def plainly(self, given: list[Any]) -> list[Any]:
+        losses = []
+        for x, y in given:
+            losses.append(self.loss(self.model, x, y))
+            losses[-1].backward()
+        return losses
+
+
+SHAPE = Block.shape
+
+
+def OTHER_SHAPE(self: Block, y: Tensor) -> Tensor:
+    return F.elu(y)
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    yield
+    globals().update(FACTOR=1.0)
+    SETTINGS.update(power=2, use="mean")
+    Block.slope = 0.5
+    Block.shape = SHAPE  # type: ignore[method-assign]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one[:2] == other[:2] and torch.equal(one[2], other[2])
+    return bool(one == other)
+
+
+def wander(seed: int, count: int) -> TrainStep:
+    """Change something at random, `count` times, and compare a step after each change."""
+    world = World(seed)
+    step = TrainStep(
+        world.model,
+        world.loss,
+        profile="estimate",
+        solver="heu" if seed % 2 else "full",
+        memory_budget="1GB",
+    )
+    step([(randn(3, 8), randn(3, 4))] * 3)  # planned before anything changes
+    done = []
+    for _ in range(count):
+        name, change = world.random.choice(list(world.changes()))
+        change()
+        done.append(name)
+        expected = world.left_by(world.plainly)
+        found = world.left_by(step)
+        wrong = [key for key in expected if not same(expected[key], found[key])]
+        assert wrong == [], (seed, done, wrong)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 8), *(pytest.param(s, 25, marks=pytest.mark.slow) for s in range(1, 41))],
+)
+def test_never_a_wrong_gradient(seed: int, count: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        step = wander(seed, count)
+    assert all("has hooks on its gradient" in reason for reason in step.unchanged)
