@@ -195,7 +195,7 @@ class _Engine:
     def run(self, args: Any, kwargs: Any) -> Any:
         """The compiled model; what Dynamo gives up of it is said."""
         before = self.backend.calls
-        with GivenUp() as given_up:
+        with GivenUp() as given_up, self.backend.steps:
             results = self.compiled(*args, **kwargs)
         ran = self.backend.calls > before
         if not ran and self.silent:  # that has been said

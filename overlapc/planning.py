@@ -25,6 +25,7 @@ from overlapc.merge import accumulate, merge
 from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
 from overlapc.progress import doing
 from overlapc.schedule import Schedule, Step, check_schedule, is_pair
+from overlapc.shares import Run, Share, Takes, divide
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
 from overlapc.solvers.bounds import simple_bound_ns
@@ -350,6 +351,63 @@ def plan_step(
     if plans[1:]:
         merged = _judged("merged", merge(problem, lag), plans[1], ranks)
     return captured, [StepReport(microbatches, lone, merged, lag)]
+
+
+def plan_frugally(
+    captured: Captured,
+    options: Options,
+    *,
+    name: str,
+    primals: Sequence[Any] | None = None,
+    exchange: Exchange | None = None,
+    torch_choices: Callable[[], Sequence[tuple[str, ...]]] | None = None,
+) -> tuple[Captured, Share, Report]:
+    """`plan_captured` for a graph that shares the budget with others which are not known yet."""
+    captured, profiles, profile = _agreed(captured, options, primals, exchange)
+    wanted = torch_choices is not None and options.solver == "torch"
+    choices = tuple(torch_choices()) if wanted and torch_choices is not None else ()
+    problem = Problem(captured.trace, profile, resident_bytes=_tangent_bytes(captured.trace))
+    share = Share(problem, options.solver, choices)
+    (plan,) = _decided(lambda: (share.frugal.plan,), exchange)
+    problem = replace(problem, budget_bytes=simulate(problem, plan).peak_bytes)
+    return captured, share, _judged(name, problem, plan, profiles, given=True)
+
+
+def plan_shares(
+    names: Sequence[str],
+    shares: Sequence[Share],
+    runs: Sequence[Run],
+    options: Options,
+    exchange: Exchange | None,
+) -> list[Report]:
+    """Plans for all graphs of a model whose steps, `runs`, each keep to the budget. In a report
+    what the others hold beside a graph counts as resident."""
+    if exchange is not None:
+        exchange.agree(
+            "graphs of a step",
+            repr([share.problem.trace.digest for share in shares]) + repr([r.graphs for r in runs]),
+            "every rank must run the same model on inputs of the same shapes",
+        )
+    budgets = [budget_of(run, shares, options.memory_budget) for run in runs]
+    plans = _decided(lambda: tuple(t.plan for t in divide(shares, runs, budgets)), exchange)
+    chosen = [Takes.of(s.problem, plan) for s, plan in zip(shares, plans, strict=True)]
+    beside = [(0, 0)] * len(shares)  # the most that others hold, and the budget meanwhile
+    for run, budget in zip(runs, budgets, strict=True):
+        for graph, others in zip(run.graphs, run.beside(shares, chosen), strict=True):
+            beside[graph] = max(beside[graph], (max(others), budget))
+    found = []
+    for name, share, plan, (more, budget) in zip(names, shares, plans, beside, strict=True):
+        held = share.problem.resident_bytes + more
+        problem = replace(share.problem, budget_bytes=budget, resident_bytes=held)
+        found.append(_judged(name, problem, plan, [problem.profile], given=True))
+    return found
+
+
+def budget_of(run: Run, shares: Sequence[Share], budget: int | float | str | None) -> int:
+    """A budget in bytes for the peak of a step of several graphs, as `parse_budget` has it."""
+    eager = run.peak_bytes(shares, [share.eager for share in shares])
+    eager = max(eager, run.peak_bytes(shares, [share.frugal for share in shares]))
+    return parse_budget(budget, eager, min(eager, run.lasting_bytes(shares)))
 
 
 def _others(plan: Plan, problems: Sequence[Problem], solver: str) -> Iterator[Plan]:

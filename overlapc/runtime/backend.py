@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -21,15 +22,18 @@ from torch._inductor import config as inductor_config
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.flags import log
-from overlapc.passes.as_eager import as_eager
+from overlapc.ir import Plan
+from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.capture import Captured, line_of, trace_joint
 from overlapc.passes.joint import inner_places
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
-from overlapc.planning import Options, Report, plan_captured
-from overlapc.runtime.exchange import busy
+from overlapc.planning import Options, Report, plan_captured, plan_frugally
+from overlapc.runtime.exchange import Exchange, busy
+from overlapc.runtime.graphs import Calls, Graph
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds
+from overlapc.shares import Share
 
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 COMPILERS = ("eager", "inductor")
@@ -42,15 +46,26 @@ class Backend:
         if options.backend not in COMPILERS:
             raise OptionError(f"backend={options.backend!r}: expected one of {COMPILERS}")
         self.options = options
-        self.reports: list[Report] = []
+        self.steps = Calls(options)
+        self.reports: list[Report] = self.steps.reports
         self.unchanged: list[str] = []  # what runs as plain PyTorch, and why
         self.calls = 0  # of graphs, planned or not
+        self._warned = False
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        partition = Partition(self, example_inputs)
+        graph = Graph(gm, self.steps)
+        traced = example_inputs if are_fake(example_inputs) else ()
+        partition = Partition(self, graph, example_inputs)
         try:
             with busy("tracing"):
-                return self._counted(self._compile(gm, example_inputs, partition))
+                graph.run = self._counted(self._compile(gm, example_inputs, partition, traced))
+            if self.steps.running is None:
+                self._warn_of_breaks(graph)
+                return graph.run
+            graph.compile = lambda inputs, plan: self._counted(
+                self._compile(gm, inputs, Partition(self, graph, (), plan), traced)
+            )
+            return graph
         except CaptureError as error:
             return self._unchanged(gm, error.reason, error.place)
         except (OverlapcError, RestartAnalysis):  # Dynamo traces again, knowing more
@@ -62,14 +77,19 @@ class Backend:
             partition.primals = None
 
     def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], partition: Partition
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        partition: Partition,
+        traced: Sequence[Any],
     ) -> Callable[..., Any]:
+        """`traced` are the fake inputs among those that the graph was first compiled with."""
         if self.options.backend == "inductor":
             from overlapc.runtime.inductor import compile_with_inductor
 
             return compile_with_inductor(gm, example_inputs, partition)
         # As eager does, random numbers are drawn even where nothing reads them.
-        with as_eager(example_inputs), inductor_config.patch(fallback_random=True):
+        with as_eager(traced), inductor_config.patch(fallback_random=True):
             return aot_autograd(
                 fw_compiler=_run_as_ordered,
                 bw_compiler=_run_as_ordered,
@@ -84,6 +104,17 @@ class Backend:
             return run(*args)
 
         return counted
+
+    def _warn_of_breaks(self, graph: Graph) -> None:
+        """Without `optimize` nobody tells where a step begins."""
+        if not graph.alone and self.options.memory_budget is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "overlapc: the model is broken into several graphs, and each may take the whole "
+                "memory_budget: use overlapc.optimize, which divides it among them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
         first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"
@@ -107,8 +138,16 @@ class Backend:
 class Partition:
     """AOTAutograd's partition function: plan the joint graph, emit it in the plan's order."""
 
-    def __init__(self, backend: Backend, example_inputs: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        graph: Graph,
+        example_inputs: Sequence[Any],
+        plan: Plan | None = None,
+    ) -> None:
         self.backend = backend
+        self.graph = graph
+        self.plan = plan  # of a graph that is compiled again
         self.primals: list[Any] | None = flatten_inputs(example_inputs)
 
     def __call__(
@@ -120,31 +159,49 @@ class Partition:
         static_lifetime_input_indices: list[int] | None = None,
         **partition_options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        backend = self.backend
         static = tuple(static_lifetime_input_indices or ())
         captured = trace_joint(joint, num_fwd_outputs, inner_places(joint, static))
-        name = f"graph {len(backend.reports)}"
-        budgets = SWEEP if backend.options.solver == "torch" else GLANCE
-        primals = matching(self.primals, captured)
-        with exchange_for(captured.trace.lanes, backend.options.timeout_s) as exchange:
-            captured, report = plan_captured(
+
+        def emit(plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return rewrite(
                 captured,
-                backend.options,
-                name=name,
-                primals=primals,
-                exchange=exchange,
-                torch_choices=lambda: torch_choices(captured, joint_inputs, budgets),
-            )
-            warn_of_seeds(captured, primals, exchange)
-            modules = rewrite(
-                captured,
-                report.plan,
+                plan,
                 joint_inputs,
                 static_lifetime_input_indices=list(static),
                 **partition_options,
             )
-        backend.reports.append(report)
+
+        if self.plan is not None:
+            if self.plan.digest != captured.trace.digest:
+                raise CaptureError("the graph traces otherwise the second time", self.graph.name)
+            return emit(self.plan)
+        with exchange_for(captured.trace.lanes, self.backend.options.timeout_s) as exchange:
+            primals = matching(self.primals, captured)
+            report = self._planned(captured, primals, joint_inputs, exchange)
+            warn_of_seeds(captured, primals, exchange)
+            modules = emit(report.plan)
+        self.backend.reports.append(report)
         return modules
+
+    def _planned(
+        self, captured: Captured, primals: list[Any] | None, inputs: Any, exchange: Exchange | None
+    ) -> Report:
+        options, graph = self.backend.options, self.graph
+        sweep = SWEEP if options.solver == "torch" else GLANCE
+        given: dict[str, Any] = {
+            "name": f"graph {len(self.backend.reports)}",
+            "primals": primals,
+            "exchange": exchange,
+            "torch_choices": lambda: torch_choices(captured, inputs, sweep),
+        }
+        if graph.alone or graph.calls.running is None or options.plan is not None:
+            _, report = plan_captured(captured, options, **given)
+            problem = replace(report.problem, budget_bytes=None)
+            share = Share(problem, options.solver, (report.plan.saved,))
+        else:
+            _, share, report = plan_frugally(captured, options, **given)
+        graph.planned(report, share)
+        return report
 
 
 def _begin(gm: fx.GraphModule) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "Progress",
     "best_baseline",
     "bound_ns",
+    "menu",
     "simple_plans",
     "smallest_bytes",
     "solve",
@@ -145,6 +146,28 @@ def solve(
         return _best(problem, steady)  # names a budget that works in every run
     check(problem, found)
     return found
+
+
+def menu(
+    problem: Problem, solver: str, torch_choices: Iterable[tuple[str, ...]] = ()
+) -> Iterator[Plan]:
+    """Plans of this solver over the whole range of memory, whatever the problem's budget is. Those
+    of "opt" are those of "overlap"."""
+    if solver == "torch":
+        yield from (_torch(problem, names) for names in torch_choices)
+        return
+    if solver in FIELD:
+        yield FIELD[solver](problem)
+        return
+    needs = Needs(problem.trace)
+    steady = simple_plans(problem)
+    yield from steady
+    kept = keep_sets(problem, needs, 24)
+    yield from (plan_on_demand(problem, storages, solver, needs) for storages in kept)
+    if problem.trace.lanes:  # otherwise there is nothing to hide, and no order is faster
+        choices = [Choice(plan.saved, plan.recomputed) for plan in steady]
+        yield from overlap_plans(problem, choices) if solver != "heu" else ()
+        yield from _ladder(problem, steady, lambda _: True)
 
 
 def _merged(problem: Problem, solver: str) -> Plan:

@@ -1,0 +1,190 @@
+"""The graphs that one call of a model runs, and their shares of its memory budget.
+
+Dynamo compiles a graph when the forward first comes to it, before the graphs behind it are known.
+So where there may be several, each first gets a plan that holds little; when the call has ended,
+the budget is divided among them, and each is compiled once more, with its share. A model of one
+graph has the whole budget at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from overlapc.flags import log
+from overlapc.ir import Plan
+from overlapc.planning import Options, Report, plan_shares
+from overlapc.runtime.exchange import busy
+from overlapc.runtime.ranks import exchange_for
+from overlapc.shares import Run, Share
+
+# Frames of these files call the model's code; they are not the model's.
+_AROUND = tuple(str(Path(m.__file__).parent) for m in (torch, contextlib) if m.__file__)
+_AROUND += (str(Path(__file__).parents[1]), "<")
+
+Compile = Callable[[Sequence[Any], Plan], Callable[..., Any]]
+
+
+class Graph:
+    """A compiled graph that runs when called, and can be compiled again for another plan."""
+
+    def __init__(self, gm: fx.GraphModule, calls: Calls) -> None:
+        self.calls = calls
+        self.alone = calls.is_whole(gm)
+        self.name = ""
+        self.share: Share | None = None  # of a graph that was planned
+        self.report: Report | None = None
+        self.run: Callable[..., Any] = gm.forward
+        self.compile: Compile | None = None
+        self._wanted: Plan | None = None
+        context = TracingContext.try_get()
+        self._mode = None if context is None else context.fake_mode
+        places = gm.graph.find_nodes(op="placeholder")
+        self._inputs = [node.meta.get("example_value") for node in places]
+
+    def planned(self, report: Report, share: Share) -> None:
+        self.report, self.share = report, share
+        self.name = report.name
+
+    def give(self, report: Report) -> None:
+        """Take another plan, with which the next call compiles the graph again."""
+        assert self.report is not None
+        if report.plan != self.report.plan:
+            self._wanted = report.plan
+        self.report = report
+
+    def __call__(self, *args: Any) -> Any:
+        if self._wanted is not None:
+            self._compile_again(self._wanted)
+        call = self.calls.running
+        if call is None or self.share is None:
+            return self.run(*args)
+        place = call.begin(self, args)
+        made = self.run(*args)
+        call.end(place, made)
+        return made
+
+    def _compile_again(self, plan: Plan) -> None:
+        assert self.compile is not None
+        self._wanted = None
+        try:
+            with busy("tracing"), tracing(TracingContext(self._mode)):
+                self.run = self.compile(self._inputs, plan)
+        except Exception as error:
+            warnings.warn(
+                f"overlapc: {self.name} keeps the plan of its first step, which fits but may "
+                f"recompute more than it must: compiling it again failed ({error!r})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class Call:
+    """What one call of the model has run so far."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code
+        self.compiled = 0
+        self.graphs: list[Graph] = []
+        self.flows: list[tuple[int, int, int]] = []
+        self._made: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = {}
+
+    def begin(self, graph: Graph, args: Sequence[Any]) -> int:
+        place = len(self.graphs)
+        self.graphs.append(graph)
+        for arg in args if self._made else ():
+            made, source = self._made.get(id(arg), (lambda: None, 0))
+            tensor = made()
+            if tensor is not None and tensor is arg and tensor.requires_grad:
+                self.flows.append((source, place, tensor.nbytes))
+        return place
+
+    def end(self, place: int, made: Any) -> None:
+        for value in made if isinstance(made, (tuple, list)) else ():
+            if isinstance(value, torch.Tensor):
+                self._made[id(value)] = weakref.ref(value), place
+
+
+class Calls:
+    """All that calls of one model have run; `with calls:` goes around a call."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.running: Call | None = None
+        self.reports: list[Report] = []
+        self._depth = 0
+        self._graphs: list[Graph] = []  # that share the budget
+        self._runs: list[Run] = []
+        self._known: set[tuple[Graph, ...]] = set()
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self.running = Call(sys._getframe(1).f_code)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            call, self.running = self.running, None
+            if error is None and call is not None:
+                self._finish(call)
+
+    def is_whole(self, gm: fx.GraphModule) -> bool:
+        """Is this graph all that the call runs, as far as one can tell?"""
+        call = self.running
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        broken = bool(getattr(reason, "graph_break", False))
+        if call is None:
+            return not broken
+        call.compiled += 1
+        return not broken and call.compiled == 1 and not call.graphs and not _inside(call.code)
+
+    def _finish(self, call: Call) -> None:
+        """When a call has run other graphs than any before, divide the budget among all."""
+        key = tuple(call.graphs)
+        if key in self._known or self.options.plan is not None:
+            return
+        if len(key) == 1 and key[0].alone and key[0] not in self._graphs:
+            self._known.add(key)
+            return
+        graphs = list(dict.fromkeys([*self._graphs, *key]))
+        place = {graph: i for i, graph in enumerate(graphs)}
+        runs = [*self._runs, Run(tuple(place[graph] for graph in key), tuple(call.flows))]
+        if key:
+            self._divide(graphs, runs)
+        self._graphs, self._runs = graphs, runs
+        self._known.add(key)
+
+    def _divide(self, graphs: Sequence[Graph], runs: Sequence[Run]) -> None:
+        shares = [graph.share for graph in graphs if graph.share is not None]
+        lanes = dict.fromkeys(lane for share in shares for lane in share.problem.trace.lanes)
+        names = [graph.name for graph in graphs]
+        with exchange_for(list(lanes), self.options.timeout_s) as exchange:
+            reports = plan_shares(names, shares, runs, self.options, exchange)
+        log(1, f"{len(graphs)} graphs share the budget")
+        for graph, report in zip(graphs, reports, strict=True):
+            self.reports[self.reports.index(graph.report)] = report  # type: ignore[arg-type]
+            graph.give(report)
+
+
+def _inside(code: CodeType) -> bool:
+    """Does the model's own code run between the call of the model and this moment?
+
+    Then Dynamo has given up on an outer function and compiles those it calls one by one."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        file = frame.f_code.co_filename
+        if not file.startswith(_AROUND) or "site-packages" in file.removeprefix(_AROUND[0]):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

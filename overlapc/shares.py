@@ -1,0 +1,222 @@
+"""One memory budget for a step of several graphs: what each of them may hold.
+
+Where capture breaks, a model's forward is a row of graphs, G1 to Gn. Their backwards run in
+reverse, so while Gk runs, what G1 to Gk-1 hold for their backward is there, and in its backward
+also the gradients that Gk+1 to Gn have made. Each graph has a *menu* of plans that does not depend
+on the budget. `divide` takes one plan of every menu, so that the peak of the whole step fits.
+
+The combinations it tries do not depend on the budget either, and the fastest that fits is taken: a
+smaller budget never gives a larger peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from overlapc.errors import Infeasible
+from overlapc.ir import Plan, Problem
+from overlapc.simulate import RNG_STATE_BYTES, saved_bytes, simulate
+from overlapc.solvers import FIELD, menu, simple_plans
+from overlapc.solvers.choice import Needs, plan_on_demand
+
+_LEVELS = 24  # of memory between the least and all, for which a combination is looked for
+_PLANS = 240  # about how many plans the menus of all graphs hold together
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a plan of one graph takes."""
+
+    plan: Plan
+    step_ns: int
+    forward_bytes: int  # at most, while the forward runs
+    backward_bytes: int
+    held_bytes: int  # from the end of the forward to the backward: saved values and results
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> Takes:
+        trace = problem.trace
+        timeline = simulate(problem, plan)
+        border = sum(op.is_forward for op in trace.ops)
+        makers = {name: trace.value[name].producer for name in trace.outputs}
+        results = [name for name, op in makers.items() if op and trace.op[op].is_forward]
+        drawn = sum(trace.op[name].random for name in plan.recomputed)
+        held = saved_bytes(problem, [*plan.saved, *results]) + RNG_STATE_BYTES * drawn
+        memory = timeline.memory
+        return Takes(
+            plan,
+            timeline.step_ns,
+            max(memory[:border], default=0),
+            max(memory[border:], default=0),
+            held,
+        )
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """By which the plan of a graph is chosen when nothing is known of the others."""
+        return max(self.forward_bytes, self.backward_bytes) + self.held_bytes, self.held_bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """A graph that has to share: its problem, and what solver makes its plans."""
+
+    problem: Problem
+    solver: str
+    torch_choices: tuple[tuple[str, ...], ...] = ()
+
+    @cached_property
+    def eager(self) -> Takes:
+        needs = Needs(self.problem.trace)
+        return Takes.of(self.problem, plan_on_demand(self.problem, needs.storages, "none", needs))
+
+    @cached_property
+    def frugal(self) -> Takes:
+        """The plan for a graph when the others are not known yet: it holds little, at a low peak.
+        It depends on sizes alone."""
+        if self.solver in FIELD or self.solver == "torch":
+            plans = menu(self.problem, self.solver, self.torch_choices)
+        else:
+            plans = iter(simple_plans(self.problem))
+        return min((Takes.of(self.problem, plan) for plan in plans), key=lambda t: t.least)
+
+    @cached_property
+    def menu(self) -> list[Takes]:
+        """Plans none of which another beats in everything; the frugal one first."""
+        plans = menu(self.problem, self.solver, self.torch_choices)
+        found = sorted({Takes.of(self.problem, plan) for plan in plans}, key=lambda t: t.step_ns)
+        best = [self.frugal]
+        for takes in found:
+            if not any(_beats(other, takes) for other in best):
+                best.append(takes)
+        return best
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        trace = self.problem.trace
+        makers = {name: trace.value[name].producer for name in trace.outputs}
+        made = [name for name, op in makers.items() if op and not trace.op[op].is_forward]
+        return saved_bytes(self.problem, made)
+
+    @cached_property
+    def lasting_bytes(self) -> int:
+        return saved_bytes(self.problem, self.problem.trace.outputs)
+
+
+def _beats(one: Takes, other: Takes) -> bool:
+    return (
+        one.step_ns <= other.step_ns
+        and one.forward_bytes <= other.forward_bytes
+        and one.backward_bytes <= other.backward_bytes
+        and one.held_bytes <= other.held_bytes
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """The graphs of a step in the order of their forwards; one may come several times.
+
+    `flows` are (place, place, bytes): what the graph at the first place makes and the one at the
+    second reads. Its gradient is gone once the first one's backward has it.
+    """
+
+    graphs: tuple[int, ...]
+    flows: tuple[tuple[int, int, int], ...] = ()
+
+    def beside(self, shares: Sequence[Share], chosen: Sequence[Takes]) -> Iterator[tuple[int, int]]:
+        """What the others hold while each graph's forward runs, and while its backward does."""
+        passed = [0] * len(self.graphs)
+        for _, reader, size in self.flows:
+            passed[reader] += size
+        kept = [
+            max(0, shares[g].gradient_bytes - p) for g, p in zip(self.graphs, passed, strict=True)
+        ]
+        held, later = 0, sum(kept)
+        for place, graph in enumerate(self.graphs):
+            later -= kept[place]
+            on_the_way = sum(size for made, read, size in self.flows if made < place < read)
+            yield held, held + later + on_the_way
+            held += chosen[graph].held_bytes
+
+    def peak_bytes(self, shares: Sequence[Share], chosen: Sequence[Takes]) -> int:
+        return max(
+            max(first + chosen[g].forward_bytes, second + chosen[g].backward_bytes)
+            for g, (first, second) in zip(self.graphs, self.beside(shares, chosen), strict=True)
+        )
+
+    def lasting_bytes(self, shares: Sequence[Share]) -> int:
+        """The results and gradients that are there at the worst moment, whatever the plans."""
+        results = [shares[g].lasting_bytes - shares[g].gradient_bytes for g in self.graphs]
+        nothing = [replace(share.eager, held_bytes=0) for share in shares]
+        beside = [second for _, second in self.beside(shares, nothing)]
+        return max(
+            sum(results[:place]) + beside[place] + shares[g].lasting_bytes
+            for place, g in enumerate(self.graphs)
+        )
+
+
+def divide(shares: Sequence[Share], runs: Sequence[Run], budgets: Sequence[int]) -> list[Takes]:
+    """A plan for every graph with which each run keeps to its budget; the fastest that was found.
+
+    Infeasible names the smallest budget of the run that does not fit.
+    """
+    eager = [share.eager for share in shares]
+    frugal = [share.frugal for share in shares]
+    for run, budget in zip(runs, budgets, strict=True):
+        smallest = run.peak_bytes(shares, frugal)
+        if smallest > budget:
+            raise Infeasible(budget, smallest, f"a step of {len(run.graphs)} graphs")
+    least = [run.peak_bytes(shares, frugal) for run in runs]
+    most = [max(run.peak_bytes(shares, eager), low) for run, low in zip(runs, least, strict=True)]
+    best = frugal
+    for level in range(1, _LEVELS + 1):
+        limits = [a + (b - a) * level // _LEVELS for a, b in zip(least, most, strict=True)]
+        found = _fill(shares, runs, limits)
+        if _fits(shares, runs, found, budgets) and _time(runs, found) < _time(runs, best):
+            best = found
+    return best
+
+
+def _fill(shares: Sequence[Share], runs: Sequence[Run], limits: Sequence[int]) -> list[Takes]:
+    """From the frugal plans on, one graph after the other gets a faster plan: always the one that
+    saves most time for the memory, as long as all fits."""
+    each = max(6, _PLANS // len(shares))
+    menus = [_thinned(share.menu, each) for share in shares]
+    chosen = [share.frugal for share in shares]
+    count = [sum(run.graphs.count(graph) for run in runs) for graph in range(len(shares))]
+    while True:
+        steps = []
+        for graph, plans in enumerate(menus):
+            now = chosen[graph]
+            for takes in plans:
+                gain = (now.step_ns - takes.step_ns) * count[graph]
+                if gain > 0:
+                    price = max(1, (takes.held_bytes - now.held_bytes) * count[graph])
+                    steps.append((gain / price, gain, graph, takes))
+        for _, _, graph, takes in sorted(steps, key=lambda step: step[:3], reverse=True):
+            tried = [*chosen[:graph], takes, *chosen[graph + 1 :]]
+            if _fits(shares, runs, tried, limits):
+                chosen = tried
+                break
+        else:
+            return chosen
+
+
+def _thinned(plans: list[Takes], count: int) -> list[Takes]:
+    """About so many of them, from the first to the last."""
+    step = max(1, -(-len(plans) // count))
+    return plans[::step]
+
+
+def _fits(
+    shares: Sequence[Share], runs: Sequence[Run], chosen: Sequence[Takes], limits: Sequence[int]
+) -> bool:
+    return all(
+        run.peak_bytes(shares, chosen) <= limit for run, limit in zip(runs, limits, strict=True)
+    )
+
+
+def _time(runs: Sequence[Run], chosen: Sequence[Takes]) -> int:
+    return sum(chosen[graph].step_ns for run in runs for graph in run.graphs)
