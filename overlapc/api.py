@@ -163,6 +163,8 @@ class Optimized:
         """For every collective: how long it takes, what hides it, and why not more."""
         parts = [report.explain() for report in self.reports]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
+        if _engine(self).backend.calls.shared:
+            parts.insert(0, "graphs share one budget: a peak counts what the others hold meanwhile")
         return "\n\n".join(parts) or "nothing planned yet: run a training forward first"
 
     def _only(self) -> Report:

@@ -25,7 +25,7 @@ from overlapc.merge import accumulate, merge
 from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
 from overlapc.progress import doing
 from overlapc.schedule import Schedule, Step, check_schedule, is_pair
-from overlapc.shares import Run, Share, Takes, divide
+from overlapc.shares import Run, Share, Takes, divide, fits
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
 from overlapc.solvers.bounds import simple_bound_ns
@@ -374,14 +374,15 @@ def plan_frugally(
 
 
 def plan_shares(
-    names: Sequence[str],
+    found: Sequence[Report],
     shares: Sequence[Share],
     runs: Sequence[Run],
     options: Options,
     exchange: Exchange | None,
 ) -> list[Report]:
-    """Plans for all graphs of a model whose steps, `runs`, each keep to the budget. In a report
-    what the others hold beside a graph counts as resident."""
+    """Plans for all graphs of a model whose steps, `runs`, each keep to the budget, in the place
+    of those that were `found` for each alone. In a report what the others hold beside a graph
+    counts as resident."""
     if exchange is not None:
         exchange.agree(
             "graphs of a step",
@@ -389,18 +390,26 @@ def plan_shares(
             "every rank must run the same model on inputs of the same shapes",
         )
     budgets = [budget_of(run, shares, options.memory_budget) for run in runs]
-    plans = _decided(lambda: tuple(t.plan for t in divide(shares, runs, budgets)), exchange)
+
+    def decide() -> tuple[Plan, ...]:
+        if options.memory_budget is None:  # a graph that keeps to its own peak does no harm
+            alone = [Takes.of(s.problem, r.plan) for s, r in zip(shares, found, strict=True)]
+            if fits(shares, runs, alone, budgets):
+                return tuple(takes.plan for takes in alone)
+        return tuple(takes.plan for takes in divide(shares, runs, budgets))
+
+    plans = _decided(decide, exchange)
     chosen = [Takes.of(s.problem, plan) for s, plan in zip(shares, plans, strict=True)]
     beside = [(0, 0)] * len(shares)  # the most that others hold, and the budget meanwhile
     for run, budget in zip(runs, budgets, strict=True):
         for graph, others in zip(run.graphs, run.beside(shares, chosen), strict=True):
             beside[graph] = max(beside[graph], (max(others), budget))
-    found = []
-    for name, share, plan, (more, budget) in zip(names, shares, plans, beside, strict=True):
+    reports = []
+    for report, share, plan, (more, budget) in zip(found, shares, plans, beside, strict=True):
         held = share.problem.resident_bytes + more
         problem = replace(share.problem, budget_bytes=budget, resident_bytes=held)
-        found.append(_judged(name, problem, plan, [problem.profile], given=True))
-    return found
+        reports.append(_judged(report.name, problem, plan, [problem.profile], given=True))
+    return reports
 
 
 def budget_of(run: Run, shares: Sequence[Share], budget: int | float | str | None) -> int:

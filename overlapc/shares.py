@@ -174,7 +174,7 @@ def divide(shares: Sequence[Share], runs: Sequence[Run], budgets: Sequence[int])
     for level in range(1, _LEVELS + 1):
         limits = [a + (b - a) * level // _LEVELS for a, b in zip(least, most, strict=True)]
         found = _fill(shares, runs, limits)
-        if _fits(shares, runs, found, budgets) and _time(runs, found) < _time(runs, best):
+        if fits(shares, runs, found, budgets) and _time(runs, found) < _time(runs, best):
             best = found
     return best
 
@@ -197,7 +197,7 @@ def _fill(shares: Sequence[Share], runs: Sequence[Run], limits: Sequence[int]) -
                     steps.append((gain / price, gain, graph, takes))
         for _, _, graph, takes in sorted(steps, key=lambda step: step[:3], reverse=True):
             tried = [*chosen[:graph], takes, *chosen[graph + 1 :]]
-            if _fits(shares, runs, tried, limits):
+            if fits(shares, runs, tried, limits):
                 chosen = tried
                 break
         else:
@@ -210,7 +210,7 @@ def _thinned(plans: list[Takes], count: int) -> list[Takes]:
     return plans[::step]
 
 
-def _fits(
+def fits(
     shares: Sequence[Share], runs: Sequence[Run], chosen: Sequence[Takes], limits: Sequence[int]
 ) -> bool:
     return all(

@@ -194,7 +194,7 @@ class Partition:
             "exchange": exchange,
             "torch_choices": lambda: torch_choices(captured, inputs, sweep),
         }
-        if graph.alone or graph.calls.running is None or options.plan is not None:
+        if graph.takes_all:
             _, report = plan_captured(captured, options, **given)
             problem = replace(report.problem, budget_bytes=None)
             share = Share(problem, options.solver, (report.plan.saved,))

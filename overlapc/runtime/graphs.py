@@ -41,6 +41,13 @@ class Graph:
     def __init__(self, gm: fx.GraphModule, calls: Calls) -> None:
         self.calls = calls
         self.alone = calls.is_whole(gm)
+        # Nothing else is known to ask for memory, or it does no harm to plan as if it were so.
+        self.takes_all = (
+            self.alone
+            or calls.running is None
+            or calls.options.plan is not None
+            or calls.options.memory_budget is None
+        )
         self.name = ""
         self.share: Share | None = None  # of a graph that was planned
         self.report: Report | None = None
@@ -139,6 +146,11 @@ class Calls:
             if error is None and call is not None:
                 self._finish(call)
 
+    @property
+    def shared(self) -> bool:
+        """Does the budget stand for more than one graph?"""
+        return bool(self._runs)
+
     def is_whole(self, gm: fx.GraphModule) -> bool:
         """Is this graph all that the call runs, as far as one can tell?"""
         call = self.running
@@ -168,12 +180,12 @@ class Calls:
     def _divide(self, graphs: Sequence[Graph], runs: Sequence[Run]) -> None:
         shares = [graph.share for graph in graphs if graph.share is not None]
         lanes = dict.fromkeys(lane for share in shares for lane in share.problem.trace.lanes)
-        names = [graph.name for graph in graphs]
+        found = [graph.report for graph in graphs if graph.report is not None]
         with exchange_for(list(lanes), self.options.timeout_s) as exchange:
-            reports = plan_shares(names, shares, runs, self.options, exchange)
+            reports = plan_shares(found, shares, runs, self.options, exchange)
         log(1, f"{len(graphs)} graphs share the budget")
-        for graph, report in zip(graphs, reports, strict=True):
-            self.reports[self.reports.index(graph.report)] = report  # type: ignore[arg-type]
+        for graph, old, report in zip(graphs, found, reports, strict=True):
+            self.reports[self.reports.index(old)] = report
             graph.give(report)
 
 
