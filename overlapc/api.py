@@ -163,7 +163,7 @@ class Optimized:
         """For every collective: how long it takes, what hides it, and why not more."""
         parts = [report.explain() for report in self.reports]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
-        if _engine(self).backend.calls.shared:
+        if _engine(self).backend.steps.shared:
             parts.insert(0, "graphs share one budget: a peak counts what the others hold meanwhile")
         return "\n\n".join(parts) or "nothing planned yet: run a training forward first"
 
