@@ -25,7 +25,6 @@ from overlapc.merge import accumulate, merge
 from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
 from overlapc.progress import doing
 from overlapc.schedule import Schedule, Step, check_schedule, is_pair
-from overlapc.shares import Run, Share, Takes, divide, fits
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, SOLVERS, best_baseline, bound_ns, solve
 from overlapc.solvers.bounds import simple_bound_ns
@@ -246,13 +245,13 @@ def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_byt
 
 def formulate(trace: Trace, profile: Profile, budget: int | float | str | None = None) -> Problem:
     """The problem of one graph under autograd: all of the forward, then all of the backward."""
-    problem = Problem(trace, profile, resident_bytes=_tangent_bytes(trace))
+    problem = Problem(trace, profile, resident_bytes=tangent_bytes(trace))
     eager_bytes = eager_timeline(problem).peak_bytes
     lasting_bytes = saved_bytes(problem, trace.outputs)
     return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
 
 
-def _tangent_bytes(trace: Trace) -> int:
+def tangent_bytes(trace: Trace) -> int:
     """Incoming gradients are there, too, made by whoever calls backward."""
     tangents = [trace.value[name] for name in trace.inputs if name.startswith("tangents")]
     return sum(value.bytes for value in tangents)
@@ -277,7 +276,7 @@ def plan_captured(
     `exchange` joins the ranks that must agree; without one this rank plans alone.
     `torch_choices` gives the saved sets PyTorch's own partitioner would choose.
     """
-    captured, profiles, profile = _agreed(captured, options, primals, exchange)
+    captured, profiles, profile = agreed(captured, options, primals, exchange)
     problem = formulate(captured.trace, profile, options.memory_budget)
     log(1, f"{name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
 
@@ -290,7 +289,7 @@ def plan_captured(
 
     plan = _decide(problem, options, choices(), exchange)
     log(2, format_plan(plan))
-    return captured, _judged(name, problem, plan, profiles, given=options.plan is not None)
+    return captured, judged(name, problem, plan, profiles, given=options.plan is not None)
 
 
 def plan_step(
@@ -315,13 +314,13 @@ def plan_step(
     those of up to `further` more microbatches held in the same budget, where that asks for another
     plan and has one.
     """
-    captured, profiles, profile = _agreed(
+    captured, profiles, profile = agreed(
         captured, options, primals, exchange, f"{microbatches} microbatches {lag} {in_flight} "
     )
     if exchange is not None:
         told = exchange.gather("adding", repr(add_ns_per_kib).encode())
         add_ns_per_kib = sum(map(float, told)) / len(told)
-    plain = Problem(captured.trace, profile, resident_bytes=_tangent_bytes(captured.trace))
+    plain = Problem(captured.trace, profile, resident_bytes=tangent_bytes(captured.trace))
     problem = replace(accumulate(plain, gradients, add_ns_per_kib), in_flight=in_flight)
     problem = replace(problem, resident_bytes=problem.resident_bytes + beside_bytes)
     eager = eager_timeline(problem)
@@ -340,83 +339,17 @@ def plan_step(
             lone, merged = solve_step(problem, alone, microbatches, lag)
         return (lone,) if merged is None else (lone, merged)
 
-    plans = _decided(decide, exchange)
+    plans = decided(decide, exchange)
     costs = [accumulate(replace(plain, profile=p), gradients, add_ns_per_kib) for p in profiles]
     ranks = [found.profile for found in costs]
-    lone = _judged("one microbatch", problem, plans[0], ranks)
+    lone = judged("one microbatch", problem, plans[0], ranks)
     if not lag:
-        others = [_judged("one microbatch", problem, plan, ranks) for plan in plans[1:]]
+        others = [judged("one microbatch", problem, plan, ranks) for plan in plans[1:]]
         return captured, [StepReport(microbatches, each, None, lag) for each in (lone, *others)]
     merged = None
     if plans[1:]:
-        merged = _judged("merged", merge(problem, lag), plans[1], ranks)
+        merged = judged("merged", merge(problem, lag), plans[1], ranks)
     return captured, [StepReport(microbatches, lone, merged, lag)]
-
-
-def plan_frugally(
-    captured: Captured,
-    options: Options,
-    *,
-    name: str,
-    primals: Sequence[Any] | None = None,
-    exchange: Exchange | None = None,
-    torch_choices: Callable[[], Sequence[tuple[str, ...]]] | None = None,
-) -> tuple[Captured, Share, Report]:
-    """`plan_captured` for a graph that shares the budget with others which are not known yet."""
-    captured, profiles, profile = _agreed(captured, options, primals, exchange)
-    wanted = torch_choices is not None and options.solver == "torch"
-    choices = tuple(torch_choices()) if wanted and torch_choices is not None else ()
-    problem = Problem(captured.trace, profile, resident_bytes=_tangent_bytes(captured.trace))
-    share = Share(problem, options.solver, choices)
-    (plan,) = _decided(lambda: (share.frugal.plan,), exchange)
-    problem = replace(problem, budget_bytes=simulate(problem, plan).peak_bytes)
-    return captured, share, _judged(name, problem, plan, profiles, given=True)
-
-
-def plan_shares(
-    found: Sequence[Report],
-    shares: Sequence[Share],
-    runs: Sequence[Run],
-    options: Options,
-    exchange: Exchange | None,
-) -> list[Report]:
-    """Plans for all graphs of a model whose steps, `runs`, each keep to the budget, in the place
-    of those that were `found` for each alone. In a report what the others hold beside a graph
-    counts as resident."""
-    if exchange is not None:
-        exchange.agree(
-            "graphs of a step",
-            repr([share.problem.trace.digest for share in shares]) + repr([r.graphs for r in runs]),
-            "every rank must run the same model on inputs of the same shapes",
-        )
-    budgets = [budget_of(run, shares, options.memory_budget) for run in runs]
-
-    def decide() -> tuple[Plan, ...]:
-        if options.memory_budget is None:  # a graph that keeps to its own peak does no harm
-            alone = [Takes.of(s.problem, r.plan) for s, r in zip(shares, found, strict=True)]
-            if fits(shares, runs, alone, budgets):
-                return tuple(takes.plan for takes in alone)
-        return tuple(takes.plan for takes in divide(shares, runs, budgets))
-
-    plans = _decided(decide, exchange)
-    chosen = [Takes.of(s.problem, plan) for s, plan in zip(shares, plans, strict=True)]
-    beside = [(0, 0)] * len(shares)  # the most that others hold, and the budget meanwhile
-    for run, budget in zip(runs, budgets, strict=True):
-        for graph, others in zip(run.graphs, run.beside(shares, chosen), strict=True):
-            beside[graph] = max(beside[graph], (max(others), budget))
-    reports = []
-    for report, share, plan, (more, budget) in zip(found, shares, plans, beside, strict=True):
-        held = share.problem.resident_bytes + more
-        problem = replace(share.problem, budget_bytes=budget, resident_bytes=held)
-        reports.append(_judged(report.name, problem, plan, [problem.profile], given=True))
-    return reports
-
-
-def budget_of(run: Run, shares: Sequence[Share], budget: int | float | str | None) -> int:
-    """A budget in bytes for the peak of a step of several graphs, as `parse_budget` has it."""
-    eager = run.peak_bytes(shares, [share.eager for share in shares])
-    eager = max(eager, run.peak_bytes(shares, [share.frugal for share in shares]))
-    return parse_budget(budget, eager, min(eager, run.lasting_bytes(shares)))
 
 
 def _others(plan: Plan, problems: Sequence[Problem], solver: str) -> Iterator[Plan]:
@@ -431,7 +364,7 @@ def _others(plan: Plan, problems: Sequence[Problem], solver: str) -> Iterator[Pl
             yield plan
 
 
-def _judged(
+def judged(
     name: str, problem: Problem, plan: Plan, profiles: Sequence[Profile], given: bool = False
 ) -> Report:
     """The report on a plan, which must be legal and, unless it was `given`, keep to the budget."""
@@ -445,7 +378,7 @@ def _judged(
     return Report(name, problem, plan, timeline, eager_timeline(problem), given)
 
 
-def _agreed(
+def agreed(
     captured: Captured,
     options: Options,
     primals: Sequence[Any] | None,
@@ -495,13 +428,11 @@ def _decide(
     exchange: Exchange | None,
 ) -> Plan:
     """The plan, or Infeasible, the same on every rank."""
-    (plan,) = _decided(
-        lambda: (options.plan or _solve(problem, options.solver, choices),), exchange
-    )
+    (plan,) = decided(lambda: (options.plan or _solve(problem, options.solver, choices),), exchange)
     return plan
 
 
-def _decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
+def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
     """What the leader decides, or Infeasible, the same on every rank."""
 
     def tell() -> str:

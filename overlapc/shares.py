@@ -11,15 +11,29 @@ smaller budget never gives a larger peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
+from overlapc.planning import (
+    Options,
+    Report,
+    agreed,
+    decided,
+    judged,
+    parse_budget,
+    tangent_bytes,
+)
 from overlapc.simulate import RNG_STATE_BYTES, saved_bytes, simulate
 from overlapc.solvers import FIELD, menu, simple_plans
 from overlapc.solvers.choice import Needs, plan_on_demand
+
+if TYPE_CHECKING:
+    from overlapc.passes.capture import Captured
+    from overlapc.runtime.exchange import Exchange
 
 _LEVELS = 24  # of memory between the least and all, for which a combination is looked for
 _PLANS = 240  # about how many plans the menus of all graphs hold together
@@ -220,3 +234,69 @@ def fits(
 
 def _time(runs: Sequence[Run], chosen: Sequence[Takes]) -> int:
     return sum(chosen[graph].step_ns for run in runs for graph in run.graphs)
+
+
+def plan_frugally(
+    captured: Captured,
+    options: Options,
+    *,
+    name: str,
+    primals: Sequence[Any] | None = None,
+    exchange: Exchange | None = None,
+    torch_choices: Callable[[], Sequence[tuple[str, ...]]] | None = None,
+) -> tuple[Captured, Share, Report]:
+    """`plan_captured` for a graph that shares the budget with others which are not known yet."""
+    captured, profiles, profile = agreed(captured, options, primals, exchange)
+    wanted = torch_choices is not None and options.solver == "torch"
+    choices = tuple(torch_choices()) if wanted and torch_choices is not None else ()
+    problem = Problem(captured.trace, profile, resident_bytes=tangent_bytes(captured.trace))
+    share = Share(problem, options.solver, choices)
+    (plan,) = decided(lambda: (share.frugal.plan,), exchange)
+    problem = replace(problem, budget_bytes=simulate(problem, plan).peak_bytes)
+    return captured, share, judged(name, problem, plan, profiles, given=True)
+
+
+def plan_shares(
+    found: Sequence[Report],
+    shares: Sequence[Share],
+    runs: Sequence[Run],
+    options: Options,
+    exchange: Exchange | None,
+) -> list[Report]:
+    """Plans for all graphs of a model whose steps, `runs`, each keep to the budget, in the place
+    of those that were `found` for each alone. In a report what the others hold beside a graph
+    counts as resident."""
+    if exchange is not None:
+        exchange.agree(
+            "graphs of a step",
+            repr([share.problem.trace.digest for share in shares]) + repr([r.graphs for r in runs]),
+            "every rank must run the same model on inputs of the same shapes",
+        )
+    budgets = [budget_of(run, shares, options.memory_budget) for run in runs]
+
+    def decide() -> tuple[Plan, ...]:
+        if options.memory_budget is None:  # a graph that keeps to its own peak does no harm
+            alone = [Takes.of(s.problem, r.plan) for s, r in zip(shares, found, strict=True)]
+            if fits(shares, runs, alone, budgets):
+                return tuple(takes.plan for takes in alone)
+        return tuple(takes.plan for takes in divide(shares, runs, budgets))
+
+    plans = decided(decide, exchange)
+    chosen = [Takes.of(s.problem, plan) for s, plan in zip(shares, plans, strict=True)]
+    beside = [(0, 0)] * len(shares)  # the most that others hold, and the budget meanwhile
+    for run, budget in zip(runs, budgets, strict=True):
+        for graph, others in zip(run.graphs, run.beside(shares, chosen), strict=True):
+            beside[graph] = max(beside[graph], (max(others), budget))
+    reports = []
+    for report, share, plan, (more, budget) in zip(found, shares, plans, beside, strict=True):
+        held = share.problem.resident_bytes + more
+        problem = replace(share.problem, budget_bytes=budget, resident_bytes=held)
+        reports.append(judged(report.name, problem, plan, [problem.profile], given=True))
+    return reports
+
+
+def budget_of(run: Run, shares: Sequence[Share], budget: int | float | str | None) -> int:
+    """A budget in bytes for the peak of a step of several graphs, as `parse_budget` has it."""
+    eager = run.peak_bytes(shares, [share.eager for share in shares])
+    eager = max(eager, run.peak_bytes(shares, [share.frugal for share in shares]))
+    return parse_budget(budget, eager, min(eager, run.lasting_bytes(shares)))

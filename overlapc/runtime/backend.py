@@ -28,12 +28,12 @@ from overlapc.passes.capture import Captured, line_of, trace_joint
 from overlapc.passes.joint import inner_places
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
-from overlapc.planning import Options, Report, plan_captured, plan_frugally
+from overlapc.planning import Options, Report, plan_captured
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.graphs import Calls, Graph
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds
-from overlapc.shares import Share
+from overlapc.shares import Share, plan_frugally
 
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 COMPILERS = ("eager", "inductor")

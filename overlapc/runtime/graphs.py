@@ -23,10 +23,10 @@ from torch._guards import TracingContext, tracing
 
 from overlapc.flags import log
 from overlapc.ir import Plan
-from overlapc.planning import Options, Report, plan_shares
+from overlapc.planning import Options, Report
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
-from overlapc.shares import Run, Share
+from overlapc.shares import Run, Share, plan_shares
 
 # Frames of these files call the model's code; they are not the model's.
 _AROUND = tuple(str(Path(m.__file__).parent) for m in (torch, contextlib) if m.__file__)
@@ -164,7 +164,7 @@ class Calls:
     def _finish(self, call: Call) -> None:
         """When a call has run other graphs than any before, divide the budget among all."""
         key = tuple(call.graphs)
-        if key in self._known or self.options.plan is not None:
+        if not key or key in self._known or self.options.plan is not None:
             return
         if len(key) == 1 and key[0].alone and key[0] not in self._graphs:
             self._known.add(key)
@@ -172,8 +172,7 @@ class Calls:
         graphs = list(dict.fromkeys([*self._graphs, *key]))
         place = {graph: i for i, graph in enumerate(graphs)}
         runs = [*self._runs, Run(tuple(place[graph] for graph in key), tuple(call.flows))]
-        if key:
-            self._divide(graphs, runs)
+        self._divide(graphs, runs)
         self._graphs, self._runs = graphs, runs
         self._known.add(key)
 

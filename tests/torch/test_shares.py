@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -241,6 +242,17 @@ def test_other_shapes_and_modes_have_their_own_graphs(tmp_path: Path) -> None:
     model.train()
     for count in (ROWS, 96, 64):
         assert peak(model, rows(5, count)) <= budget
+
+
+def test_autocast_around_the_forward() -> None:
+    """A graph is compiled again under the autocast that it was compiled under first."""
+    torch._dynamo.reset()
+    model: Any = overlapc.optimize(four((1,)), solver="heu", memory_budget=0.6)
+    batches = [Batch((rows(i),)) for i in range(3)]
+    around = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    expected = train(four((1,)), batches, around=around)
+    assert differences(expected, train(model, batches, around=around)) == []
+    assert any(report.plan.recomputed for report in model.reports)
 
 
 def test_a_model_called_twice_before_its_backward() -> None:

@@ -113,10 +113,10 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
         return JUDGED(*args, given=True)
 
     monkeypatch.setattr(planning, "solve_step", solved)
-    monkeypatch.setattr(planning, "_judged", judged)
+    monkeypatch.setattr(planning, "judged", judged)
 
 
-JUDGED = planning._judged
+JUDGED = planning.judged
 PLAIN = {"graph breaks", "input changed in place"}  # not captured, or not whole
 NOT_HERE = {"nested in and out", "several batch sizes", "dynamic batch sizes"}
 
