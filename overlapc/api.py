@@ -19,6 +19,7 @@ from overlapc.passes import capture as direct
 from overlapc.passes import joint
 from overlapc.passes.as_eager import CAPTURE
 from overlapc.passes.capture import Captured
+from overlapc.passes.differences import asked
 from overlapc.passes.rewrite import rewrite
 from overlapc.planning import Options, Report, check_solver, plan_captured
 from overlapc.runtime.backend import Backend
@@ -152,6 +153,13 @@ class Optimized:
         return _engine(self).backend.unchanged
 
     @property
+    def differences(self) -> list[str]:
+        """Lines of the model whose trace may give other numbers than eager, with the reason."""
+        backend = _engine(self).backend
+        graphs = len(backend.reports) + len(backend.unchanged)
+        return [*dict.fromkeys(backend.differences + (backend.views if graphs > 1 else []))]
+
+    @property
     def plan(self) -> Plan:
         return self._only().plan
 
@@ -163,6 +171,7 @@ class Optimized:
         """For every collective: how long it takes, what hides it, and why not more."""
         parts = [report.explain() for report in self.reports]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
+        parts += [f"may be not as eager: {line}" for line in self.differences]
         if _engine(self).backend.steps.shared:
             parts.insert(0, "graphs share one budget: a peak counts what the others hold meanwhile")
         return "\n\n".join(parts) or "nothing planned yet: run a training forward first"
@@ -197,7 +206,7 @@ class _Engine:
     def run(self, args: Any, kwargs: Any) -> Any:
         """The compiled model; what Dynamo gives up of it is said."""
         before = self.backend.calls
-        with GivenUp() as given_up, self.backend.steps:
+        with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
             results = self.compiled(*args, **kwargs)
         ran = self.backend.calls > before
         if not ran and self.silent:  # that has been said

@@ -204,11 +204,12 @@ def _cast(x: Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
 def _is_cached(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether autocast asks for this cast, and in eager would keep it: `cached_cast` in
     aten/src/ATen/autocast_mode.cpp, which works with its own key excluded."""
+    if not isinstance(x, FunctionalTensor):  # or a number, which ops take for a tensor
+        return False
     key = _AUTOCAST.get(x.device.type)
     if key is None or not torch._C._dispatch_tls_local_exclude_set().has(key):
         return False
-    wanted = torch.get_autocast_dtype(x.device.type)
-    if not isinstance(x, FunctionalTensor) or (x.dtype, dtype) != (torch.float32, wanted):
+    if (x.dtype, dtype) != (torch.float32, torch.get_autocast_dtype(x.device.type)):
         return False
     given = torch._from_functional_tensor(x.elem)
     is_parameter = given.requires_grad and given.is_leaf and not given._is_view()

@@ -26,6 +26,7 @@ from torch._inductor import config as inductor_config
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.passes.as_eager import CAPTURE, as_eager
 from overlapc.passes.capture import Captured, trace_joint
+from overlapc.passes.differences import asked, differences
 
 RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
 NO_GRADIENT = (
@@ -108,12 +109,13 @@ class Traced:
         self._adopt = adopt
         self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
         self.ran = False
+        self.differences: list[str] = []  # lines whose trace may be not as eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ran = False
         if _switched_off():
             raise CaptureError("torch.compile is switched off")
-        with torch.enable_grad(), dynamo_config.patch(**_settings()):
+        with torch.enable_grad(), dynamo_config.patch(**_settings()), asked(self.differences):
             try:
                 return self._compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -162,6 +164,7 @@ class Traced:
             with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
                 return list(run(state))
 
+        self.differences += differences(graph)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))

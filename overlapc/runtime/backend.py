@@ -25,6 +25,7 @@ from overlapc.flags import log
 from overlapc.ir import Plan
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.capture import Captured, line_of, trace_joint
+from overlapc.passes.differences import differences, views_handed_on
 from overlapc.passes.joint import inner_places
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
@@ -51,11 +52,15 @@ class Backend:
         self.unchanged: list[str] = []  # what runs as plain PyTorch, and why
         self.calls = 0  # of graphs, planned or not
         self._warned = False
+        self.differences: list[str] = []  # what may be not as eager, by line of the model
+        self.views: list[str] = []  # and what is so if there are several graphs
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = Graph(gm, self.steps)
         traced = example_inputs if are_fake(example_inputs) else ()
         partition = Partition(self, graph, example_inputs)
+        self.differences += differences(gm)
+        self.views += views_handed_on(gm)
         try:
             with busy("tracing"):
                 graph.run = self._counted(self._compile(gm, example_inputs, partition, traced))

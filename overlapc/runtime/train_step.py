@@ -126,9 +126,16 @@ class TrainStep:
             self._step = None
         return None
 
+    @property
+    def differences(self) -> list[str]:
+        """Lines of the model whose trace may give other numbers than eager, with the reason."""
+        found = (line for traced in self._traced.values() for line in traced.differences)
+        return [*dict.fromkeys(found)]
+
     def explain(self) -> str:
         parts = [self.report.explain()] if self.report is not None else []
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
+        parts += [f"may be not as eager: {line}" for line in self.differences]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
     def _key(self, microbatches: Sequence[Any]) -> tuple[list[Given], Any]:

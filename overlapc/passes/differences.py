@@ -1,0 +1,141 @@
+"""Where a graph may give other numbers than eager, and which line of the model makes it so.
+
+`as_eager` mends what AOTAutograd traces otherwise than eager runs. What is left is the model's,
+or Dynamo's, and can only be named:
+
+- a line that asks whether it is compiled, for it may take another branch then (`asked`);
+- views of one tensor that leave a graph, if there are several graphs: autograd then adds up
+  that tensor's gradients in another order (`views_handed_on`);
+- buffers that a checkpointed part of the model changes: in eager once more, in the backward
+  (`changed_twice`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.variables import torch as torch_functions
+
+from overlapc.passes.capture import line_of
+
+_TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_thread = threading.local()  # lines: found by this thread's `asked`
+_lock = threading.Lock()
+_inside = 0
+_original: Callable[[], dict[Any, Any]] | None = None
+
+
+# --------------------------------------------------------------------------- asked
+
+
+@contextlib.contextmanager
+def asked(lines: list[str]) -> Iterator[None]:
+    """Adds the lines, outside of PyTorch, that ask whether they are compiled, as Dynamo meets
+    them."""
+    global _inside, _original
+    outer = getattr(_thread, "lines", None)
+    with _lock:
+        if not _inside:
+            _original = getattr(torch_functions, _TABLE, None)
+            if _original is not None:
+                setattr(torch_functions, _TABLE, lambda answers=_original: _Answers(answers()))
+        _inside += 1
+    _thread.lines = lines
+    try:
+        yield
+    finally:
+        _thread.lines = outer
+        with _lock:
+            _inside -= 1
+            if not _inside and _original is not None:
+                setattr(torch_functions, _TABLE, _original)
+
+
+class _Answers(dict[Any, Any]):
+    def __getitem__(self, question: Any) -> Any:
+        answer = super().__getitem__(question)
+        lines = getattr(_thread, "lines", None)
+        if answer and lines is not None:
+            line = _asking(sys._getframe(1).f_locals.get("tx"))
+            if line and line not in lines:
+                lines.append(line)
+        return answer
+
+
+def _asking(frame: Any) -> str:
+    """The line of the model that asks; functions that only pass the question on are `is_...`."""
+    while frame is not None and frame.f_code.co_name.startswith(("is_", "_is_")):
+        frame = getattr(frame, "parent", None)
+    if frame is None or frame.f_code.co_filename.startswith(_TORCH):
+        return ""
+    code = frame.f_code
+    place = f'File "{code.co_filename}", line {frame.lineno}, in {code.co_name}'
+    return f"{place}: asks whether it is compiled, and may take another branch then"
+
+
+# --------------------------------------------------------------------------- of one graph
+
+
+def differences(graph: fx.GraphModule) -> list[str]:
+    """What this graph does not as eager, wherever it is run."""
+    found = []
+    for node in graph.graph.nodes:
+        if "checkpoint" in str(node.target) and node.op == "call_function":
+            for inner in _inside_of(node):
+                if _changes_an_input(inner):
+                    found.append(
+                        f"{line_of(inner)}: eager's checkpoint changes a buffer "
+                        f"({inner.name}) once more in the backward"
+                    )
+    return found
+
+
+def views_handed_on(graph: fx.GraphModule) -> list[str]:
+    """Results that share memory with another result or an input, all of which get gradients."""
+    results = graph.graph.find_nodes(op="output")[0].args[0]
+    owners = {_storage(n): n for n in graph.graph.find_nodes(op="placeholder") if _learns(n)}
+    found = []
+    for node in (n for n in results if isinstance(n, fx.Node) and _learns(n)):
+        other = owners.setdefault(_storage(node), node)
+        if other is not node and node.op != "placeholder":
+            found.append(
+                f"{line_of(node)}: a view leaves the graph, so autograd adds up the gradients of "
+                f"{other.name} in another order"
+            )
+    return found
+
+
+def _inside_of(node: fx.Node) -> Iterator[fx.Node]:
+    for given in node.all_input_nodes:
+        inner = getattr(node.graph.owning_module, str(given.target), None)
+        if given.op == "get_attr" and isinstance(inner, fx.GraphModule):
+            yield from inner.graph.nodes
+
+
+def _changes_an_input(node: fx.Node) -> bool:
+    inputs = [n for n in node.all_input_nodes if n.op == "placeholder"]
+    name = str(getattr(node.target, "__name__", node.target))
+    if name in ("batch_norm", "instance_norm"):  # (x, mean, variance, weight, bias, training, ...)
+        return node.args[1] in inputs and node.args[5] is True
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place and bool(node.args) and node.args[0] in inputs
+
+
+def _learns(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _storage(node: fx.Node) -> Any:
+    try:
+        return node.meta["example_value"].untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a tensor subclass without one
+        return node

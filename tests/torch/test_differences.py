@@ -1,0 +1,100 @@
+"""What is not as eager, and cannot be mended, is named with the line of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.variables import torch as torch_functions
+from torch.utils.checkpoint import checkpoint
+
+import overlapc
+
+
+class Asks(nn.Module):
+    """As transformers does: another branch when it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return (x.sum(0) if is_traced() else sum(x)).square().sum()  # type: ignore[union-attr]
+
+
+def is_traced() -> bool:
+    return torch.compiler.is_compiling()
+
+
+class Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, breaks: bool) -> Tensor:
+        x = self.one(x)
+        rows = x.reshape(-1, 8)
+        weight = self.two(rows).sigmoid()
+        if breaks:
+            torch._dynamo.graph_break()
+        return (x + (weight * self.two(rows)).view_as(x)).square().sum()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False).sum()
+
+
+def planned(model: nn.Module, *args: Any) -> Any:
+    model = overlapc.optimize(model, solver="none", profile="estimate")
+    model(*args).backward()
+    return model
+
+
+def test_a_line_that_asks_whether_it_is_compiled() -> None:
+    table = torch_functions.tracing_state_functions
+    model = planned(Asks(), torch.randn(3, 8))
+    (line,) = model.differences
+    assert "test_differences.py" in line
+    assert "in forward: asks whether it is compiled" in line
+    assert f"may be not as eager: {line}" in model.explain()
+    assert torch_functions.tracing_state_functions is table
+
+
+def test_so_in_a_step_of_microbatches() -> None:
+    step = overlapc.TrainStep(Asks(), solver="none", profile="estimate")
+    step([(torch.randn(3, 8),)] * 2)
+    assert "asks whether it is compiled" in step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own
+def test_a_view_that_leaves_a_graph() -> None:
+    x = torch.randn(2, 3, 8)
+    (line,) = planned(Viewed(), x, True).differences
+    assert "in another order" in line
+    assert planned(Viewed(), x, False).differences == []
+
+
+def test_a_buffer_that_a_checkpoint_changes() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    lines = planned(Checkpointed(nn.BatchNorm2d(4)), x).differences
+    assert all("once more in the backward" in line for line in lines)
+    assert lines
+    assert planned(Checkpointed(nn.GroupNorm(2, 4)), x).differences == []
+    assert planned(Checkpointed(nn.BatchNorm2d(4).eval()), x).differences == []
+
+
+def test_an_ordinary_model_has_none() -> None:
+    body = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = overlapc.optimize(body, solver="none", profile="estimate")
+    model(torch.randn(2, 3, 8)).sum().backward()
+    assert model.differences == []
+    assert "not as eager" not in model.explain()
