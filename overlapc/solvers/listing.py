@@ -185,9 +185,13 @@ class Listing:
             self.issue(n)
 
     def take_spare(self, key: tuple[int, bool], n: int) -> None:
-        self.spare.remove((key, n))
-        heapq.heapify(self.spare)
-        self.largest = max((self.flow.allocates[other] for _, other in self.spare), default=0)
+        if self.spare[0][1] == n:
+            heapq.heappop(self.spare)
+        else:
+            self.spare.remove((key, n))
+            heapq.heapify(self.spare)
+        if self.flow.allocates[n] == self.largest:
+            self.largest = max((self.flow.allocates[other] for _, other in self.spare), default=0)
 
     def filler(self, gap_ns: int) -> int | None:
         """What to run while the result waits `gap_ns` for a collective: recompute that is due

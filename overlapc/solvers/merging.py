@@ -21,6 +21,7 @@ from typing import Any
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
+from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import heu_plans, schedules
@@ -53,6 +54,8 @@ _EVALUATIONS = 1_500_000  # about how many ops are scheduled in all for one prob
 _FILLED, _POLISHED = 6, 3  # how many choices get more and more effort
 _CHOICES = 24
 _BUDGETS = (1000, 970, 940, 900, 860, 820, 770, 720, 660, 600, 520)
+_AT_BOUND = 1 + 1e-4  # times the bound: nothing that is worth a search is faster
+_LONG = 1000  # ops from which on each that is scheduled costs more
 _IDLE = 24  # seeded fillings in a row that are no better, before it ends
 
 
@@ -93,7 +96,8 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
-        self.effort = _EVALUATIONS // max(1, len(problem.trace.ops))
+        count = max(1, len(problem.trace.ops))
+        self.effort = _EVALUATIONS * min(count, _LONG) // count**2
         self.orders: dict[Choice, list[Merged]] = {}  # that fit
 
     def offer(self, choice: Choice, order: tuple[str, ...]) -> Merged | None:
@@ -154,6 +158,7 @@ class _Merging(Listing):
         number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
         plain = [number[text] for text in on_demand(work.problem, work.choice)]
         self.plain = backward = [n for n in plain if n not in self.forward]
+        self.plain_at = 0  # of these, the first that is still to come
         self.share: dict[int, float] = {}  # how much of its chain's work comes before a node
         self.distance: dict[int, int] = {}  # compute until the chain's next collective, ns
         for chain in (forward, backward):
@@ -197,16 +202,27 @@ class _Merging(Listing):
 
     def go(self, n: int) -> None:
         """Take the node from where it stands ready, and issue it."""
+        if self.front and self.front[0] == n:
+            heapq.heappop(self.front)
+        else:
+            heaps: tuple[list[Any], ...] = (self.ready, self.refill, self.spare)
+            first = next((heap for heap in heaps if heap and heap[0][1] == n), None)
+            if first is not None:
+                heapq.heappop(first)
+            else:
+                self.take(n, heaps)
+        self.issue(n)
+
+    def take(self, n: int, heaps: Iterable[list[Any]]) -> None:
+        """Take the node from the middle of a heap; at the top of one it is most often."""
         if n in self.front:
             self.front.remove(n)
             heapq.heapify(self.front)
-        heaps: tuple[list[Any], ...] = (self.ready, self.refill, self.spare)
         for heap in heaps:
             found = next((item for item in heap if item[1] == n), None)
             if found is not None:
                 heap.remove(found)
                 heapq.heapify(heap)
-        self.issue(n)
 
     def choose(self) -> int | None:
         """Which chain goes on; None where neither can, or memory forbids it."""
@@ -232,7 +248,9 @@ class _Merging(Listing):
     def in_plain_order(self) -> int | None:
         """What the backward's plain order, which fits if anything does, has next; None if that
         waits for a collective."""
-        n = next((n for n in self.plain if n not in self.done), None)
+        while self.plain_at < len(self.plain) and self.plain[self.plain_at] in self.done:
+            self.plain_at += 1
+        n = self.plain[self.plain_at] if self.plain_at < len(self.plain) else None
         if n is None or self.missing[n] or self.work.ops[n % self.work.count].role == "wait":
             return None
         return n
@@ -283,7 +301,9 @@ class _Room:
         self.chains = forward, backward
         self.is_forward = set(forward)
         self.done: set[int] = set()
-        self.late: list[int] = []  # passed over
+        self.late: set[int] = set()  # passed over
+        self.held_by: dict[Place, int] = {}  # place -> how many of these hold it
+        self.late_bytes = 0
         self.work = work
         self.spare = {n for n in backward if work.deadline[n] == NEVER}
         self.at, self.back_at = 0, 0  # the first of each chain that is still to come
@@ -298,16 +318,33 @@ class _Room:
             for i in range(len(forward))
             if i == last or (self.held[i] < self.held[i + 1] and self.held[i] <= self.held[i - 1])
         ]
+        self.most_to_low = list(self.during)  # from each place on to the next low
+        lows = set(self.lows)
+        for i in range(last - 1, -1, -1):
+            if i not in lows:
+                self.most_to_low[i] = max(self.during[i], self.most_to_low[i + 1])
 
     def passed(self, n: int, growth: int) -> None:
         self.done.add(n)
         if n not in self.is_forward:
             self.back_now += growth
-        self.late = [other for other in self.late if other != n]
+        if n in self.late:
+            self.late.remove(n)
+            self.count(n, -1)
         self.at, back_at = self.first(self.at), self.first_back(self.back_at)
-        skipped = self.chains[1][self.back_at : back_at]
-        self.late += [other for other in skipped if other not in self.done]
+        for other in self.chains[1][self.back_at : back_at]:
+            if other not in self.done:
+                self.late.add(other)
+                self.count(other, 1)
         self.back_at = back_at
+
+    def count(self, n: int, change: int) -> None:
+        """One more (or less) of those passed over holds what the node reads."""
+        for place in self.work.reads[n]:
+            before = self.held_by.get(place, 0)
+            self.held_by[place] = before + change
+            if not before or not before + change:
+                self.late_bytes += change * self.work.size[place[0]]
 
     def first(self, at: int) -> int:
         forward = self.chains[0]
@@ -324,11 +361,16 @@ class _Room:
 
     def held_late(self, back_at: int, n: int) -> int:
         """What weight gradients that have been passed over hold until they run."""
-        places: set[Place] = set()
-        for other in (*self.late, *self.chains[1][self.back_at : back_at]):
-            if other not in self.done and other != n:
-                places |= self.work.reads[other]
-        return sum(self.work.size[storage] for storage, _ in places)
+        coming = self.chains[1][self.back_at : back_at]
+        changes = [(other, 1) for other in coming if other not in self.done and other != n]
+        if n in self.late:
+            changes.append((n, -1))
+        for other, change in changes:
+            self.count(other, change)
+        held = self.late_bytes
+        for other, change in changes:
+            self.count(other, -change)
+        return held
 
     def suffices(self, n: int, growth: int, left: int) -> bool:
         """With `left` bytes free before the node runs, is all safe after it?"""
@@ -346,7 +388,7 @@ class _Room:
         begin = at
         first = bisect_left(self.lows, at)
         for low in self.lows[first : first + 2]:
-            most = max([most, *self.during[begin : low + 1]])
+            most = max(most, self.most_to_low[begin])
             begin = low + 1
             if most - here > left:
                 return False
@@ -376,12 +418,15 @@ def solve_step(
     """
     if microbatches <= lag or not problem.trace.lanes:
         return lone, None  # nothing to be merged with, or nothing to hide
+    both = merge(problem, lag)
+    if step_ns(problem, lone) <= simple_bound_ns(both) * _AT_BOUND:
+        return lone, None  # what is merged takes as long
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, _CHOICES)
     known = [choice_of(problem, lone), *_thrifty(problem, needs), *map(needs.complete, kept)]
     best: tuple[int, Plan, Plan | None]
     best = step_ns(problem, lone) * microbatches, lone, None
-    for merged in merged_plans(merge(problem, lag), known)[:_POLISHED]:
+    for merged in merged_plans(both, known)[:_POLISHED]:
         for own in schedules(problem, merged.choice, problem.budget_bytes):
             if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
                 continue

@@ -14,7 +14,7 @@ from overlapc.errors import Infeasible, InvalidProblem, OptionError
 from overlapc.ir import Problem
 from overlapc.merge import ADD, accumulate, merge
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, simulate
-from overlapc.solvers import bound_ns, solve
+from overlapc.solvers import bound_ns, merging, solve
 from overlapc.solvers.choice import Needs
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import PACES, merged_order, solve_step
@@ -153,3 +153,43 @@ def test_a_step_is_never_slower_than_its_microbatches_one_by_one(seed, microbatc
         assert set(merged.recomputed) == set(lone.recomputed)
         total = took + (microbatches - 1) * timeline.step_ns
     assert total <= simulate(problem, alone).step_ns * microbatches
+
+
+def test_a_long_graph_with_nothing_to_hide_is_not_searched(monkeypatch):
+    monkeypatch.setattr(merging, "merged_plans", None)
+    count = 2000
+    text = "".join(f"f{i} F | v{i} > v{i + 1} | 5\n" for i in range(count))
+    text += "".join(f"b{i} I | v{i} > g{i} | 5\n" for i in reversed(range(count)))
+    problem = replace(tiny(text, "g0"), budget_bytes=10**9)
+    lone = solve(problem)
+    assert solve_step(problem, lone, 4) == (lone, None)
+    # So it is with collectives, where one by one is at the bound of the merged graph.
+    text = text.replace("f0 F | v0 > v1 | 5", "f0 F tp | v0 > r | 5 + 0\nwait F | r > v1 | 0")
+    problem = replace(tiny(text, "g0"), budget_bytes=10**9)
+    lone = solve(problem)
+    assert solve_step(problem, lone, 4) == (lone, None)
+
+
+def test_what_late_gradients_hold_is_what_their_places_add_up_to(monkeypatch):
+    """`_Room` counts step by step; counted afresh it is the same."""
+    rng, checked = Random(0), []
+    go_on = merging._Room.passed
+
+    def passed(room, n, growth):
+        go_on(room, n, growth)
+        other = rng.choice(room.work.nodes)
+        end = rng.randint(room.back_at, len(room.chains[1]))
+        late = {*room.late, *room.chains[1][room.back_at : end]} - room.done - {other}
+        places = {place for each in late for place in room.work.reads[each]}
+        held = sum(room.work.size[storage] for storage, _ in places)
+        assert room.held_late(end, other) == held
+        checked.append(held)
+
+    monkeypatch.setattr(merging._Room, "passed", passed)
+    for seed in range(60):
+        problem = lagging(Random(seed), 6)
+        needs = Needs(problem.trace)
+        for kept in keep_sets(problem, needs, 3):
+            work = merged_work(problem, needs.complete(kept))
+            merged_order(work, problem.budget_bytes or 1000, PACES[0])
+    assert any(checked)
