@@ -419,7 +419,7 @@ def _explain(args: argparse.Namespace) -> int:
         ops = {"ops": [asdict(fate) for fate in op_fates(report)]} if args.ops else {}
         print(json.dumps(_figures(report) | ops, indent=1))
     else:
-        print("\n".join([report.explain(), *([explain_ops(report)] if args.ops else [])]))
+        _print("\n".join([report.explain(), *([explain_ops(report)] if args.ops else [])]))
     return GOOD
 
 
@@ -491,8 +491,8 @@ def _diff(args: argparse.Namespace) -> int:
     print(_table(rows))
     for name, only in ((args.first, first - second), (args.second, second - first)):
         issued = ", ".join(issue(op, True) for op in sorted(only)) or "nothing"
-        print(f"recomputed only in {name}: {issued}")
-    print(f"issued in another place: {', '.join(moved) or 'nothing'}")
+        _print(f"recomputed only in {name}: {issued}")
+    _print(f"issued in another place: {', '.join(moved) or 'nothing'}")
     return GOOD
 
 
@@ -566,7 +566,7 @@ def _show(args: argparse.Namespace) -> int:
     elif isinstance(timeline, PipelineTimeline):
         print(timeline.picture(args.columns))
     else:
-        print(picture(timeline, args.columns))
+        _print(picture(timeline, args.columns))
     return GOOD
 
 
@@ -718,6 +718,13 @@ def _usage(message: str) -> OverlapcError:
     from overlapc.errors import OptionError
 
     return OptionError(message)
+
+
+def _print(text: str) -> None:
+    """With the names that files give, whatever these hold."""
+    from overlapc.files import printable
+
+    print("\n".join(map(printable, text.split("\n"))))
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import FileError, OptionError
-from overlapc.files import read_text
+from overlapc.files import printable, read_text
 from overlapc.ir import Slowdown
 
 if sys.version_info >= (3, 11):
@@ -140,7 +140,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     try:
         data = tomllib.loads(read_text(path, "hardware file"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise FileError(f"hardware file {path} is not TOML: {error}") from error
+        raise FileError(f"hardware file {printable(str(path))} is not TOML: {error}") from error
     return _Reader(path, data).hardware()
 
 
@@ -228,7 +228,8 @@ class _Reader:
 
     def require(self, holds: bool, key: str, expected: str) -> None:
         if not holds:
-            raise FileError(f"hardware file {self.path}: {key}: expected {expected}")
+            shown = printable(f"{self.path}: {key}")
+            raise FileError(f"hardware file {shown}: expected {expected}")
 
     def get(self, key: str) -> Any:
         found: Any = self.data
@@ -240,7 +241,7 @@ class _Reader:
     def text(self, key: str) -> str:
         found = self.get(key)
         self.require(isinstance(found, str), key, f"a string, found {found!r}")
-        return str(found)
+        return printable(str(found))
 
     def section(self, key: str) -> dict[str, Any]:
         found = self.get(key)

@@ -231,13 +231,14 @@ def _named(path: Path) -> str:
 def from_config(path: str | Path) -> Transformer:
     """The model that a HuggingFace `config.json` describes, its vocabulary padded as Megatron
     does."""
-    path = Path(path)
+    name, path = _named(Path(path)), Path(path)
+    shown = printable(str(path))
     try:
         found = read_json(path, "config")
     except FileError as error:
         raise FileError(f"{error}; expected a HuggingFace config.json") from None
     if not isinstance(found, dict):
-        raise FileError(f"{path}: found {type(found).__name__}, expected a JSON object")
+        raise FileError(f"{shown}: found {type(found).__name__}, expected a JSON object")
 
     def number(key: str, *names: str, default: int | None = None) -> int:
         for name in names:
@@ -245,23 +246,23 @@ def from_config(path: str | Path) -> Transformer:
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
-                raise FileError(f"{path}: {name} is {value!r}, expected a number")
+                raise FileError(f"{shown}: {name} is {value!r}, expected a number")
             return value
         if default is None:
-            raise FileError(f"{path}: no {' or '.join(names)}, expected the model's {key}")
+            raise FileError(f"{shown}: no {' or '.join(names)}, expected the model's {key}")
         return default
 
     for key, harmless in _UNKNOWN.items():
         if found.get(key) not in (None, harmless):
             raise FileError(
-                f"{path}: {key} is {found[key]!r}, which the search has no model of; expected "
+                f"{shown}: {key} is {found[key]!r}, which the search has no model of; expected "
                 "none: without that line it is a model near yours that is searched"
             )
     known = {key: number(key, *names) for key, names in _NAMES.items()}
     head = number("head width", "head_dim", default=0)
     if head and head * known["heads"] != known["width"]:
         raise FileError(
-            f"{path}: {known['heads']} heads of {head} are not the width, {known['width']}; the "
+            f"{shown}: {known['heads']} heads of {head} are not the width, {known['width']}; the "
             "search has no model of that: without head_dim it is a model near yours"
         )
     known["vocab"] += -known["vocab"] % _PADDED
@@ -269,7 +270,7 @@ def from_config(path: str | Path) -> Transformer:
     experts = number("experts", "num_local_experts", "n_routed_experts", "num_experts", default=0)
     ffn = number("ffn", "intermediate_size", "n_inner", "ffn_dim", default=4 * known["width"])
     model = Transformer(
-        _named(path),
+        name,
         ffn=ffn,
         kv_heads=number(
             "kv_heads",
@@ -282,7 +283,7 @@ def from_config(path: str | Path) -> Transformer:
         experts=experts,
         top_k=number("top_k", "num_experts_per_tok", default=2 if experts else 0),
         expert_width=number("expert width", "moe_intermediate_size", default=ffn) if experts else 0,
-        source=printable(str(path)),
+        source=shown,
         **known,
     )
     return replace(model, seq=min(model.seq, 8192)) if model.seq > 8192 else model

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ import pytest
 from overlapc.cli import FAILED, GOOD, USAGE, main
 from overlapc.errors import FileError, OptionError
 from overlapc.files import save_plan, save_problem
+from overlapc.ir import Cost, Op, Piece, Problem, Profile, Trace, Value
 from overlapc.schedule import format_schedule
 from overlapc.search.layouts import Cluster, layouts, static_bytes
 from overlapc.search.models import find_model
@@ -231,6 +233,34 @@ def test_names_with_control_characters_are_shown_escaped(tmp_path):
         assert find_model(str(tmp_path / name)).name == shown
     (tmp_path / "config.json").write_text(text)
     assert find_model(str(tmp_path)).name == tmp_path.name
+
+
+def test_control_characters_in_a_file_do_not_reach_the_terminal(tmp_path, capsys):
+    wait, start = "wait\x1b[2J", "start\u2028"
+    trace = Trace(
+        (
+            Op(start, "start", "lane\x07", Piece(0, "F", 0), ("x",), ("y",), "s"),
+            Op(wait, "wait", "compute", Piece(0, "F", 0), ("y",), ("z",), "w"),
+        ),
+        (Value("x", 8, "x", ""), Value("y", 8, "y", start), Value("z", 8, "z", wait)),
+        ("x",),
+        ("z",),
+    )
+    problem = Problem(trace, Profile({start: Cost(1, 9), wait: Cost(0)}))
+    plans = [solve(problem, "none")] * 2
+    names = [str(tmp_path / name) for name in ("problem\x1b", "a\x1b", "b\x1b")]
+    save_problem(names[0], problem)
+    for name, plan in zip(names[1:], plans, strict=True):
+        save_plan(name, replace(plan, solver="none\x1b"))
+    for words in (
+        ["explain", *names[:2], "--ops"],
+        ["diff", *names],
+        ["show", *names[:2]],
+        ["simulate", *names[:2]],
+    ):
+        assert main(words) == GOOD
+        out, err = capsys.readouterr()
+        assert all(c.isprintable() or c == "\n" for c in out + err)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
