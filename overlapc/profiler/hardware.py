@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,16 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
                 f"unknown hardware {str(name_or_path)!r}; known: {', '.join(known_hardware())}; "
                 "or give the path of a .toml file"
             )
-        path = _FOLDER / f"{path.name}.toml"
+        return _known(path.name)
+    return _read(path)
+
+
+@cache
+def _known(name: str) -> Hardware:
+    return _read(_FOLDER / f"{name}.toml")
+
+
+def _read(path: Path) -> Hardware:
     try:
         data = tomllib.loads(read_text(path, "hardware file"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
