@@ -260,7 +260,7 @@ def report(variants: list[Variant], batch: list[Batch]) -> None:
     for variant in variants:
         inspect(variant, batch, seed=0)
     first = variants[0]
-    rows = [("", "step ms", "speed-up (min..max)", "peak MiB", "exposed ms", "gradients", "losses")]
+    rows = [("", "step ms", "speed-up (min..max)", "peak MB", "exposed ms", "gradients", "losses")]
     for variant in variants:
         ratios = [a / b for a, b in zip(first.seconds, variant.seconds, strict=True)]
         spread = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}..{max(ratios):.2f})"
@@ -270,7 +270,7 @@ def report(variants: list[Variant], batch: list[Batch]) -> None:
                 variant.name,
                 f"{statistics.median(variant.seconds) * 1e3:.1f}",
                 "-" if variant is first else spread,
-                f"{variant.peak_bytes / 2**20:.1f}",
+                f"{variant.peak_bytes / 1e6:.1f}",
                 f"{variant.exposed_seconds * 1e3:.1f}",
                 "reference" if variant is first else ("equal" if equal else "DIFFER"),
                 "equal" if variant.losses == first.losses else "DIFFER",
