@@ -189,157 +189,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# --- search
-
-
 def _search(args: argparse.Namespace) -> int:
-    from overlapc.planning import parse_budget
-    from overlapc.profiler.hardware import load_hardware
-    from overlapc.progress import doing, stoppable
-    from overlapc.report.trace import pipeline_json
-    from overlapc.report.verdict import verdict
-    from overlapc.search.chosen import VERSION, memory_budgets
-    from overlapc.search.evaluate import evaluate
-    from overlapc.search.layouts import Cluster, Fixed, static_bytes
-    from overlapc.search.models import Transformer, find_model
-    from overlapc.search.search import Progress, compare, search
-    from overlapc.solvers import FIELD, SOLVERS
+    from overlapc.search.command import run
 
-    model = find_model(args.model)
-    if args.seq:
-        model = replace(model, seq=args.seq)
-    machine = load_hardware(args.hardware)
-    compared = [name for name in args.compare.split(",") if name]
-    for name in (args.solver, *compared):
-        if name not in SOLVERS or name == "torch":
-            names = ", ".join(known for known in SOLVERS if known != "torch")
-            raise _usage(f"solver {name!r}: expected one of {names}")
-    memory = parse_budget(_memory(args.memory or f"{machine.memory_bytes * 92 // 100}B"), 0, 0)
-    cluster = Cluster(
-        args.hardware, args.gpus, machine.gpus_per_node, memory, args.batch or 8 * args.gpus
-    )
-    decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
-    fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)
-    cache = None if args.no_cache else args.cache or _cache_folder()
-    if not isinstance(model, Transformer):
-        cache = None  # nobody knows whether the user's code is the same as then
-    if args.out is not None:
-        _make_folder(args.out)
-
-    def tell(progress: Progress) -> None:
-        best = "nothing fits yet" if progress.best is None else _best(progress)
-        note(f"{progress.tried} planned, {progress.left} left, {best}")
-
-    def _best(progress: Progress) -> str:
-        assert progress.best is not None
-        gap = progress.best.step_ns / max(1, progress.bound_ns) - 1
-        return f"{progress.best.layout}: {progress.best.step_ns / 1e6:.1f} ms, gap {gap:.1%}"
-
-    with doing("searching layouts") as note:
-        result = search(
-            model,
-            cluster,
-            fixed,
-            args.solver,
-            prune=not args.exhaustive,
-            shown=args.top,
-            rivals=[name for name in compared if name in FIELD and name != args.solver],
-            cache=cache,
-            progress=tell,
-        )
-    rows: list[Any] = []
-    outcome = None
-    try:
-        with doing(f"comparing {', '.join(compared) or 'nothing'}"), stoppable():
-            unit = result.unit
-            if result.best is not None and unit is not None and not result.interrupted:
-                layout, split = result.best.layout, result.best.layers
-                outcome = evaluate(model, cluster, layout, unit, args.solver, layers=split)
-                rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
-    except KeyboardInterrupt:
-        result.interrupted = True  # what was found is told
-    timeline = None if outcome is None else outcome.timeline
-    document = {
-        "overlapc_search": VERSION,
-        "command": args.command,
-        "model": asdict(model),
-        "cluster": asdict(cluster),
-        "fixed": asdict(fixed),
-        "solver": args.solver,
-        "seconds": round(result.seconds, 3),
-        "interrupted": result.interrupted,
-        "bound_ns": result.bound_ns,
-        "certain": result.certain,
-        "pruned": result.pruned,
-        "best": None if result.best is None else result.best.as_json(),
-        "static_bytes": result.best and static_bytes(model, result.best.layout, result.best.layers),
-        "memory_budgets": result.best and memory_budgets(model, cluster, result.best),
-        "tried": [found.as_json() for found in result.tried],
-        "less_memory": [found.as_json() for found in result.less],
-        "rivals": [found.as_json() for found in result.rivals],
-        "compared": [found.as_json() for found in rows],
-        "pipeline": None if timeline is None else pipeline_json(timeline),
-        "explain": "" if outcome is None else _explained(outcome),
-        "hardware_sources": dict(machine.sources),
-    }
-    if args.json:
-        print(json.dumps(document, indent=1), flush=True)
-    else:
-        print(verdict(model, cluster, machine, result, rows, timeline, args.top), flush=True)
-    if args.out is not None:  # behind the verdict, which no full disk may cost
-        _write_out(args.out, document, outcome)
-        if not args.json:
-            print(_written(args.out, outcome is not None))
-    return GOOD if result.best is not None else FAILED
-
-
-def _written(folder: Path, whole: bool) -> str:
-    if not whole:
-        return f"\nwritten to {folder}: report.html and search.json"
-    return (
-        f"\nwritten to {folder}: report.html, search.json, schedule.txt, trace.json (open it\nin "
-        "Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
-        f"overlapc explain {folder}/problem.txt {folder}/plan.txt\n"
-        f'To train with it: overlapc.load_search("{folder}/search.json") has schedule, layers and\n'
-        "memory budgets as overlapc.Pipeline and overlapc.optimize take them."
-    )
-
-
-def _explained(outcome: Any) -> str:
-    stage = outcome.slowest
-    text: str = _report(stage.problem, stage.plan, "a few blocks of the slowest stage").explain()
-    return text
-
-
-def _write_out(folder: Path, document: Any, outcome: Any) -> None:
-    from overlapc.files import save_plan, save_problem, write_file
-    from overlapc.report.page import page
-    from overlapc.report.trace import chrome_trace
-    from overlapc.schedule import format_schedule
-
-    write_file(folder / "search.json", json.dumps(document, indent=1) + "\n")
-    write_file(folder / "report.html", page(document))
-    if outcome is None:
-        return
-    best, slowest = outcome.found, outcome.slowest
-    write_file(folder / "schedule.txt", format_schedule(best.layout.rows(best.microbatches)))
-    write_file(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
-    save_problem(folder / "problem.txt", slowest.problem)
-    save_plan(folder / "plan.txt", slowest.plan)
-
-
-def _make_folder(folder: Path, option: str = "--out") -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _usage(
-            f"{option} {folder}: {error.strerror}; pass a folder you may write to"
-        ) from None
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "overlapc" / "search"
+    return GOOD if run(args, None if args.memory is None else _memory(args.memory)) else FAILED
 
 
 # --- lists
@@ -398,23 +251,11 @@ def _hardware(args: argparse.Namespace) -> int:
 # --- files
 
 
-def _report(problem: Any, plan: Any, name: str) -> Any:
-    from overlapc.check import check
-    from overlapc.planning import Report, eager_timeline
-    from overlapc.simulate import simulate
-
-    check(problem, plan)
-    timeline = simulate(problem, plan)
-    if problem.budget_bytes is None:
-        problem = replace(problem, budget_bytes=timeline.peak_bytes)
-    return Report(name, problem, plan, timeline, eager_timeline(problem))
-
-
 def _explain(args: argparse.Namespace) -> int:
     from overlapc.files import load_plan, load_problem
-    from overlapc.report.explain import explain_ops, op_fates
+    from overlapc.report.explain import explain_ops, op_fates, report_on
 
-    report = _report(load_problem(args.problem), load_plan(args.plan), args.plan)
+    report = report_on(load_problem(args.problem), load_plan(args.plan), args.plan)
     if args.json:
         ops = {"ops": [asdict(fate) for fate in op_fates(report)]} if args.ops else {}
         print(json.dumps(_figures(report) | ops, indent=1))
@@ -441,6 +282,7 @@ def _plan(args: argparse.Namespace) -> int:
     from overlapc.files import load_problem, write_file
     from overlapc.planning import check_solver, parse_budget
     from overlapc.progress import doing
+    from overlapc.report.explain import report_on
     from overlapc.solvers import solve
     from overlapc.text import format_plan
 
@@ -454,7 +296,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_file(args.out, format_plan(plan))
     if args.json:
-        print(json.dumps(_figures(_report(problem, plan, args.problem)), indent=1))
+        print(json.dumps(_figures(report_on(problem, plan, args.problem)), indent=1))
     elif args.out is None:
         print(format_plan(plan), end="")
     return GOOD
@@ -463,10 +305,11 @@ def _plan(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from overlapc.files import load_plan, load_problem
     from overlapc.ir import issue
+    from overlapc.report.explain import report_on
 
     problem = load_problem(args.problem)
     plans = [load_plan(path) for path in (args.first, args.second)]
-    reports = [_report(problem, plan, plan.solver) for plan in plans]
+    reports = [report_on(problem, plan, plan.solver) for plan in plans]
     first, second = (set(plan.recomputed) for plan in plans)
     figures = {
         key: [getattr(report.timeline, key) for report in reports]
@@ -511,10 +354,11 @@ def _timeline(args: argparse.Namespace) -> Any:
     """Of the plan of a problem, or of a schedule with its stages' costs."""
     from overlapc.files import load_plan, load_problem, read_json, read_text
     from overlapc.pipeline import StageCost, simulate_pipeline
+    from overlapc.report.explain import report_on
     from overlapc.schedule import parse_schedule
 
     if args.plan is not None:
-        return _report(load_problem(args.file), load_plan(args.plan), args.plan).timeline
+        return report_on(load_problem(args.file), load_plan(args.plan), args.plan).timeline
     schedule = parse_schedule(read_text(args.file, "schedule"))
     costs = [StageCost(1, 1, 1)] * schedule.stages
     if getattr(args, "costs", None) is not None:
@@ -653,7 +497,7 @@ def _profile(args: argparse.Namespace) -> int:
 
 
 def _page(args: argparse.Namespace) -> int:
-    from overlapc.files import read_json, write_file
+    from overlapc.files import make_folder, read_json, write_file
     from overlapc.report.page import page
 
     document = read_json(args.search, "search")
@@ -668,7 +512,7 @@ def _page(args: argparse.Namespace) -> int:
     if args.pictures is not None:
         from overlapc.report.pictures import draw
 
-        _make_folder(args.pictures, "--pictures")
+        make_folder(args.pictures, "--pictures")
         written += map(str, draw(document, args.pictures))
     print(json.dumps({"written": written}) if args.json else f"written: {', '.join(written)}")
     return GOOD

@@ -144,6 +144,16 @@ def write_file(path: StrPath, content: str | bytes) -> None:
         ) from error
 
 
+def make_folder(path: StrPath, option: str = "--out") -> None:
+    """The folder, if it is not there; better before the work than behind it."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise FileError(
+            f"{option} {_show(path)}: {_reason(error)}; pass a folder you may write to"
+        ) from None
+
+
 def _load(path: StrPath, kind: str, parse: Callable[[str], _T]) -> _T:
     text = read_text(path, kind)
     try:

@@ -4,15 +4,28 @@ rest is not hidden. `op_fates(report)`: for every forward op what becomes of wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from overlapc.ir import COMPUTE, Exposure, Problem, Span, issue, issues, parse_issue
+from overlapc.check import check
+from overlapc.ir import COMPUTE, Exposure, Plan, Problem, Span, issue, issues, parse_issue
 from overlapc.report.table import table
+from overlapc.simulate import simulate
 from overlapc.solvers.choice import Needs
 
 if TYPE_CHECKING:
     from overlapc.planning import Report
+
+
+def report_on(problem: Problem, plan: Plan, name: str) -> Report:
+    """What a plan of a file does, once it has been found legal."""
+    from overlapc.planning import Report, eager_timeline
+
+    check(problem, plan)
+    timeline = simulate(problem, plan)
+    if problem.budget_bytes is None:
+        problem = replace(problem, budget_bytes=timeline.peak_bytes)
+    return Report(name, problem, plan, timeline, eager_timeline(problem))
 
 
 def explain(report: Report) -> str:

@@ -1,0 +1,179 @@
+"""The command `overlapc search`: the question from its options, the search, what is printed, and
+the files of `--out`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from overlapc.errors import OptionError
+from overlapc.files import make_folder, save_plan, save_problem, write_file
+from overlapc.planning import parse_budget
+from overlapc.profiler.hardware import Hardware, load_hardware
+from overlapc.progress import doing, stoppable
+from overlapc.report.explain import report_on
+from overlapc.report.page import page
+from overlapc.report.trace import chrome_trace, pipeline_json
+from overlapc.report.verdict import verdict
+from overlapc.schedule import format_schedule
+from overlapc.search.chosen import VERSION, memory_budgets
+from overlapc.search.evaluate import Found, Outcome, evaluate
+from overlapc.search.layouts import Cluster, Fixed, static_bytes
+from overlapc.search.models import Model, Transformer, find_model
+from overlapc.search.search import Progress, Result, compare, search
+from overlapc.solvers import FIELD, SOLVERS
+
+
+def run(args: argparse.Namespace, memory: int | str | None) -> bool:
+    """Search, print, then write; says whether anything fits. A full disk costs no verdict."""
+    model = find_model(args.model)
+    if args.seq:
+        model = replace(model, seq=args.seq)
+    machine = load_hardware(args.hardware)
+    compared = [name for name in args.compare.split(",") if name]
+    for name in (args.solver, *compared):
+        if name not in SOLVERS or name == "torch":
+            names = ", ".join(known for known in SOLVERS if known != "torch")
+            raise OptionError(f"solver {name!r}: expected one of {names}")
+    most = machine.memory_bytes * 92 // 100 if memory is None else memory
+    cluster = Cluster(
+        args.hardware,
+        args.gpus,
+        machine.gpus_per_node,
+        parse_budget(most, 0, 0),
+        args.batch or 8 * args.gpus,
+    )
+    decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
+    fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)
+    cache = None if args.no_cache else args.cache or _cache_folder()
+    if not isinstance(model, Transformer):
+        cache = None  # nobody knows whether the user's code is the same as then
+    if args.out is not None:
+        make_folder(args.out)
+
+    with doing("searching layouts") as note:
+
+        def tell(progress: Progress) -> None:
+            note(f"{progress.tried} planned, {progress.left} left, {_best(progress)}")
+
+        result = search(
+            model,
+            cluster,
+            fixed,
+            args.solver,
+            prune=not args.exhaustive,
+            shown=args.top,
+            rivals=[name for name in compared if name in FIELD and name != args.solver],
+            cache=cache,
+            progress=tell,
+        )
+    outcome, rows = _judged(model, cluster, result, args.solver, compared)
+    asked = {"command": args.command, "fixed": asdict(fixed), "solver": args.solver}
+    document = asked | _document(model, cluster, machine, result, rows, outcome)
+    if args.json:
+        print(json.dumps(document, indent=1), flush=True)
+    else:
+        timeline = None if outcome is None else outcome.timeline
+        print(verdict(model, cluster, machine, result, rows, timeline, args.top), flush=True)
+    if args.out is not None:
+        _write(args.out, document, outcome)
+        if not args.json:
+            print(_written(args.out, outcome is not None))
+    return result.best is not None
+
+
+def _best(progress: Progress) -> str:
+    best = progress.best
+    if best is None:
+        return "nothing fits yet"
+    gap = best.step_ns / max(1, progress.bound_ns) - 1
+    return f"{best.layout}: {best.step_ns / 1e6:.1f} ms, gap {gap:.1%}"
+
+
+def _judged(
+    model: Model, cluster: Cluster, result: Result, solver: str, compared: Sequence[str]
+) -> tuple[Outcome | None, list[Found]]:
+    """The winner once more, with all that came about, and with the plans of other solvers."""
+    outcome: Outcome | None = None
+    rows: list[Found] = []
+    best, unit = result.best, result.unit
+    try:
+        with doing(f"comparing {', '.join(compared) or 'nothing'}"), stoppable():
+            if best is not None and unit is not None and not result.interrupted:
+                outcome = evaluate(model, cluster, best.layout, unit, solver, layers=best.layers)
+                rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
+    except KeyboardInterrupt:
+        result.interrupted = True  # what was found is told
+    return outcome, rows
+
+
+def _document(
+    model: Model,
+    cluster: Cluster,
+    machine: Hardware,
+    result: Result,
+    rows: Sequence[Found],
+    outcome: Outcome | None,
+) -> dict[str, Any]:
+    """All of it as JSON, for the page and for scripts."""
+    best, pipeline, why = result.best, None, ""
+    if outcome is not None:
+        slowest = outcome.slowest
+        why = report_on(
+            slowest.problem, slowest.plan, "a few blocks of the slowest stage"
+        ).explain()
+        pipeline = None if outcome.timeline is None else pipeline_json(outcome.timeline)
+    return {
+        "overlapc_search": VERSION,
+        "model": asdict(model),
+        "cluster": asdict(cluster),
+        "seconds": round(result.seconds, 3),
+        "interrupted": result.interrupted,
+        "bound_ns": result.bound_ns,
+        "certain": result.certain,
+        "pruned": result.pruned,
+        "best": None if best is None else best.as_json(),
+        "static_bytes": best and static_bytes(model, best.layout, best.layers),
+        "memory_budgets": best and memory_budgets(model, cluster, best),
+        "tried": [found.as_json() for found in result.tried],
+        "less_memory": [found.as_json() for found in result.less],
+        "rivals": [found.as_json() for found in result.rivals],
+        "compared": [found.as_json() for found in rows],
+        "pipeline": pipeline,
+        "explain": why,
+        "hardware_sources": dict(machine.sources),
+    }
+
+
+def _write(folder: Path, document: dict[str, Any], outcome: Outcome | None) -> None:
+    write_file(folder / "search.json", json.dumps(document, indent=1) + "\n")
+    write_file(folder / "report.html", page(document))
+    if outcome is None or outcome.timeline is None:
+        return
+    best, slowest = outcome.found, outcome.slowest
+    write_file(folder / "schedule.txt", format_schedule(best.layout.rows(best.microbatches)))
+    write_file(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
+    save_problem(folder / "problem.txt", slowest.problem)
+    save_plan(folder / "plan.txt", slowest.plan)
+
+
+def _written(folder: Path, whole: bool) -> str:
+    if not whole:
+        return f"\nwritten to {folder}: report.html and search.json"
+    return (
+        f"\nwritten to {folder}: report.html, search.json, schedule.txt, trace.json (open it\nin "
+        "Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
+        f"overlapc explain {folder}/problem.txt {folder}/plan.txt\n"
+        f'To train with it: overlapc.load_search("{folder}/search.json") has schedule, layers and\n'
+        "memory budgets as overlapc.Pipeline and overlapc.optimize take them."
+    )
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "overlapc" / "search"
