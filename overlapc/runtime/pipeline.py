@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.files import StrPath
+from overlapc.passes.capture import Captured
 from overlapc.passes.joint import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.pipeline import AHEAD, PipelineTimeline, StageCost, describe
@@ -134,6 +135,8 @@ class Pipeline:
         self._options = Options(None, solver, "eager", profile, hardware, None, timeout_s, cache)
         self._budgets = _by_stage(memory_budget, mine)
         self._stages: dict[int, Stage] = {}
+        self._held: dict[int, int] = {}  # bytes, by stage, whatever its plan
+        self._asked = schedule
         self._planned_for: Any = None
 
     def __call__(self, inputs: Sequence[Any] = (), targets: Sequence[Any] = ()) -> list[Tensor]:
@@ -209,7 +212,8 @@ class Pipeline:
     ) -> None:
         """Trace and plan this rank's stages; every rank learns what tensors travel, and what all
         stages take."""
-        schedule, last = self.schedule, self.schedule.stages - 1
+        schedule = self.schedule = self._asked
+        last = schedule.stages - 1
         ranks = dist.get_process_group_ranks(self.group)
         timeout_s = self._links.timeout_s
         shapes: dict[int, Shapes] = {}
@@ -235,9 +239,9 @@ class Pipeline:
         planned: dict[int, list[StepReport]] = {}
         for stage, made in self._stages.items():
             with busy("planning its stages"):
-                held = self._beside(stage, shapes)
+                held = self._held[stage] = self._beside(stage, shapes)
                 try:
-                    planned[stage] = self._planned(stage, made, held)
+                    planned[stage] = self._planned(stage, made.captured, made.primals)
                 except Infeasible as error:  # the others must know
                     figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
                     continue
@@ -280,16 +284,20 @@ class Pipeline:
         """A stage whose module takes so many arguments."""
         module, last = self.modules[stage], stage == self.schedule.stages - 1
         function = _with_loss(module, self._loss, count) if self._loss and last else _sends(module)
+        known = self._stages.get(stage)
+        if known is not None and known.incoming == incoming:
+            known.report = None  # planned anew
+            return known
         made = self._stages[stage] = Stage(stage, module, function, incoming, last)
         made.code = code(module, self._loss)
+        made.plan = lambda captured, primals: self._planned(stage, captured, primals)[0]
         return made
 
-    def _planned(self, stage: int, made: Stage, beside_bytes: int) -> list[StepReport]:
+    def _planned(self, stage: int, captured: Captured, primals: Sequence[Any]) -> list[StepReport]:
         """With as many microbatches in flight as the schedule has, and with a few more: recompute
         makes room for rows that stand still less."""
         lag, held = self.schedule.lag(stage), self.schedule.in_flight(stage)
         further = min(_FURTHER, self.schedule.microbatches - held) if self._place else 0
-        captured, primals = made.captured, made.primals
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
             _, reports = plan_step(
                 captured,
@@ -301,11 +309,10 @@ class Pipeline:
                 primals=primals,
                 in_flight=lag or held,
                 further=0 if lag else further,
-                beside_bytes=beside_bytes,
+                beside_bytes=self._held[stage],
                 exchange=joined,
             )
             warn_of_seeds(captured, primals, joined)
-        made.primals = []
         return reports
 
     def _sent_ns(self, stage: int, shapes: Shapes) -> int:

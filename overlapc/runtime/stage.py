@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 
-from overlapc.errors import CaptureError, OptionError
+from overlapc.errors import CaptureError
 from overlapc.passes.capture import Captured
 from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut
@@ -27,8 +27,9 @@ class Stage:
 
     `trace` captures it and runs nothing. Once `report` says how it was planned, an F calls its
     function, whose graph runs by that plan. So Dynamo checks at every F what the graph depends on.
-    Where that has changed, a new graph of the same ops runs by the same plan; one of other ops
-    must be planned first, by all ranks, who ask `changed` before each step.
+    Where that has changed, a new graph of the same ops runs by the same plan. One of other ops is
+    planned first: by all ranks, who ask `changed` before each step, or, where it comes up in the
+    middle of one, by `plan` here alone.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Stage:
         self.incoming = incoming
         self.form: _Form  # as it was traced last
         self.primals: list[Any] = []  # example values, while it is planned
+        self.plan: Callable[[Captured, Sequence[Any]], StepReport]
         self.report: StepReport | None = None
         self.digest = ""  # of what was planned
+        self._others: dict[str, StepReport] = {}  # of graphs that came up in a step, by digest
         self.code: Any = None
         self.states: dict[int, _Flight] = {}
         self._function = function
@@ -74,7 +77,7 @@ class Stage:
         return self.digest != self.captured.trace.digest
 
     def planned(self, report: StepReport) -> None:
-        self.report, self.digest = report, self.captured.trace.digest
+        self.report, self.digest, self.primals = report, self.captured.trace.digest, []
 
     def trace(self, given: tuple[Any, ...]) -> None:
         self._given[0] = given
@@ -142,12 +145,11 @@ class Stage:
             if self.report is None:
                 self.form, self.primals = form, [state[name] for name in joint.inputs]
                 raise Stop
-            if digest != self.digest:
-                raise OptionError(
-                    f"stage {self.number} has become another graph in the middle of a step: what "
-                    "its code reads has changed; expected changes between steps only"
-                )
-            form.cut(self.report)
+            report = self.report if digest == self.digest else self._others.get(digest)
+            if report is None:
+                primals = [state[name] for name in joint.inputs]
+                report = self._others[digest] = self.plan(joint.captured, primals)
+            form.cut(report)
             return self._forward(form, state)
 
         return run

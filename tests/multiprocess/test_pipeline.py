@@ -550,7 +550,7 @@ def one_stays_away(rank: int, ranks: int) -> Any:
 def test_a_rank_that_does_not_come_is_an_error_that_names_the_action() -> None:
     kind, said, seconds, _ = run_ranks(one_stays_away, 2, timeout_s=120)[0]
     assert kind == "RankError"
-    assert "rank 0 at action 0" in said
+    assert "rank 0 at action the beginning of a step" in said
     assert "stage" in said
     assert "within 3 s" in said
     assert seconds < 10

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import bits, randn
 
@@ -89,6 +91,11 @@ class World:
         extra = (self.class_weights * model.head.weight.mean(1)).sum()
         total: Tensor = model(x, y) * self.weight + extra
         return total
+
+    def ending(self, out: Tensor, y: Tensor) -> Tensor:
+        """The loss of a pipeline."""
+        loss = (out - y).abs().pow(SETTINGS["power"])
+        return (loss.mean() if SETTINGS["use"] == "mean" else loss.sum()) * FACTOR * self.weight
 
     def block(self) -> Block:
         found = self.random.choice(list(self.model.blocks))
@@ -242,3 +249,70 @@ def test_never_a_wrong_gradient(seed: int, count: int) -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         step = wander(seed, count)
     assert all("has hooks on its gradient" in reason for reason in step.unchanged)
+
+
+def through_a_pipeline(seed: int, count: int) -> None:
+    """The same of a Pipeline of one rank and one stage, whose loss is a part of it."""
+    world = World(seed)
+    names = [name for name, _ in world.changes() if name not in NOT_IN_A_PIPELINE]
+    world.count = 3
+    stage = Inner(world.model)
+    pipeline = Pipeline(
+        {0: stage}, "1f1b", 3, lambda out, y: world.ending(out, y), profile="estimate",
+        memory_budget="1GB", solver="heu" if seed % 2 else "full",
+    )  # fmt: skip
+
+    def step(given: list[Any]) -> list[Any]:
+        return pipeline([x for x, _ in given], [y for _, y in given])
+
+    def plainly(given: list[Any]) -> list[Any]:
+        losses = []
+        for x, y in given:
+            losses.append(world.ending(stage(x), y))
+            losses[-1].backward()
+        return losses
+
+    world.left_by(step)
+    done = []
+    for _ in range(count):
+        name = world.random.choice(names)
+        dict(world.changes())[name]()
+        done.append(name)
+        expected, found = world.left_by(plainly), world.left_by(step)
+        wrong = [key for key in expected if not same(expected[key], found[key])]
+        assert wrong == [], (seed, done, wrong)
+
+
+class Inner(nn.Module):
+    """The net without its loss."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.net.calls += 1
+        for block in self.net.blocks:
+            x = block(x)
+        out: Tensor = self.net.head(x)
+        return out
+
+
+# A pipeline has the number and the shapes of its microbatches, and refuses hooks on gradients.
+NOT_IN_A_PIPELINE = ("count", "rows", "hook on a gradient", "closure's tensor")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 5), *(pytest.param(s, 25, marks=pytest.mark.slow) for s in range(1, 9))],
+)
+@pytest.mark.usefixtures("alone")
+def test_nor_in_a_pipeline(seed: int, count: int) -> None:
+    through_a_pipeline(seed, count)
