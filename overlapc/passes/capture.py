@@ -112,6 +112,20 @@ def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
     return set(found[:last])
 
 
+def tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Tag what results are made of as forward: passes over the joint graph make nodes without a
+    tag (of Python numbers that became inputs)."""
+    results = joint.graph.find_nodes(op="output")[0].args[0][:num_fwd_outputs]
+    front = [node for node in results if isinstance(node, fx.Node)]
+    seen = set(front)
+    while front:
+        node = front.pop()
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_forward"
+        front += [given for given in node.all_input_nodes if given not in seen]
+        seen.update(node.all_input_nodes)
+
+
 def number_ops(joint: fx.GraphModule) -> None:
     """Name the ops of each kind by their order in the graph: `mm`, `mm_1`, `mm_2`.
 
@@ -141,6 +155,7 @@ def trace_joint(
     are weight gradients. `sizes` overrides the storage bytes of values (as measured).
     """
     number_ops(joint)
+    tag_forward(joint, num_fwd_outputs)
     forward = forward_nodes(joint)
     weight = weight_grads(joint, forward, num_fwd_outputs, frozenset(static_inputs))
     ops: list[Op] = []

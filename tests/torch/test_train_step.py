@@ -306,6 +306,23 @@ def test_microbatches_are_as_a_loader_gives_them(kind):
     assert agrees(Scored(), batches).report is not None
 
 
+def test_a_number_that_changes_at_every_step_is_an_input():
+    weight = 1.0
+    model = MLP(1)
+    step = TrainStep(model, lambda model, x: loss(model, x) * weight, profile="estimate")
+    x = randn(4, 16)
+    for weight in (1.0, 0.5, 0.3, 0.7):
+        model.zero_grad()
+        step([x, x])
+        mine = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        for _ in range(2):
+            (loss(model, x) * weight).backward()
+        assert all(map(torch.equal, mine, [p.grad for p in model.parameters()]))
+    assert step.unchanged == []
+    assert len(step._reports) == 2
+
+
 def test_hooks_of_modules_run():
     model = MLP()
     model.layers[0].register_forward_hook(lambda module, given, out: out * 2)
