@@ -23,6 +23,7 @@ from overlapc.passes.differences import asked
 from overlapc.passes.rewrite import rewrite
 from overlapc.planning import Options, Report, check_solver, plan_captured
 from overlapc.runtime.backend import Backend
+from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.given_up import GivenUp
 
@@ -52,6 +53,7 @@ def optimize(
     timeout_s: float = 7.0,
     cache: bool | StrPath | None = None,
     dynamic: bool | None = None,
+    check: bool = False,
 ) -> Model:
     """A twin of `model` whose training step overlaps recompute and weight gradients with
     communication, with bitwise the same gradients.
@@ -72,6 +74,8 @@ def optimize(
     cache           a file in which measured costs are kept and found again; True for the one in
                     ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
     dynamic         as in torch.compile
+    check           at the first call, compare a step by eager and one by the plan bit by bit:
+                    `explain()` says what was found, and what differs is warned of
 
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
     `plan` and `timeline` of the only graph, `explain()` for all.
@@ -86,7 +90,7 @@ def optimize(
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan)
     options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s, cache)
-    return _twin(model, options, dynamic)
+    return _twin(model, options, dynamic, check)
 
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
@@ -172,6 +176,8 @@ class Optimized:
         parts = [report.explain() for report in self.reports]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
         parts += [f"may be not as eager: {line}" for line in self.differences]
+        if _engine(self).checked is not None:
+            parts.append(str(_engine(self).checked))
         if _engine(self).backend.steps.shared:
             parts.insert(0, "graphs share one budget: a peak counts what the others hold meanwhile")
         return "\n\n".join(parts) or "nothing planned yet: run a training forward first"
@@ -187,17 +193,21 @@ class Optimized:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = _engine(self)
-        return _twin(copy.deepcopy(engine.model, memo), engine.backend.options, engine.dynamic)
+        return _twin(copy.deepcopy(engine.model, memo), *engine.given)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         engine = _engine(self)
-        return _twin, (engine.model, engine.backend.options, engine.dynamic)
+        return _twin, (engine.model, *engine.given)
 
 
 class _Engine:
-    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None) -> None:
+    def __init__(
+        self, model: nn.Module, options: Options, dynamic: bool | None, check: bool
+    ) -> None:
         self.model = model
-        self.dynamic = dynamic
+        self.given = (options, dynamic, check)
+        self.to_check = check
+        self.checked: Checked | None = None
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
         self.backend = Backend(options)
@@ -205,6 +215,14 @@ class _Engine:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The compiled model; what Dynamo gives up of it is said."""
+        if self.to_check:
+            self.to_check = False
+            self.checked = check(self.model, self._run, self.backend.watched, args, kwargs)
+            if self.checked.different:
+                warnings.warn(f"overlapc {self.checked}", RuntimeWarning, stacklevel=3)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         before = self.backend.calls
         with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
             results = self.compiled(*args, **kwargs)
@@ -226,12 +244,12 @@ def _engine(twin: Any) -> _Engine:
     return engine
 
 
-def _twin(model: Any, options: Options, dynamic: bool | None) -> Any:
+def _twin(model: Any, options: Options, dynamic: bool | None, check: bool = False) -> Any:
     base = type(model)
     kind = type(
         base.__name__, (Optimized, base), {"__slots__": (_SLOT,), "__module__": base.__module__}
     )
     twin: Any = object.__new__(kind)
     object.__setattr__(twin, "__dict__", model.__dict__)
-    object.__setattr__(twin, _SLOT, _Engine(model, options, dynamic))
+    object.__setattr__(twin, _SLOT, _Engine(model, options, dynamic, check))
     return twin

@@ -7,9 +7,10 @@ with one warning that names the reason and the place.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -51,6 +52,7 @@ class Backend:
         self.reports: list[Report] = self.steps.reports
         self.unchanged: list[str] = []  # what runs as plain PyTorch, and why
         self.calls = 0  # of graphs, planned or not
+        self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
         self.differences: list[str] = []  # what may be not as eager, by line of the model
         self.views: list[str] = []  # and what is so if there are several graphs
@@ -106,9 +108,19 @@ class Backend:
         @wraps(run)
         def counted(*args: Any) -> Any:
             self.calls += 1
-            return run(*args)
+            with self._mode:
+                return run(*args)
 
         return counted
+
+    @contextlib.contextmanager
+    def watched(self, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Run the forward of every graph under `mode`."""
+        before, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = before
 
     def _warn_of_breaks(self, graph: Graph) -> None:
         """Without `optimize` nobody tells where a step begins."""

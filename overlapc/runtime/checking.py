@@ -1,0 +1,167 @@
+"""`optimize(check=True)`: one training step by eager and one by the plan, bit by bit.
+
+Both begin at the random state, buffers and inputs of the call at hand. Where results differ, a few
+more steps tell which op of eager's makes what the plan does not, and whether PyTorch's own
+`torch.compile` differs alike. Afterwards gradients, buffers and random state are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Run = Callable[..., Any]
+_NOTHING = contextlib.nullcontext()
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check found. `op` is the first op of eager's whose result the plan does not make."""
+
+    different: tuple[str, ...] = ()
+    op: str = ""
+    blame: str = ""
+
+    def __str__(self) -> str:
+        if not self.different:
+            return "checked: bitwise eager's"
+        others = len(self.different) - 1
+        more = f" and {others} more" if others else ""
+        return f"checked: not as eager: {self.different[0]}{more}; first at {self.op}; {self.blame}"
+
+
+def check(
+    model: nn.Module, planned: Run, watched: Callable[[Any], Any], args: Any, kwargs: Any
+) -> Checked:
+    """One step of `model` and of `planned`, its compiled twin, on copies of the inputs.
+
+    `watched(mode)` has the graphs of `planned` run under a mode: under one Dynamo compiles nothing.
+    """
+
+    def step(run: Run, backward: Any = _NOTHING) -> dict[str, Any]:
+        with _as_it_was(model):
+            return _step(model, run, backward, args, kwargs)
+
+    def observed(*given: Any, **named: Any) -> Any:
+        with eagers:
+            return model(*given, **named)
+
+    expected, found = step(model), step(planned)
+    different = tuple(name for name in expected if expected[name] != found.get(name))
+    if not different:
+        return Checked()
+    eagers, plans = _Stream(), _Stream()
+    step(observed, eagers)
+    with watched(plans):
+        step(planned, plans)
+    op = next((op for value, op in eagers.made if value not in plans.values), "the last op")
+    return Checked(different, op, _blame(model, found, step))
+
+
+def _blame(model: nn.Module, found: dict[str, Any], step: Callable[[Run], dict[str, Any]]) -> str:
+    for backend in ("eager", "aot_eager"):
+        if step(torch.compile(model, backend=backend)) == found:
+            return f'torch.compile(backend="{backend}") gives what the plan gives'
+    return "torch.compile gives something else again"
+
+
+def _step(model: nn.Module, run: Run, mode: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Name -> bits of every result, gradient and buffer, and of the random state.
+
+    The backward runs under `mode`, and outside of autocast, as PyTorch wants it.
+    """
+    given = tree_map_only(Tensor, _copy, (args, kwargs))
+    results = [*_tensors(run(*given[0], **given[1]))]
+    bits: dict[str, Any] = {f"result {i}": _bits(out) for i, out in enumerate(results)}
+    ends = [out for out in results if out.requires_grad]
+    with torch._C._DisableAutocast(), mode:
+        torch.autograd.backward(ends, [torch.ones_like(out) for out in ends])
+    for i, value in enumerate(tree_leaves(given)):
+        if isinstance(value, Tensor) and value.grad is not None:
+            bits[f"gradient of input {i}"] = _bits(value.grad)
+    named = reversed([*model.named_parameters()])  # as a backward goes
+    bits |= {f"gradient of {name}": _bits(p.grad) for name, p in named}
+    bits |= {f"buffer {name}": _bits(buffer) for name, buffer in model.named_buffers()}
+    return bits | {"random state": _bits(torch.get_rng_state())}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _tensors(results: Any) -> Iterator[Tensor]:
+    """Those of a model's results, also within outputs of HuggingFace's kind."""
+    for value in tree_leaves(results):
+        if isinstance(value, Tensor):
+            yield value
+        elif hasattr(value, "to_tuple"):
+            yield from _tensors(value.to_tuple())
+
+
+def _bits(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    with torch.no_grad():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+        raw = whole.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    digest = hashlib.blake2b(raw.numpy().data, digest_size=16).digest()
+    return str(tensor.dtype), tuple(tensor.shape), digest
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Without gradients inside; gradients, buffers and random state as before afterwards."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+class _Stream(TorchDispatchMode):
+    """Every value that ops make, in order, and the op with its line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, str]] = []
+
+    @property
+    def values(self) -> set[Any]:
+        return {value for value, _ in self.made}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        with torch.utils._python_dispatch._disable_current_modes():
+            for value in tree_leaves(made):
+                # What is not written yet has no value.
+                if isinstance(value, Tensor) and not str(op).startswith("aten.empty"):
+                    self.made.append((_bits(value), f"{op}, {_line()}"))
+        return made
+
+
+def _line() -> str:
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((_TORCH, _OWN, "<")):
+            return f'File "{frame.filename}", line {frame.lineno}'
+    return "in the backward"
