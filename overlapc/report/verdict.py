@@ -46,7 +46,11 @@ def verdict(
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
     if timeline is not None and best.layout.pp > 1:
-        lines += ["", timeline.picture(), "(of few microbatches; the steady state goes on)"]
+        lines += ["", timeline.picture()]
+        shown = len({action.microbatch for ran in timeline.ran[0] for action in ran.step})
+        if shown < best.microbatches:
+            rest = "the others go on as in the middle"
+            lines.append(f"({shown} of {best.microbatches} microbatches; {rest})")
     if compared:
         lines += ["", "this layout with the plans of", *_rows(compared)]
     if result.rivals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
 from overlapc.simulate import simulate
 from overlapc.solvers import BASELINES, bound_ns, solve
-from tests.plain.strategies import problems
+from tests.plain.strategies import problems, random_problem
 from tests.plain.tiny import tiny
 
 
@@ -84,3 +85,13 @@ def test_torch_is_asked_last_and_only_where_there_is_something_to_hide():
 
     assert solve(problem, torch_choices=theirs())
     assert asked == []  # what costs less has reached the bound
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_checkmate_recomputes_nothing_where_all_fits(seed: int) -> None:
+    problem = replace(random_problem(Random(seed), 8), budget_bytes=None)
+    everything = simulate(problem, solve(problem, "none"))
+    roomy = replace(problem, budget_bytes=everything.peak_bytes)
+    plan = solve(roomy, "checkmate")
+    assert (plan.solver, plan.recomputed) == ("checkmate", ())
+    assert simulate(roomy, plan).step_ns == everything.step_ns
