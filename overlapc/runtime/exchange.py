@@ -468,15 +468,13 @@ class _Watch:
     def stands_still(self, ranks: list[int]) -> str | None:
         """Which of the ranks was at work and gives no sign of life any more, or None."""
         now = time.monotonic()
-        if now < self._next_look:
-            return None
-        self._next_look = now + BEAT_S / 2
         self._looked.clear()
         self._look(ranks)
         for rank in ranks:
             seen = self._seen[rank]
             at_work = seen.beat is not None and seen.beat.phase != IDLE
-            if at_work and now - seen.moved > self._timeout_s:
+            # A beat may be as old when it is seen, and who is told of it needs a moment, too.
+            if at_work and now - seen.moved > self._timeout_s - BEAT_S:
                 return self._still(rank)
         return None
 
