@@ -584,6 +584,41 @@ def test_a_killed_rank_is_an_error_on_the_others_within_ten_seconds() -> None:
     assert seconds < 10
 
 
+def changed_on_one_rank(rank: int, ranks: int) -> Any:
+    """Between steps rank 1 alone changes a number, then rank 0 alone its graph."""
+    dist.init_process_group("gloo")
+    every = [make(s, 1, 0.2) for s in range(2)]
+    module = make(rank, 1, 0.2)
+    pipeline = Pipeline({rank: module}, "1f1b", 3, loss if rank else None, profile="estimate")
+    wrong = []
+    for change in range(3):
+        if change == 1 and rank == 1:
+            module.blocks[0].dropout.p = 0.5
+        if change == 2 and rank == 0:
+            module.blocks[0].dropout = nn.Identity()
+        if change == 1:
+            every[1].blocks[0].dropout.p = 0.5
+        if change == 2:
+            every[0].blocks[0].dropout = nn.Identity()
+        for each in (module, *every):
+            each.zero_grad()
+        torch.manual_seed(100 + rank)
+        pipeline(*batches(3))
+        accumulated(every, 3, 1)
+        for (name, one), other in zip(
+            module.named_parameters(), every[rank].parameters(), strict=True
+        ):
+            if not torch.equal(one.grad, other.grad):
+                wrong.append((change, name))
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_a_change_on_one_rank_is_seen_by_all() -> None:
+    assert run_ranks(changed_on_one_rank, 2, timeout_s=150) == [[], []]
+
+
 def other_schedules(rank: int, ranks: int) -> Any:
     dist.init_process_group("gloo")
     pipeline = Pipeline(
