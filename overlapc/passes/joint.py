@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+)
 from torch._functorch._aot_autograd import descriptors
 from torch._inductor import config as inductor_config
 
@@ -123,6 +127,8 @@ class Traced:
                 if isinstance(inner, (OverlapcError, Stop)):
                     raise inner from None
                 raise CaptureError(f"{type(inner).__name__}: {inner}") from error
+            except FailOnRecompileLimitHit as error:
+                raise CaptureError(f"it has become another graph {RECOMPILES} times") from error
             except TorchDynamoException as error:
                 raise CaptureError(*_reason(error)) from error
 

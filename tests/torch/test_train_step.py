@@ -15,6 +15,7 @@ from overlapc import planning
 from overlapc.errors import Infeasible, OptionError
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
+from overlapc.passes import joint
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 from overlapc.solvers.choice import Needs
@@ -450,3 +451,34 @@ def test_what_the_model_has_become_is_what_is_trained():
     assert agrees()
     model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
     assert agrees()
+
+
+def test_a_model_that_is_another_each_time_is_said(monkeypatch):
+    monkeypatch.setattr(joint, "RECOMPILES", 2)
+
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            self.mood = "a"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).sin().sum() if self.mood in "ac" else self.inner(x).cos().sum()
+
+    model = Moody()
+    step = TrainStep(model, profile="estimate")
+    x = randn(4, 16)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", RuntimeWarning)
+        for mood in "abcdab":
+            model.mood = mood
+            model.zero_grad()
+            step([x])
+            mine = model.inner.weight.grad
+            model.zero_grad()
+            model(x).backward()
+            assert torch.equal(mine, model.inner.weight.grad)
+    assert [str(each.message)[:40] for each in seen] == [
+        "overlapc runs the step as plain PyTorch:"[:40]
+    ]
+    assert len(step.unchanged) == 1
