@@ -428,7 +428,9 @@ def _verify(args: argparse.Namespace) -> int:
     elif args.json:
         print(json.dumps(asdict(found), indent=1))
     else:
-        verdict = "equal, bit by bit" if found.equal else f"DIFFER: {', '.join(found.different)}"
+        verdict = "equal, bit by bit"
+        if not found.equal:
+            verdict = f"DIFFER: {', '.join(found.different)} ({found.blame})"
         rows = [("", "step ms", "peak MB", "gradients")]
         for name, ns, size, said in (
             ("eager, measured", found.eager_ns, found.eager_peak_bytes, "reference"),

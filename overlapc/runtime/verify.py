@@ -36,6 +36,7 @@ class Verified:
     planned_peak_bytes: int
     predicted_peak_bytes: int
     unchanged: tuple[str, ...]  # why a graph runs as plain PyTorch
+    blame: str = ""  # which backend of torch.compile's gives the planned gradients, if not eager
 
 
 def verify(where: str, **options: Any) -> Verified:
@@ -105,7 +106,19 @@ def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -
         peaks[1],
         max((timeline.peak_bytes for timeline in timelines), default=0),
         tuple(planned.unchanged),
+        _blame(model, step, gradients[1]) if different else "",
     )
+
+
+def _blame(model: nn.Module, step: Callable[[nn.Module], None], found: Mapping[str, Any]) -> str:
+    """On many ranks, of this one: each runs the same steps."""
+    for backend in ("eager", "aot_eager"):
+        model.zero_grad()
+        compiled = torch.compile(model, backend=backend)
+        step(compiled)
+        if all(_same(p.grad, found[name]) for name, p in model.named_parameters()):
+            return f'torch.compile(backend="{backend}") gives what the plan gives'
+    return "torch.compile gives something else again"
 
 
 def _peak(one: nn.Module, step: Callable[[nn.Module], None]) -> int:

@@ -26,6 +26,25 @@ def broken():
     raise RuntimeError("no data")
 
 
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (y.tanh() * 3 if torch.compiler.is_compiling() else y.tanh() * 2).sum()
+
+
+def asks():
+    return Asks(), (torch.ones(2, 8),)
+
+
+def test_the_blame_for_a_difference_is_told(capsys):
+    assert main(["verify", f"{HERE}:asks"]) == FAILED
+    assert 'torch.compile(backend="eager") gives what the plan gives' in capsys.readouterr().out
+
+
 def test_a_plan_is_equal_and_its_peak_as_predicted(capsys):
     argv = ["verify", "examples.gpt.model:tiny", "--memory", "0.6", "--json"]
     assert main(argv) == GOOD
