@@ -47,6 +47,9 @@ CLUSTER = Cluster("a100-sxm-80", 4, 8, 300_000_000, 16)
 PAIR = replace(CLUSTER, gpus=2, global_batch=4)
 
 
+captured_once = cache(make_unit)
+
+
 def key(model: Transformer, layout: Layout) -> UnitKey:
     ranks = min(model.experts, layout.dp) or 1
     where = model, CLUSTER.hardware, CLUSTER.gpus
@@ -108,7 +111,7 @@ def test_layouts_divide_everything():
 def test_no_plan_beats_the_bounds(model):
     tried = 0
     for layout in list(layouts(model, CLUSTER))[::11]:
-        unit = make_unit(key(model, layout))
+        unit = captured_once(key(model, layout))
         for solver in ("none", "full", "heu"):
             found = evaluate(model, CLUSTER, layout, unit, solver).found
             if found.fits:
@@ -125,7 +128,7 @@ def test_no_plan_beats_the_bounds(model):
 def test_where_a_baseline_fits_so_do_we_and_are_no_slower(sequence):
     """Beside the head, too, whose scores take most of what a small model may take."""
     layout = Layout(2, 1, 2, 4, sequence=sequence)
-    unit = make_unit(key(TINY, layout))
+    unit = captured_once(key(TINY, layout))
     static = max(static_bytes(TINY, layout))
     most = max(evaluate(TINY, CLUSTER, layout, unit, "none").found.peak_bytes)
     fitted = 0
@@ -148,7 +151,7 @@ def test_shared_sequences_take_less_memory():
         found = []
         for sequence in (False, True):
             layout = Layout(2, 1, 2, 4, sequence=sequence)
-            unit = make_unit(key(model, layout))
+            unit = captured_once(key(model, layout))
             found.append(evaluate(model, CLUSTER, layout, unit, "none").found.peak_bytes)
             lanes = {
                 op.signature.split(".")[1] for op in unit.problem.trace.ops if op.lane != "compute"
@@ -156,9 +159,6 @@ def test_shared_sequences_take_less_memory():
             assert ("all_reduce" in lanes) != sequence
             assert ({"all_gather_into_tensor", "reduce_scatter_tensor"} <= lanes) == sequence
         assert found[1] < found[0]
-
-
-captured_once = cache(make_unit)
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_captures_measure_nothing_and_leave_the_default_dtype_alone():
 def test_the_best_partition_is_the_best_of_all():
     layout = Layout(1, 3, 1, 4)
     model = replace(TINY, layers=7)
-    unit = make_unit(key(model, layout))
+    unit = captured_once(key(model, layout))
     room = max(static_bytes(model, layout)) + 24_000_000  # early stages must recompute
     cluster = Cluster(CLUSTER.hardware, 3, 8, room, 16)
     with planners() as pool:
@@ -343,7 +343,7 @@ def test_memory_is_that_of_the_layers_there_are(pp, name):
     model = replace(TINY, layers=pp if pp == 8 else 10)
     layout = Layout(1, pp, 1, 1, name)
     cluster = replace(CLUSTER, gpus=pp, memory_bytes=10**10)
-    unit = make_unit(key(model, layout))
+    unit = captured_once(key(model, layout))
     found = evaluate(model, cluster, layout, unit, "none")
     static = static_bytes(model, layout)
     each = saved_bytes(unit.problem, found.stages[0].plan.saved) / unit.blocks
@@ -388,7 +388,7 @@ def test_chunks_of_a_rank_are_what_was_asked_for(chunks):
 
 def test_rows_of_a_v_are_made_for_what_its_stages_take():
     layout = Layout(1, 4, 1, 1, "zero-bubble-v")
-    unit = make_unit(key(TINY, layout))
+    unit = captured_once(key(TINY, layout))
     found = evaluate(TINY, CLUSTER, layout, unit)
     plain = simulate_pipeline(layout.rows(16), found.costs)
     assert found.timeline.step_ns < 0.95 * plain.step_ns
