@@ -11,7 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,8 @@ class Options:
     plan: Plan | None = None
     timeout_s: float = 7.0
     cache: bool | StrPath | None = None
+    # What was measured and planned, so that the same graph met again is not paid for again.
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -428,7 +430,18 @@ def _decide(
     exchange: Exchange | None,
 ) -> Plan:
     """The plan, or Infeasible, the same on every rank."""
-    (plan,) = decided(lambda: (options.plan or _solve(problem, options.solver, choices),), exchange)
+
+    def decide() -> tuple[Plan]:
+        if options.plan is not None:
+            return (options.plan,)
+        key = "plan", problem.trace.digest, options.solver
+        before, plan = options.known.get(key, (None, None))
+        if before != problem:
+            plan = _solve(problem, options.solver, choices)
+            options.known[key] = problem, plan
+        return (plan,)
+
+    (plan,) = decided(decide, exchange)
     return plan
 
 
@@ -471,12 +484,19 @@ def _profiles(
     exchange: Exchange | None,
 ) -> tuple[list[Profile], list[Mapping[str, int]]]:
     """The profiles and measured sizes of all ranks; if one cannot capture, none does."""
+    key = _work(captured, options, primals)
+    known = options.known.get(key)
     if exchange is None:
-        profile, sizes = profile_captured(captured, options, primals)
-        return [profile], [sizes]
+        known = options.known[key] = known or profile_captured(captured, options, primals)
+        return [known[0]], [known[1]]
+    everywhere = b"0" not in exchange.gather("known costs", b"1" if known else b"0")
     try:
-        found = exchange.during("measuring", lambda: profile_captured(captured, options, primals))
-        mine = _pack(*found)
+        if known is None or not everywhere:  # all measure together, or nobody does
+            known = exchange.during(
+                "measuring", lambda: profile_captured(captured, options, primals)
+            )
+            options.known[key] = known
+        mine = _pack(*known)
     except CaptureError as error:
         mine = json.dumps({"failed": [error.reason, error.place]}).encode()
     told = [json.loads(data) for data in exchange.gather("profile", mine)]
@@ -485,6 +505,14 @@ def _profiles(
             reason, place = data["failed"]
             raise CaptureError(f"{reason} (on rank {rank})", place)
     return [_unpack(data) for data in told], [data["sizes"] for data in told]
+
+
+def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -> tuple[Any, ...]:
+    """What costs depend on: the graph by its names, and sizes that it leaves open."""
+    trace = captured.trace
+    sizes = str([tuple(getattr(value, "shape", (value,))) for value in primals or ()])
+    names = tuple(op.name for op in trace.ops)
+    return trace.digest, names, trace.lanes, options.profile, options.hardware, sizes
 
 
 def profile_captured(

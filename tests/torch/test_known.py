@@ -1,0 +1,58 @@
+"""The same graph met again is neither measured nor planned again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overlapc
+from overlapc import planning
+
+
+class Asked:
+    """Counts the calls of what it stands for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.count = 0
+        self.real = getattr(planning, name)
+        monkeypatch.setattr(planning, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.real(*args, **kwargs)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Asked]:
+    torch._dynamo.reset()
+    return {name: Asked(monkeypatch, name) for name in ("profile_captured", "solve")}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+
+
+def test_a_graph_that_is_compiled_again(asked: dict[str, Asked]) -> None:
+    planned: Any = overlapc.optimize(model())
+    for _ in range(2):
+        planned(torch.ones(4, 8)).sum().backward()
+        torch._dynamo.reset()  # as when a guard failed, and the graph came out the same
+    assert len(planned.reports) == 2
+    assert planned.reports[0].plan == planned.reports[1].plan
+    assert {name: each.count for name, each in asked.items()} == {
+        "profile_captured": 1,
+        "solve": 1,
+    }
+    planned(torch.ones(6, 8)).sum().backward()
+    assert asked["profile_captured"].count == 2, "other sizes take other times"
+
+
+def test_another_number_of_microbatches(asked: dict[str, Asked]) -> None:
+    step = overlapc.TrainStep(model(), lambda model, x: model(x).sum())
+    for count in (1, 2, 3):
+        step([(torch.ones(4, 8),)] * count)
+    assert asked["profile_captured"].count == 1
