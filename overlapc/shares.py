@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from overlapc.passes.capture import Captured
     from overlapc.runtime.exchange import Exchange
 
-_LEVELS = 24  # of memory between the least and all, for which a combination is looked for
+_LEVELS = 48  # of memory between the least and all, for which a combination is looked for
 _PLANS = 240  # about how many plans the menus of all graphs hold together
 
 

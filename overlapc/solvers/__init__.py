@@ -162,7 +162,7 @@ def menu(
     needs = Needs(problem.trace)
     steady = simple_plans(problem)
     yield from steady
-    kept = keep_sets(problem, needs, 24)
+    kept = keep_sets(problem, needs, 72)
     yield from (plan_on_demand(problem, storages, solver, needs) for storages in kept)
     if problem.trace.lanes:  # otherwise there is nothing to hide, and no order is faster
         choices = [Choice(plan.saved, plan.recomputed) for plan in steady]
