@@ -75,15 +75,17 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     outcome, rows = _judged(model, cluster, result, args.solver, compared)
     asked = {"command": args.command, "fixed": asdict(fixed), "solver": args.solver}
     document = asked | _document(model, cluster, machine, result, rows, outcome)
-    if args.json:
-        print(json.dumps(document, indent=1), flush=True)
-    else:
-        timeline = None if outcome is None else outcome.timeline
-        print(verdict(model, cluster, machine, result, rows, timeline, args.top), flush=True)
-    if args.out is not None:
-        _write(args.out, document, outcome)
-        if not args.json:
-            print(_written(args.out, outcome is not None))
+    timeline = None if outcome is None else outcome.timeline
+    try:
+        if args.json:
+            print(json.dumps(document, indent=1), flush=True)
+        else:
+            print(verdict(model, cluster, machine, result, rows, timeline, args.top), flush=True)
+    finally:  # whichever of the two cannot be written, the other has the verdict
+        if args.out is not None:
+            _write(args.out, document, outcome)
+    if args.out is not None and not args.json:
+        print(_written(args.out, outcome is not None))
     return result.best is not None
 
 
