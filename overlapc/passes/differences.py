@@ -6,8 +6,8 @@ or Dynamo's, and can only be named:
 - a line that asks whether it is compiled, for it may take another branch then (`asked`);
 - views of one tensor that leave a graph, if there are several graphs: autograd then adds up
   that tensor's gradients in another order (`views_handed_on`);
-- buffers that a checkpointed part of the model changes: in eager once more, in the backward
-  (`changed_twice`).
+- buffers that a checkpointed part of the model changes: in eager once more, in the backward;
+- functions whose gradient or cast PyTorch computes by another formula when it traces (`_FORMULAS`).
 """
 
 from __future__ import annotations
@@ -83,11 +83,21 @@ def _asking(frame: Any) -> str:
 
 # --------------------------------------------------------------------------- of one graph
 
+_NO_ZEROS = "eager's backward is quicker, by another formula, where no factor is zero"
+_FORMULAS = {
+    "prod": _NO_ZEROS,
+    "cumprod": _NO_ZEROS,
+    "bilinear": "under autocast, another formula when it is traced",
+}
+
 
 def differences(graph: fx.GraphModule) -> list[str]:
     """What this graph does not as eager, wherever it is run."""
     found = []
     for node in graph.graph.nodes:
+        name = _name(node)
+        if name in _FORMULAS and _learns(node):
+            found.append(f"{line_of(node)}: {name}: {_FORMULAS[name]}")
         if "checkpoint" in str(node.target) and node.op == "call_function":
             for inner in _inside_of(node):
                 if _changes_an_input(inner):
@@ -122,11 +132,16 @@ def _inside_of(node: fx.Node) -> Iterator[fx.Node]:
 
 def _changes_an_input(node: fx.Node) -> bool:
     inputs = [n for n in node.all_input_nodes if n.op == "placeholder"]
-    name = str(getattr(node.target, "__name__", node.target))
+    name = _name(node)
     if name in ("batch_norm", "instance_norm"):  # (x, mean, variance, weight, bias, training, ...)
         return node.args[1] in inputs and node.args[5] is True
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place and bool(node.args) and node.args[0] in inputs
+
+
+def _name(node: fx.Node) -> str:
+    """Of the function or method of torch's that a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _learns(node: fx.Node) -> bool:

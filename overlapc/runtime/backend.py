@@ -56,13 +56,14 @@ class Backend:
         self._warned = False
         self.differences: list[str] = []  # what may be not as eager, by line of the model
         self.views: list[str] = []  # and what is so if there are several graphs
+        self._cast: list[frozenset[int]] = []  # parameters of each graph under autocast
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = Graph(gm, self.steps)
         traced = example_inputs if are_fake(example_inputs) else ()
         partition = Partition(self, graph, example_inputs)
         self.differences += differences(gm)
-        self.views += views_handed_on(gm)
+        self.views += views_handed_on(gm) + self._cast_again(example_inputs)
         try:
             with busy("tracing"):
                 graph.run = self._counted(self._compile(gm, example_inputs, partition, traced))
@@ -103,6 +104,19 @@ class Backend:
                 inference_compiler=_run_as_ordered,
                 partition_fn=partition,
             )(gm, example_inputs)
+
+    def _cast_again(self, inputs: Sequence[Any]) -> list[str]:
+        """Parameters that eager's autocast casts once for several graphs, and traces once each."""
+        devices = {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
+        if not any(torch.is_autocast_enabled(device) for device in devices & {"cpu", "cuda"}):
+            return []
+        parameters = frozenset(id(t) for t in inputs if isinstance(t, torch.nn.Parameter))
+        # The same ones are the same graph, for other shapes.
+        shared = [one for one in self._cast if one & parameters and one != parameters]
+        self._cast.append(parameters)
+        if not shared:
+            return []
+        return ["a parameter of several graphs under autocast: its gradients are added in float32"]
 
     def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)

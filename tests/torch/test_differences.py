@@ -83,6 +83,31 @@ def test_a_view_that_leaves_a_graph() -> None:
     assert planned(Viewed(), x, False).differences == []
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, shared: bool) -> Tensor:
+        x = self.one(x)
+        torch._dynamo.graph_break()
+        return (self.one(self.two(x)) if shared else self.two(x)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_parameter_of_two_graphs_under_autocast() -> None:
+    found = []
+    for shared in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            model = overlapc.optimize(Tied(), solver="none", profile="estimate")
+            model(torch.randn(3, 8), shared)
+        found.append(model.differences)
+    assert len(found[0]) == 1
+    assert "autocast" in found[0][0]
+    assert found[1] == []
+
+
 def test_a_buffer_that_a_checkpoint_changes() -> None:
     x = torch.randn(2, 3, 8, 8)
     lines = planned(Checkpointed(nn.BatchNorm2d(4)), x).differences
@@ -90,6 +115,21 @@ def test_a_buffer_that_a_checkpoint_changes() -> None:
     assert lines
     assert planned(Checkpointed(nn.GroupNorm(2, 4)), x).differences == []
     assert planned(Checkpointed(nn.BatchNorm2d(4).eval()), x).differences == []
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).prod(-1).sum()
+
+
+def test_a_gradient_by_another_formula() -> None:
+    (line,) = planned(Product(), torch.randn(3, 8)).differences
+    assert "another formula" in line
+    assert "test_differences.py" in line
 
 
 def test_an_ordinary_model_has_none() -> None:
