@@ -116,7 +116,8 @@ def check(seed: int, cache: Path, solver: str = "heu") -> None:
     x = rows()
     whole = exact(lambda: random_model(seed), solver=solver, cache=cache)
     eager, graphs = peak(random_model(seed), x), len(whole.reports)
-    assert peak(whole, x) <= eager * 1.02
+    # What passes from graph to graph may be held longer than between eager's ops.
+    assert peak(whole, x) <= eager * 1.02 + x.nbytes
     with pytest.raises(Infeasible) as caught:
         exact(lambda: random_model(seed), solver=solver, memory_budget=1, cache=cache)
     least = caught.value.smallest_bytes
