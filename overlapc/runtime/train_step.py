@@ -13,6 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -27,6 +28,7 @@ from overlapc.passes.capture import Captured
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
 from overlapc.planning import Options, StepReport, check_solver, plan_step
+from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds
 
@@ -93,6 +95,7 @@ class TrainStep:
             memory_budget, solver, "eager", profile, hardware, None, timeout_s, cache
         )
         self._traced: dict[Any, Traced] = {}  # by code and shapes
+        self._met: set[Any] = set()  # of these, those that ran
         self._plain: set[Any] = set()  # which of these run as plain PyTorch
         self.unchanged: list[str] = []  # why a step, or one of its microbatches, did
         self._reports: dict[tuple[int, str], StepReport] = {}  # by microbatches and digest
@@ -117,7 +120,8 @@ class TrainStep:
         each, key = self._key(microbatches)
         self._step = _Step(len(each), runs=False)
         try:
-            self._traced[key](*each[0].args, **each[0].kwargs)
+            with self._tracing(key):
+                self._traced[key](*each[0].args, **each[0].kwargs)
         except Stop:
             return self.report
         except CaptureError as error:
@@ -167,7 +171,8 @@ class TrainStep:
             return _plainly(self._whole(*given.args, **given.kwargs))
         traced = self._traced[key]
         try:
-            result = traced(*given.args, **given.kwargs)
+            with self._tracing(key):
+                result = traced(*given.args, **given.kwargs)
         except CaptureError as error:
             step.finish()
             result = _plainly(self._whole(*given.args, **given.kwargs))
@@ -179,6 +184,12 @@ class TrainStep:
             return _plainly(result)
         step.finish_alone()
         return _detached(result)
+
+    def _tracing(self, key: Any) -> AbstractContextManager[None]:
+        """The other ranks wait for a rank that is at it, and miss one that is lost meanwhile."""
+        new = key not in self._met
+        self._met.add(key)
+        return busy("tracing") if new else nullcontext()
 
     def _refused(self, key: Any, error: CaptureError) -> None:
         if not isinstance(error, NotOurs):  # that is seen at once, the next time, too
