@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.errors import CaptureError, Infeasible, OptionError
+from overlapc.errors import Infeasible, OptionError
 from overlapc.files import StrPath
 from overlapc.passes.capture import Captured
 from overlapc.passes.joint import mark
@@ -372,17 +372,11 @@ def _check_tied(
 def _sends(module: nn.Module) -> Callable[..., Any]:
     """A stage whose results are sent as they lie in memory."""
 
-    def sends(*args: Any) -> tuple[Tensor, ...]:
+    def sends(*args: Any) -> Any:
         results = module(*args)
         several = results if isinstance(results, (tuple, list)) else (results,)
-        for i, result in enumerate(several):
-            if not isinstance(result, Tensor):
-                raise CaptureError(
-                    f"result {i} is a {type(result).__name__}, expected a tensor, or a tuple of "
-                    "tensors in all"
-                )
-        if not several:
-            raise CaptureError("an empty tuple is returned, expected a tensor or several")
+        if not several or not all(isinstance(result, Tensor) for result in several):
+            return results  # without marks, which is refused
         # Behind the stage each is a tensor of its own: results may be views of one another, be
         # given twice, or only pass through.
         first, *more = several

@@ -274,6 +274,11 @@ def _sent(joint: Joint) -> list[tuple[int, str]]:
         if isinstance(desc, descriptors.PlainAOTOutput)
     }
     marked = [(number, i) for i, number in enumerate(joint.marks) if number is not None]
+    if not marked:
+        raise CaptureError(
+            "it returns something else than tensors; expected a tensor, or a tuple of one or more "
+            "tensors in all"
+        )
     if any(i not in plain for _, i in marked):
         raise CaptureError("a result is a view of an input or a tensor subclass")
     return [(i, plain[i]) for _, i in sorted(marked)]

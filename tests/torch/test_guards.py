@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlapc.errors import CaptureError
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
+from overlapc.solvers.schedules import make_schedule
 from tests.torch.exact import bits, randn
 
 FACTOR = 1.0  # a global that the loss reads
@@ -316,3 +318,14 @@ def alone() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 def test_nor_in_a_pipeline(seed: int, count: int) -> None:
     through_a_pipeline(seed, count)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stage_that_gives_no_tensor_is_refused() -> None:
+    given = [randn(2, 8)]
+    stages = {0: nn.Linear(8, 8), 1: nn.Linear(8, 8)}
+    stages[0].register_forward_hook(lambda module, args, out: {"out": out})
+    schedule = make_schedule("interleaved", 1, 1)
+    pipeline = Pipeline(stages, schedule, 1, F.mse_loss, profile="estimate")
+    with pytest.raises(CaptureError, match="something else than tensors; expected a tensor"):
+        pipeline(given, given)
