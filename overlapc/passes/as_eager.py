@@ -35,6 +35,7 @@ aten = torch.ops.aten
 # Ops that eager runs by kernels of their own, where a trace runs those of torch/_decomp. Batch
 # norm's decomposition stays, for it shows the change of the running statistics.
 _KERNELS = ("dropout", "gru", "lstm", "rnn_tanh", "rnn_relu", "hardshrink", "softshrink")
+_LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _PREFIXES = ("upsample_", "_upsample_")
 
 # What Dynamo is told, so that neither sizes that are data nor RNNs end a graph.
@@ -120,7 +121,7 @@ def _eager_kernels() -> Iterator[None]:
     """Without the Python kernels that stand in for eager's."""
     taken = []
     for name in dir(aten):
-        if name in _KERNELS or name.startswith(_PREFIXES):
+        if name in _KERNELS + _LOSSES or name.startswith(_PREFIXES):
             packet = getattr(aten, name)
             for op in (getattr(packet, overload) for overload in packet.overloads()):
                 for key in _KEYS:

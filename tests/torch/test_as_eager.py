@@ -102,6 +102,10 @@ def noise_on_a_slice(x: Tensor) -> Tensor:
     return x * noise
 
 
+def margin(x: Tensor) -> Tensor:
+    return F.multi_margin_loss(x.flatten(0, 1), torch.zeros(30, dtype=torch.long)) * x
+
+
 def drop_path(x: Tensor) -> Tensor:
     return x * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.7).div_(0.7)
 
@@ -130,6 +134,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "in place on a chunk": lambda: (Called(in_place_on_a_chunk), rows()),
     "in place on a slice": lambda: (Called(in_place_on_a_slice), rows()),
     "noise on a slice": lambda: (Called(noise_on_a_slice), rows()),
+    "multi-margin loss": lambda: (Called(margin), rows()),
     "hardshrink": lambda: (Called(F.hardshrink), rows()),
     "softshrink": lambda: (Called(F.softshrink), rows()),
 }
