@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.files import StrPath, load_plan
@@ -227,6 +228,8 @@ class _Engine:
         with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
             results = self.compiled(*args, **kwargs)
         ran = self.backend.calls > before
+        if not self.backend.reports and not self.backend.unchanged:  # graphs without gradients
+            ran = ran and not any(getattr(t, "requires_grad", False) for t in tree_leaves(results))
         if not ran and self.silent:  # that has been said
             return results
         self.silent = not ran
