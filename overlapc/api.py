@@ -34,6 +34,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # One model may have many graphs, and there may be many models of one class.
 _SETTINGS = {
     **CAPTURE,
+    **joint.GUARDS,
     "recompile_limit": joint.RECOMPILES,
     "accumulated_recompile_limit": 64 * joint.RECOMPILES,
 }

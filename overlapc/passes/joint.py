@@ -38,6 +38,12 @@ NO_GRADIENT = (
     "of which at least one requires one"
 )
 Run = Callable[[dict[str, Any]], Sequence[Any]]
+# Dynamo's settings that leave nothing unguarded: by default it assumes that hooks stay as they are.
+GUARDS = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+}
 _numbers = itertools.count()
 
 
@@ -201,9 +207,7 @@ def _settings() -> dict[str, Any]:
     """Dynamo's, so that it guards all it can, and does not fall silent."""
     return {
         **CAPTURE,
-        "skip_nnmodule_hook_guards": False,
-        "skip_tensor_guards_with_matching_dict_tags": False,
-        "skip_no_tensor_aliasing_guards_on_parameters": False,
+        **GUARDS,
         "allow_unspec_int_on_nn_module": True,  # a counter is no reason to trace at every call
         "recompile_limit": RECOMPILES,
         "accumulated_recompile_limit": RECOMPILES,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import overlapc
 from overlapc.errors import CaptureError
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
@@ -329,3 +330,34 @@ def test_a_stage_that_gives_no_tensor_is_refused() -> None:
     pipeline = Pipeline(stages, schedule, 1, F.mse_loss, profile="estimate")
     with pytest.raises(CaptureError, match="something else than tensors; expected a tensor"):
         pipeline(given, given)
+
+
+HOOKED: dict[str, Callable[[nn.Sequential], Any]] = {
+    "hook": lambda net: net[0].register_forward_hook(lambda _module, _given, out: 3 * out),
+    "hook before": lambda net: net[2].register_forward_pre_hook(lambda _module, x: (x[0] - 1,)),
+    "backward hook": lambda net: net[0].register_full_backward_hook(
+        lambda _module, given, _out: (5 * given[0],)
+    ),
+    "gradient hook": lambda net: net[0].weight.register_hook(lambda gradient: 7 * gradient),
+    "another forward": lambda net: setattr(net[0], "forward", lambda x: 2 * x),
+}
+
+
+# Dynamo has no backward hooks of modules: that one is said, and run as plain PyTorch.
+@pytest.mark.filterwarnings("ignore:overlapc runs the whole model unchanged:RuntimeWarning")
+@pytest.mark.parametrize("change", HOOKED)
+def test_optimize_sees_what_is_hooked_in_after_planning(change: str) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    twin = overlapc.optimize(net, solver="heu")
+    twin(x).sum().backward()
+    HOOKED[change](net)
+
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        for tensor in (x, *net.parameters()):
+            tensor.grad = None
+        model(x).sum().backward()
+        return [x.grad, *[parameter.grad for parameter in net.parameters()]]
+
+    for wanted, found in zip(gradients(net), gradients(twin), strict=True):
+        assert (wanted is None and found is None) or torch.equal(wanted, found)
