@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from tests.torch.exact import bits, leaves, loss_of
 from tests.zoo_public.models import ZOO, Case
 
 STEPS = 2
+_NAMED = re.compile(
+    r'may be not as eager: File "(?P<file>[^"]*)", line (?P<line>\d+), in \S+: (?P<reason>.*)'
+)
 BITWISE, NAMED, PLAIN, SILENT = "bitwise", "named", "plain PyTorch, said so", "SILENT"
 
 
@@ -104,8 +108,18 @@ def _judge(
 
 
 def said_inexact(explained: str) -> str:
-    """The line in which a report names what tracing computes otherwise than eager, or ''."""
-    return next((line for line in explained.splitlines() if "not as eager" in line), "")
+    """What a report says of lines whose trace may give other numbers than eager, or ''."""
+    places: dict[str, list[str]] = {}
+    for line in explained.splitlines():
+        found = _NAMED.match(line)
+        if found is not None:
+            place = f"{found['file'].rpartition('site-packages/')[2]}:{found['line']}"
+            places.setdefault(found["reason"], []).append(place)
+        elif line.startswith("may be not as eager"):
+            places.setdefault(line, [])
+    return "; ".join(
+        f"{reason} ({', '.join(at)})" if at else reason for reason, at in places.items()
+    )
 
 
 def _train(case: Case, model: nn.Module) -> dict[str, Any]:
