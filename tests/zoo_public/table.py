@@ -79,8 +79,8 @@ def page(found: dict[str, list[Outcome]]) -> str:
             "gradients, buffers and random state (`python -m tests.zoo_public.table`; torch "
             f"{torch.__version__.split('+')[0]}, {versions}, CPU). “Named” is a difference that "
             "PyTorch's tracing makes, in lines that the report names, among others that only "
-            "might (`optimize(..., check=True)` says which op it is). “Plain PyTorch” ran unchanged, "
-            "with a warning that says why.",
+            "might (`optimize(..., check=True)` says which op it is). “Plain PyTorch” ran "
+            "unchanged, with a warning that says why.",
             "",
             f"Of {len(every)} trainings: {counts}, {len(others)} anything else.",
             "",
