@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import warnings
 from typing import Any, TypeVar
 
@@ -89,7 +90,11 @@ def optimize(
     check_solver(solver)
     if profile not in ("measure", "estimate"):
         raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
+    if not isinstance(check, bool):
+        raise OptionError(f"check={check!r}: expected True or False")
     if plan is not None and not isinstance(plan, Plan):
+        if not isinstance(plan, (str, os.PathLike)):
+            raise OptionError(f"plan={plan!r}: expected a Plan or the path of a saved one")
         plan = load_plan(plan)
     options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s, cache)
     return _twin(model, options, dynamic, check)
@@ -163,7 +168,8 @@ class Optimized:
         """Lines of the model whose trace may give other numbers than eager, with the reason."""
         backend = _engine(self).backend
         graphs = len(backend.reports) + len(backend.unchanged)
-        return [*dict.fromkeys(backend.differences + (backend.views if graphs > 1 else []))]
+        more = backend.views if graphs > 1 else backend.left_out
+        return [*dict.fromkeys(backend.differences + more)]
 
     @property
     def plan(self) -> Plan:

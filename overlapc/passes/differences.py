@@ -7,6 +7,9 @@ or Dynamo's, and can only be named:
 - views of one tensor that leave a graph, if there are several graphs: autograd then adds up
   that tensor's gradients in another order (`views_handed_on`);
 - buffers that a checkpointed part of the model changes: in eager once more, in the backward;
+- parameters of several reentrant checkpoints: eager adds what each gives to `.grad` one by one;
+- results that a loss may leave out: what only they are made of gets zeros, where eager leaves None
+  (`left_out`);
 - functions whose gradient or cast PyTorch computes by another formula when it traces (`_FORMULAS`).
 """
 
@@ -16,7 +19,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,12 +108,53 @@ def differences(graph: fx.GraphModule) -> list[str]:
                         f"{line_of(inner)}: eager's checkpoint changes a buffer "
                         f"({inner.name}) once more in the backward"
                     )
-    return found
+    return found + _shared_by_reentrant(graph)
+
+
+def _shared_by_reentrant(graph: fx.GraphModule) -> list[str]:
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.kwargs.get("use_reentrant"):
+            for given in node.all_input_nodes:
+                if given.op == "placeholder" and _learns(given):
+                    users.setdefault(given, []).append(node)
+    shared = {node.name: many[-1] for node, many in users.items() if len(many) > 1}
+    return [
+        f"{line_of(user)}: eager's reentrant checkpoints add to the gradient of {name} one by one"
+        for name, user in shared.items()
+    ]
+
+
+def left_out(graph: fx.GraphModule) -> list[str]:
+    """Results that a loss may leave out, and how many inputs feed them but not all results."""
+    results = [n for n in dict.fromkeys(_results(graph)) if isinstance(n, fx.Node) and _learns(n)]
+    feeds: dict[fx.Node, set[fx.Node]] = {}
+    for result in results:
+        front, seen = [result], {result}
+        while front:
+            new = [n for n in front.pop().all_input_nodes if n not in seen]
+            seen.update(new)
+            front += new
+        for node in seen:
+            feeds.setdefault(node, set()).add(result)
+    partly = [
+        node
+        for node, fed in feeds.items()
+        if node.op == "placeholder" and _learns(node) and len(fed) < len(results)
+    ]
+    if not partly:
+        return []
+    named = min(partly, key=lambda node: len(feeds[node]))
+    (result, *_) = feeds[named]
+    return [
+        f"{line_of(result)}: a loss that leaves this result out gives zeros, not None, for the "
+        f"gradient of {named.name}" + (f" and {len(partly) - 1} more" if partly[1:] else "")
+    ]
 
 
 def views_handed_on(graph: fx.GraphModule) -> list[str]:
     """Results that share memory with another result or an input, all of which get gradients."""
-    results = graph.graph.find_nodes(op="output")[0].args[0]
+    results = _results(graph)
     owners = {_storage(n): n for n in graph.graph.find_nodes(op="placeholder") if _learns(n)}
     found = []
     for node in (n for n in results if isinstance(n, fx.Node) and _learns(n)):
@@ -121,6 +165,11 @@ def views_handed_on(graph: fx.GraphModule) -> list[str]:
                 f"{other.name} in another order"
             )
     return found
+
+
+def _results(graph: fx.GraphModule) -> Sequence[Any]:
+    results: Sequence[Any] = graph.graph.find_nodes(op="output")[0].args[0]
+    return results
 
 
 def _inside_of(node: fx.Node) -> Iterator[fx.Node]:

@@ -26,7 +26,7 @@ from overlapc.flags import log
 from overlapc.ir import Plan
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.capture import Captured, line_of, trace_joint
-from overlapc.passes.differences import differences, views_handed_on
+from overlapc.passes.differences import differences, left_out, views_handed_on
 from overlapc.passes.joint import inner_places
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
@@ -56,6 +56,7 @@ class Backend:
         self._warned = False
         self.differences: list[str] = []  # what may be not as eager, by line of the model
         self.views: list[str] = []  # and what is so if there are several graphs
+        self.left_out: list[str] = []  # or only one
         self._cast: list[frozenset[int]] = []  # parameters of each graph under autocast
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -63,6 +64,7 @@ class Backend:
         traced = example_inputs if are_fake(example_inputs) else ()
         partition = Partition(self, graph, example_inputs)
         self.differences += differences(gm)
+        self.left_out += left_out(gm)
         self.views += views_handed_on(gm) + self._cast_again(example_inputs)
         try:
             with busy("tracing"):

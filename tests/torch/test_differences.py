@@ -132,6 +132,45 @@ def test_a_gradient_by_another_formula() -> None:
     assert "test_differences.py" in line
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        return self.one(x), self.two(x)
+
+
+def test_a_result_that_the_loss_may_leave_out() -> None:
+    model = overlapc.optimize(Heads(), solver="none", profile="estimate")
+    model(torch.randn(3, 8))[0].sum().backward()
+    assert model.two.weight.grad is not None  # eager leaves None
+    (line,) = model.differences
+    assert "zeros, not None" in line
+    assert "test_differences.py" in line
+
+
+class Reentrant(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = checkpoint(self.body, x, use_reentrant=True)
+        return x.sum()
+
+
+def test_a_parameter_of_several_reentrant_checkpoints() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    lines = planned(Reentrant(2), x).differences
+    assert len(lines) == 2  # weight and bias
+    assert all("one by one" in line for line in lines)
+    assert planned(Reentrant(1), x).differences == []
+
+
 def test_an_ordinary_model_has_none() -> None:
     body = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = overlapc.optimize(body, solver="none", profile="estimate")

@@ -215,8 +215,15 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("tables", [False, True], ids=["plain", "tables"])
-@pytest.mark.parametrize("ends", [False, True], ids=["input", "embedding"])
+@pytest.mark.parametrize(
+    ("ends", "tables"),
+    [
+        pytest.param(False, False, id="input"),
+        pytest.param(True, True, id="embedding, tables"),
+        pytest.param(False, True, id="input, tables", marks=pytest.mark.slow),
+        pytest.param(True, False, id="embedding", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_full_keeps_what_checkpoint_keeps(block, ends, tables):
     model, x = Stack(block, LAYERS, ends, tables and block is not NoResidual), example(ends)
