@@ -518,10 +518,10 @@ def slow_to_plan(rank: int, ranks: int) -> int:
     dist.init_process_group("gloo")
     if rank:
         real = runtime.plan_step
-        runtime.plan_step = lambda *a, **k: (time.sleep(6), real(*a, **k))[1]
+        runtime.plan_step = lambda *a, **k: (time.sleep(9), real(*a, **k))[1]
     pipeline = Pipeline(
         {rank: make(rank, 1, 0.0)}, "1f1b", 2, loss if rank else None,
-        profile="estimate", timeout_s=2,
+        profile="estimate", timeout_s=5,
     )  # fmt: skip
     found = pipeline(*batches(2))
     dist.barrier()
