@@ -84,7 +84,7 @@ def test_eager_learns_and_checkpointing_changes_nothing(example: str, options: l
     [
         pytest.param("gpt", [], id="gpt"),
         pytest.param("gpt", ["--dtensor"], id="gpt-dtensor", marks=pytest.mark.slow),
-        pytest.param("moe", [], id="moe"),
+        pytest.param("moe", [], id="moe", marks=pytest.mark.slow),
     ],
 )
 def test_overlapc_trains_to_every_digit_as_eager(example: str, options: list[str]) -> None:
