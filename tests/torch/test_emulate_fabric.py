@@ -46,7 +46,7 @@ def on_fabric(rank: int, ranks: int) -> Results:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_operation_matches_real_ranks(ranks: int) -> None:
     for rank, real in enumerate(run_ranks(on_gloo, ranks, timeout_s=120)):
         fabric = on_fabric(rank, ranks)
