@@ -90,19 +90,6 @@ def _attention(kind: str | None) -> dict[str, str]:
     return {} if kind is None else {"attn_implementation": kind}
 
 
-DECODER: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED = {**DECODER, "num_key_value_heads": 2}
 ENCODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -112,6 +99,8 @@ ENCODER: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+DECODER = {**ENCODER, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {**DECODER, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GPT2 = {
     "vocab_size": VOCAB,
