@@ -85,6 +85,11 @@ def optimize(
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"optimize expects an nn.Module, found {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise OptionError(
+            "optimize expects a module of Python code, found a ScriptModule, which torch.compile "
+            "does not trace; pass the module that it was scripted from"
+        )
     if isinstance(model, Optimized):
         raise OptionError("this model is optimized already; pass the original to optimize again")
     check_solver(solver)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 from overlapc.errors import RankError
 
 LOOK_S = 0.5
-_AGAIN = 6  # looks until a block that goes on all the same is interrupted again
 
 
 class Lost(BaseException):
@@ -78,7 +78,6 @@ class _Guard(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        since = _AGAIN
         while not self._over.wait(LOOK_S):
             try:
                 lost = self.found or self._look()
@@ -88,8 +87,9 @@ class _Guard(threading.Thread):
                 if lost is None or self.resting or self._over.is_set():
                     continue
                 self.found = lost
-                if (since := since + 1) > _AGAIN:
-                    since = 0
+                # Python drops what is raised in a finalizer or a weak reference's callback, so a
+                # block that goes on all the same is interrupted again.
+                if not _ends(self._whom):
                     _interrupt(self._whom, Lost)
 
     def rest(self, resting: bool) -> None:
@@ -102,6 +102,15 @@ class _Guard(threading.Thread):
             with contextlib.suppress(Lost), self._lock:
                 self._over.set()
         _interrupt(self._whom, None)
+
+
+def _ends(thread: int) -> bool:
+    """Is the thread cleaning up after a Lost?"""
+    handled = sys._current_exceptions().get(thread)
+    error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+    while error is not None and not isinstance(error, Lost):
+        error = error.__context__
+    return error is not None
 
 
 def _interrupt(thread: int, error: type[BaseException] | None) -> None:

@@ -91,6 +91,13 @@ class Fixed:
                 "chunks=1: expected 2 or more; a rank with one stage runs 1f1b or zero-bubble"
             )
 
+    def __str__(self) -> str:
+        """The decisions as options of the command: `--tp 2 --schedule 1f1b`."""
+        decided = "tp", "pp", "dp", "microbatch", "schedule", "chunks"
+        said = [f"--{key} {getattr(self, key)}" for key in decided if getattr(self, key)]
+        said += [] if self.sequence else ["--no-sequence-parallel"]
+        return " ".join(said) or "any layout"
+
 
 ANY = Fixed()
 

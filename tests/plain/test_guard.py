@@ -1,0 +1,87 @@
+"""A guarded block ends soon after a rank is lost, whatever it does, and cleans up undisturbed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from overlapc.errors import RankError
+from overlapc.runtime import guard
+
+LOST = "rank 1 gives no sign of life"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "LOOK_S", 0.02)
+
+
+class _Swallows:
+    """Python prints what is raised in a finalizer, and goes on."""
+
+    def __del__(self) -> None:
+        _work(0.1)
+
+
+def _work(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def _lost(block: Callable[[], None]) -> RankError:
+    """The error of a block that runs while a rank is lost."""
+    with pytest.raises(RankError, match=LOST) as raised, guard.guarded(lambda: LOST):
+        block()
+    return raised.value
+
+
+def test_a_block_whose_finalizers_swallow_the_interrupt_is_interrupted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    came = []
+
+    def block() -> None:
+        for i in range(3):
+            _Swallows()
+            came.append(i)
+        _work(60.0)
+
+    _lost(block)
+    assert came
+
+
+def test_a_block_that_cleans_up_is_left_alone() -> None:
+    done = []
+
+    def block() -> None:
+        try:
+            _work(60.0)
+        finally:
+            for i in range(20):
+                _work(0.02)
+                done.append(i)
+
+    _lost(block)
+    assert done == list(range(20))
+
+
+def test_what_is_made_of_the_interrupt_is_left_alone_too() -> None:
+    done = []
+
+    def block() -> None:
+        try:
+            _work(60.0)
+        except BaseException as error:
+            try:
+                raise ValueError("as some library wraps it") from error
+            finally:
+                _work(0.2)
+                done.append(True)
+
+    assert isinstance(_lost(block).__cause__, ValueError)
+    assert done
