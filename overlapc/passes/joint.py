@@ -26,6 +26,8 @@ from torch._dynamo.exc import (
 )
 from torch._functorch._aot_autograd import descriptors
 from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.passes.as_eager import CAPTURE, as_eager
@@ -176,6 +178,7 @@ class Traced:
             with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
                 return list(run(state))
 
+        refuse_subclasses(arguments)
         self.differences += differences(graph)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
@@ -339,6 +342,24 @@ def _leaves(
         names = tuple("" if i == made[0] else part for i, part in zip(mine, parts, strict=True))
         found[inputs[made[0]].name] = Leaf(place, meta, names if meta is not None else ())
     return found
+
+
+def refuse_subclasses(arguments: Sequence[Any]) -> None:
+    """Of tensor subclasses AOTAutograd takes those that name the tensors they are made of."""
+    for value in arguments:
+        kind = type(value)
+        if (
+            isinstance(value, Tensor)
+            and not isinstance(value, FakeTensor)
+            and kind is not Tensor
+            and kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+            and not is_traceable_wrapper_subclass(value)
+        ):
+            raise CaptureError(
+                f"it takes a {kind.__module__}.{kind.__qualname__}, a subclass of Tensor that "
+                "torch.compile cannot take apart; expected plain tensors: give it "
+                "`x.as_subclass(torch.Tensor)`"
+            )
 
 
 def is_gradient(node: Any) -> bool:

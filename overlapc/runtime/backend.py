@@ -27,7 +27,7 @@ from overlapc.ir import Plan
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.capture import Captured, line_of, trace_joint
 from overlapc.passes.differences import differences, left_out, views_handed_on
-from overlapc.passes.joint import inner_places
+from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.planning import Options, Report, plan_captured
@@ -67,6 +67,7 @@ class Backend:
         self.left_out += left_out(gm)
         self.views += views_handed_on(gm) + self._cast_again(example_inputs)
         try:
+            refuse_subclasses(example_inputs)
             with busy("tracing"):
                 graph.run = self._counted(self._compile(gm, example_inputs, partition, traced))
             if self.steps.running is None:

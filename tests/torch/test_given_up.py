@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import overlapc
-from overlapc import api
+from overlapc import api, errors
 
 
 class Layer(nn.Module):
@@ -130,3 +130,27 @@ def test_rnns_are_planned(kind: str) -> None:
     model = optimized(Recurrent())
     assert trained(model, 3, 3) == []
     assert len(model.reports) == 1
+
+
+class Named(Tensor):
+    """A subclass of one tensor, as users make them to carry a name along."""
+
+
+def test_a_tensor_subclass_runs_as_plain_pytorch() -> None:
+    model, x = Layer(), torch.randn(2, 8)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with pytest.warns(RuntimeWarning, match=r"takes a .*Named, .*as_subclass"):
+        optimized(model)(x.as_subclass(Named)).sum().backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+    model.zero_grad()
+    step = overlapc.TrainStep(model, lambda model, x: model(x).sum(), profile="estimate")
+    with pytest.warns(RuntimeWarning, match=r"takes a .*Named, .*as_subclass"):
+        step([x.as_subclass(Named)])
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+
+
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(errors.OptionError, match="pass the module that it was scripted"):
+        overlapc.optimize(torch.jit.script(nn.Linear(2, 2)))

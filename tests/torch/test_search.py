@@ -220,8 +220,8 @@ def test_what_does_not_fit_says_what_would():
     assert result.best is None
     least = min(found.smallest_bytes for found in result.tried)
     assert search(TINY, replace(small, memory_bytes=least)).best is not None
-    with pytest.raises(OptionError, match="no layout"):
-        search(TINY, CLUSTER, Fixed(tp=3))
+    with pytest.raises(OptionError, match=r"no layout .* has --tp 3 --no-seq"):
+        search(TINY, CLUSTER, Fixed(tp=3, sequence=False))
 
 
 def test_a_config_of_huggingface(tmp_path):
