@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.multiprocess.spawn import free_port
+from tests.multiprocess.spawn import free_port, processes_that_know_torch
 
 DEAD = "dead"
 
@@ -28,8 +27,7 @@ def launch(
     fn: Callable[[int], Any], world: int, init: str = "", timeout_s: float = 60
 ) -> list[Any]:
     """`fn(rank)` in each process; DEAD for those that ended, or stopped, without an answer."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch.distributed"])
+    server = processes_that_know_torch()
     init = init or f"tcp://127.0.0.1:{free_port()}"
     processes, pipes = [], []
     for rank in range(world):

@@ -12,6 +12,18 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "overlapc.api",
+    "overlapc.runtime.hosted",
+    "overlapc.runtime.pipeline",
+    "overlapc.runtime.train_step",
+    "hypothesis",
+    "pytest",
+]
+
 
 class RankFailed(AssertionError):
     """A rank raised, died or ran out of time; the message says which and how."""
@@ -20,20 +32,20 @@ class RankFailed(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60
 ) -> list[Any]:
-    """`fn(rank, world_size, *args)` in `world_size` fresh processes; their results by rank.
+    """`fn(rank, world_size, *args)` in `world_size` new processes; their results by rank.
 
     `fn` must be importable (top level of a module), and what it takes and gives picklable.
     MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK and WORLD_SIZE are set, so that
     `dist.init_process_group("gloo")` works as it is. The first failure ends all ranks.
     """
-    spawn = multiprocessing.get_context("spawn")
+    server = processes_that_know_torch()
     port = free_port()
     processes, answers = [], {}
     deadline = time.monotonic() + timeout_s
     try:
         for rank in range(world_size):
-            ours, theirs = spawn.Pipe(duplex=False)
-            process = spawn.Process(
+            ours, theirs = server.Pipe(duplex=False)
+            process = server.Process(
                 target=_rank_main, args=(theirs, port, fn, rank, world_size, args), daemon=True
             )
             process.start()
@@ -60,6 +72,14 @@ def run_ranks(
             process.close()
         for pipe in answers:
             pipe.close()
+
+
+def processes_that_know_torch() -> Any:
+    """A context of multiprocessing whose processes are forks of one that has imported what a rank
+    needs, and has run nothing: an import takes seconds."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    return server
 
 
 def _receive(pipe: Connection, rank: int) -> Any:

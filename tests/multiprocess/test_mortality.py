@@ -10,7 +10,6 @@ once, of a stopped one when its own timeout has passed.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import signal
 import statistics
@@ -33,7 +32,7 @@ from examples.gpt.model import GPT, GPTConfig
 from overlapc.errors import RankError
 from tests.multiprocess import test_pipeline
 from tests.multiprocess.mortal import caught
-from tests.multiprocess.spawn import free_port
+from tests.multiprocess.spawn import free_port, processes_that_know_torch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -115,8 +114,7 @@ def attempt(door: str, seed: int) -> Outcome:
     random = Random(seed)
     victim, how = random.randrange(2), random.choice(SIGNALS)
     after_s, while_planning = random.random(), random.random() < 0.7
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__])
+    server = processes_that_know_torch()
     port, pipes, processes = free_port(), [], []
     for rank in range(2):
         ours, theirs = server.Pipe(duplex=False)
