@@ -317,13 +317,15 @@ class Exchange:
         self, watch: _Watch, missing: list[int], present: list[int], topic: str
     ) -> None:
         lost = watch.lost(missing, present, self.rank)
+        waited_s = time.monotonic() - watch.start
+        if lost is not None or (missing and waited_s > self._limit_s):
+            self._raise_if_failed()  # the cause is told rather than that others have left
         if lost is not None:
             raise RankError(
                 f"planning stopped at the step {topic!r}: {lost}; expected an answer of "
                 f"{_named(self.ranks)} within {self._timeout_s:g} s: see the output of that rank "
                 "for why it ended or never came; if it is only late, give a longer timeout"
             )
-        waited_s = time.monotonic() - watch.start
         if missing and waited_s > self._limit_s:
             late = watch.at_work(missing[0])
             raise RankError(
@@ -348,10 +350,9 @@ class Exchange:
         line = self._line
         if line is None:
             return
-        # Still in the round, but nobody should hope for this rank.
-        self._say(IDLE, ())
         text = str(error)
         if isinstance(error, Lost):
+            self._say(IDLE, ())
             return  # the others see it, too
         if not isinstance(error, RankError):
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -365,6 +366,8 @@ class Exchange:
         with contextlib.suppress(RankError):
             if not self._failed:
                 line.call(methodcaller("set", failed, text), self._timeout_s)
+            # Still in the round, but nobody should hope for this rank: who sees that can read why.
+            self._say(IDLE, ())
             until = time.monotonic() + LINGER_S
             count = line.call(methodcaller("add", told, 1), self._timeout_s)
             while count < len(self.ranks) and time.monotonic() < until:
