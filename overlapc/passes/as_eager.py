@@ -38,11 +38,13 @@ _KERNELS = ("dropout", "gru", "lstm", "rnn_tanh", "rnn_relu", "hardshrink", "sof
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _PREFIXES = ("upsample_", "_upsample_")
 
-# What Dynamo is told, so that neither sizes that are data nor RNNs end a graph.
+# What Dynamo is told, so that neither sizes that are data nor RNNs end a graph, and that it traces
+# `addcmul_` and `addcdiv_` as they are.
 CAPTURE = {
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
     "allow_rnn": True,
+    "enable_dynamo_decompositions": False,
 }
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd

@@ -95,6 +95,13 @@ def in_place_on_a_slice(x: Tensor) -> Tensor:
     return one + two
 
 
+def multiplied_on_a_slice(x: Tensor) -> Tensor:
+    made = x * 1
+    made[..., ::2].addcmul_(x[..., ::2].sin(), x[..., 1::2].cos(), value=0.37)
+    made[..., ::2].addcdiv_(x[..., ::2].cos(), x[..., 1::2].exp(), value=0.37)
+    return made
+
+
 def noise_on_a_slice(x: Tensor) -> Tensor:
     noise = torch.zeros_like(x)
     noise[..., 3:].normal_()
@@ -133,6 +140,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "rrelu": lambda: (Called(lambda x: F.rrelu(x, training=True)), rows()),
     "in place on a chunk": lambda: (Called(in_place_on_a_chunk), rows()),
     "in place on a slice": lambda: (Called(in_place_on_a_slice), rows()),
+    "multiplied on a slice": lambda: (Called(multiplied_on_a_slice), rows()),
     "noise on a slice": lambda: (Called(noise_on_a_slice), rows()),
     "multi-margin loss": lambda: (Called(margin), rows()),
     "hardshrink": lambda: (Called(F.hardshrink), rows()),
