@@ -28,6 +28,7 @@ from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.given_up import GivenUp
+from overlapc.runtime.regions import Region
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
 
@@ -42,6 +43,10 @@ _SETTINGS = {
 # Newer releases keep the graphs of each `torch.compile` apart.
 _APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _OF_ITS_OWN: dict[str, Any] = {"isolate_recompiles": True} if _APART else {}
+_CAST_AGAIN = (
+    "several calls in one region of autocast: eager casts a parameter once for all of them and "
+    "adds its gradients in the lower precision, here each call casts it"
+)
 
 
 def optimize(
@@ -223,6 +228,7 @@ class _Engine:
         self.checked: Checked | None = None
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
+        self.region = Region()
         self.backend = Backend(options)
         self.compiled = torch.compile(model, backend=self.backend, dynamic=dynamic, **_OF_ITS_OWN)
 
@@ -237,6 +243,8 @@ class _Engine:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         before = self.backend.calls
+        if self.region.entered_again() and _CAST_AGAIN not in self.backend.differences:
+            self.backend.differences.append(_CAST_AGAIN)
         with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
             results = self.compiled(*args, **kwargs)
         ran = self.backend.calls > before

@@ -177,3 +177,23 @@ def test_an_ordinary_model_has_none() -> None:
     model(torch.randn(2, 3, 8)).sum().backward()
     assert model.differences == []
     assert "not as eager" not in model.explain()
+
+
+def test_calls_in_one_region_of_autocast_are_named() -> None:
+    model: Any = overlapc.optimize(nn.Linear(8, 8), solver="none", profile="estimate")
+    x, clear = torch.randn(4, 8), torch.clear_autocast_cache
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().sum()
+        loss.backward()
+    assert model.differences == []
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = model(x).float().sum() + model(x).float().sum()
+    loss.backward()
+    assert model.differences == []
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().sum() + model(x).float().sum()
+    loss.backward()
+    (found,) = model.differences
+    assert "several calls in one region of autocast" in found
+    assert torch.clear_autocast_cache is clear
