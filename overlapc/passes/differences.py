@@ -10,12 +10,14 @@ or Dynamo's, and can only be named:
 - parameters of several reentrant checkpoints: eager adds what each gives to `.grad` one by one;
 - results that a loss may leave out: what only they are made of gets zeros, where eager leaves None
   (`left_out`);
+- numpy, which Dynamo traces as torch;
 - functions whose gradient or cast PyTorch computes by another formula when it traces (`_FORMULAS`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import sys
 import threading
@@ -99,6 +101,8 @@ def differences(graph: fx.GraphModule) -> list[str]:
     found = []
     for node in graph.graph.nodes:
         name = _name(node)
+        if _is_numpys(node) and not _is_alike(node):
+            found.append(f"{line_of(node)}: {name}: numpy is traced as torch, whose kernels it has")
         if name in _FORMULAS and _learns(node):
             found.append(f"{line_of(node)}: {name}: {_FORMULAS[name]}")
         if "checkpoint" in str(node.target) and node.op == "call_function":
@@ -109,6 +113,19 @@ def differences(graph: fx.GraphModule) -> list[str]:
                         f"({inner.name}) once more in the backward"
                     )
     return found + _shared_by_reentrant(graph)
+
+
+def _is_numpys(node: fx.Node) -> bool:
+    return type(node.target).__name__.startswith("numpy_")
+
+
+def _is_alike(node: fx.Node) -> bool:
+    """Is it made of numbers alone, and used as a number is in these operators?"""
+    return not node.all_input_nodes and all(
+        user.target in (operator.add, operator.mul, operator.sub, operator.truediv)
+        and user.args[1] is node
+        for user in node.users
+    )
 
 
 def _shared_by_reentrant(graph: fx.GraphModule) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -197,3 +198,24 @@ def test_calls_in_one_region_of_autocast_are_named() -> None:
     (found,) = model.differences
     assert "several calls in one region of autocast" in found
     assert torch.clear_autocast_cache is clear
+
+
+class Numpys(nn.Module):
+    """Divides by a root as many models do, and may ask numpy for more."""
+
+    def __init__(self, more: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) / np.sqrt(24)
+        if self.more:
+            x = x + torch.from_numpy(np.cumsum(x.detach().numpy()[0]))
+        return x.square().sum()
+
+
+def test_numpy_is_named_where_it_is_no_number() -> None:
+    x = torch.randn(4, 8)
+    assert planned(Numpys(False), x).differences == []
+    assert any("numpy is traced as torch" in line for line in planned(Numpys(True), x).differences)
