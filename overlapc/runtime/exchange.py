@@ -33,17 +33,11 @@ import contextlib
 import contextvars
 import hashlib
 import json
-import queue
 import threading
 import time
-import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin only from 3.11
-from dataclasses import dataclass, field
-from datetime import timedelta
 from operator import methodcaller
 from types import TracebackType
 from typing import Any, TypeVar
@@ -54,20 +48,26 @@ from torch.distributed.distributed_c10d import _get_default_store
 from overlapc.errors import OptionError, RankError
 from overlapc.progress import doing
 from overlapc.runtime.guard import Lost, guarded, unguarded
+from overlapc.runtime.line import (
+    BEAT_S,
+    IDLE,
+    TIMEOUT_S,
+    Line,
+    has_peers,
+    line_to,
+    own_rank,
+    present,
+)
+from overlapc.runtime.watch import Watch, look_after
 
 T = TypeVar("T")
 
-PREFIX = "overlapc/1"
 # TCPStore drops the connection of a client that sends a value above 8 MiB.
 CHUNK_BYTES = 1 << 20
-BEAT_S = 1.0
 # How long a rank that failed stays for the others to read why: its process may host the store.
 LINGER_S = 0.5
-# With beats each second and LINGER_S, 7 s keep every rank's error within 10 s of a death.
-TIMEOUT_S = 7.0
 LIMIT_S = 600.0
-IDLE, PLANNING = "idle", "planning"
-_MANY = 32  # ranks of which each can look after all others
+PLANNING = "planning"
 
 
 class Exchange:
@@ -87,7 +87,7 @@ class Exchange:
         rank: int | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
-        self.rank = _own_rank() if rank is None else rank
+        self.rank = own_rank() if rank is None else rank
         if self.rank not in self.ranks or len(set(self.ranks)) < len(self.ranks):
             raise OptionError(
                 f"ranks={list(self.ranks)} on rank {self.rank}: expected distinct global ranks "
@@ -101,9 +101,9 @@ class Exchange:
         self.leader = self.ranks[0]
         self._timeout_s = timeout_s
         self._limit_s = limit_s
-        self._line: _Line | None = None
-        if len(self.ranks) > 1 and (store is not None or _has_peers()):
-            self._line = _line(_get_default_store() if store is None else store, self.rank)
+        self._line: Line | None = None
+        if len(self.ranks) > 1 and (store is not None or has_peers()):
+            self._line = line_to(_get_default_store() if store is None else store, self.rank)
         self._step_number = 0
         self._failed = False
         self._exits = contextlib.ExitStack()
@@ -114,7 +114,7 @@ class Exchange:
             number = self._line.history.rounds[self._group]
             self._line.history.rounds[self._group] += 1
             self._round = f"{self._group}/{number}"
-            look = _look_after(self._line, self.ranks, self.rank, self._timeout_s)
+            look = look_after(self._line, self.ranks, self.rank, self._timeout_s)
             self._exits.enter_context(guarded(look))
             self._say = self._exits.enter_context(self._line.busy(PLANNING))
         return self
@@ -253,7 +253,7 @@ class Exchange:
         """The values under `keys`; None where there is none yet."""
         assert self._line is not None
         values: list[bytes | None] = []
-        records = self._line.call(lambda store: _present(store, keys), self._timeout_s)
+        records = self._line.call(lambda store: present(store, keys), self._timeout_s)
         for key, record in zip(keys, records, strict=True):
             if record is None:
                 values.append(None)
@@ -284,7 +284,7 @@ class Exchange:
         self, topic: str, keys: dict[int, str], work: Future[Any] | None
     ) -> dict[int, bytes]:
         assert self._line is not None
-        watch = _Watch(self._line, self._timeout_s)
+        watch = Watch(self._line, self._timeout_s)
         got: dict[int, bytes] = {}
         pause_s = 0.002
         while True:
@@ -314,7 +314,7 @@ class Exchange:
             pause_s = min(pause_s * 1.5, 0.2)
 
     def _raise_if_hopeless(
-        self, watch: _Watch, missing: list[int], present: list[int], topic: str
+        self, watch: Watch, missing: list[int], present: list[int], topic: str
     ) -> None:
         lost = watch.lost(missing, present, self.rank)
         waited_s = time.monotonic() - watch.start
@@ -339,7 +339,7 @@ class Exchange:
     def _raise_if_failed(self) -> None:
         assert self._line is not None
         record = self._line.call(
-            lambda store: _present(store, [f"{self._round}/failed"]), self._timeout_s
+            lambda store: present(store, [f"{self._round}/failed"]), self._timeout_s
         )[0]
         if record is not None:
             self._failed = True
@@ -379,328 +379,14 @@ class Exchange:
 def busy(phase: str) -> Iterator[None]:
     """While the block runs, others see that this rank works towards a round, and wait for it; and
     so does somebody at a terminal, if it takes long."""
-    if not _has_peers():
-        with doing(phase, _own_rank()):
+    if not has_peers():
+        with doing(phase, own_rank()):
             yield
         return
-    line, rank = _line(_get_default_store(), dist.get_rank()), dist.get_rank()
-    look = _look_after(line, range(dist.get_world_size()), rank, TIMEOUT_S)
+    line, rank = line_to(_get_default_store(), dist.get_rank()), dist.get_rank()
+    look = look_after(line, range(dist.get_world_size()), rank, TIMEOUT_S)
     with guarded(look), line.busy(phase), doing(phase, rank):
         yield
-
-
-def _look_after(
-    line: _Line, ranks: Sequence[int], rank: int, timeout_s: float
-) -> Callable[[], str | None]:
-    """A function that says which of the ranks is lost: one that was at work and whose beat has
-    stood still for `timeout_s`. Of many ranks each looks after some."""
-    others = [other for other in ranks if other != rank]
-    if len(others) > _MANY:
-        at, count = list(ranks).index(rank), len(ranks)
-        steps = [2**k for k in range(count.bit_length()) if 2**k < count]
-        others = sorted({ranks[(at + step) % count] for step in (*steps, *(-s for s in steps))})
-    watch = _Watch(line, timeout_s)
-
-    def look() -> str | None:
-        lost = watch.stands_still(others)
-        return lost and (
-            f"rank {rank} stopped planning: {lost} for {timeout_s:g} s; expected all ranks to live "
-            "while others plan: see the output of that rank for why it ended"
-        )
-
-    return look
-
-
-# Who is alive
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank last said of itself. `count` grows while it is busy; an idle rank is silent."""
-
-    count: int
-    phase: str
-    waits_for: tuple[int, ...] = ()
-
-    def text(self) -> str:
-        return json.dumps([self.count, self.phase, self.waits_for])
-
-    @staticmethod
-    def parse(text: bytes) -> Beat:
-        count, phase, waits_for = json.loads(text)
-        return Beat(count, phase, tuple(waits_for))
-
-
-@dataclass(slots=True)
-class _Seen:
-    """A rank as this rank saw it: its beat, when that last moved, and when it last gave hope."""
-
-    beat: Beat | None
-    moved: float
-    hope: float
-
-
-class _Watch:
-    """What one rank knows of the others' beats during one step, on its own clock."""
-
-    def __init__(self, line: _Line, timeout_s: float) -> None:
-        self.start = time.monotonic()
-        self._line = line
-        self._timeout_s = timeout_s
-        self._seen: dict[int, _Seen] = {}
-        self._looked: set[int] = set()
-        self._next_look = self.start
-
-    def lost(self, missing: list[int], present: list[int], rank: int) -> str | None:
-        """Why the round cannot go on, or None.
-
-        A missing rank must be on its way; one that is present must only live.
-        """
-        now = time.monotonic()
-        if now < self._next_look:
-            return None
-        self._next_look = now + BEAT_S / 4
-        self._looked.clear()
-        self._look([*missing, *present])
-        signs = [self._sign(other, (rank,)) for other in missing]
-        signs += [(self._seen[other].moved, self._still(other)) for other in present]
-        when, what = min(signs)
-        # `now` is from before the look: if it was this process that stood still, all moved since.
-        return what if now - when > self._timeout_s else None
-
-    def stands_still(self, ranks: list[int]) -> str | None:
-        """Which of the ranks was at work and gives no sign of life any more, or None."""
-        now = time.monotonic()
-        self._looked.clear()
-        self._look(ranks)
-        for rank in ranks:
-            seen = self._seen[rank]
-            at_work = seen.beat is not None and seen.beat.phase != IDLE
-            # A beat may be as old when it is seen, and who is told of it needs a moment, too.
-            if at_work and now - seen.moved > self._timeout_s - BEAT_S:
-                return self._still(rank)
-        return None
-
-    def at_work(self, rank: int) -> int:
-        """Whom `rank` waits for in the end, as last seen; itself if it works."""
-        path = [rank]
-        while (seen := self._seen.get(path[-1])) and seen.beat and seen.beat.waits_for:
-            if seen.beat.waits_for[0] in path:
-                break
-            path.append(seen.beat.waits_for[0])
-        return path[-1]
-
-    def phase(self, rank: int) -> str:
-        beat = self._seen[rank].beat if rank in self._seen else None
-        return beat.phase if beat is not None else "not seen yet"
-
-    def _sign(self, rank: int, path: tuple[int, ...]) -> tuple[float, str]:
-        """When there was last a sign that `rank` will come, and what is wrong if that is old."""
-        self._look([rank])
-        seen = self._seen[rank]
-        if seen.beat is None:
-            return seen.hope, f"rank {rank} has not begun to plan (missing, or not there yet)"
-        if seen.beat.phase == IDLE:
-            return seen.hope, f"rank {rank} is not planning (no such graph there, or it ended)"
-        signs = [(seen.moved, self._still(rank))]
-        for other in seen.beat.waits_for:
-            if other in path:
-                cycle = " and ".join(f"rank {r}" for r in (*path[path.index(other) :], rank))
-                signs.append((seen.hope, f"{cycle} wait for each other at different steps"))
-            elif len(path) < 8:
-                signs.append(self._sign(other, (*path, rank)))
-        seen.hope = max(seen.hope, min(signs)[0])
-        return min(signs)
-
-    def _still(self, rank: int) -> str:
-        return f"rank {rank} gives no sign of life (last seen {self.phase(rank)})"
-
-    def _look(self, ranks: list[int]) -> None:
-        """Read the beats of `ranks` that were not read in this look."""
-        ranks = [rank for rank in ranks if rank not in self._looked]
-        if not ranks:
-            return
-        self._looked.update(ranks)
-        records = self._line.call(
-            lambda store: _present(store, [f"beat/{rank}" for rank in ranks]), self._timeout_s
-        )
-        now = time.monotonic()
-        for rank, record in zip(ranks, records, strict=True):
-            beat = None if record is None else Beat.parse(record)
-            if rank not in self._seen:
-                # First seen now, but it may stand still since the wait began.
-                self._seen[rank] = _Seen(beat, self.start, self.start)
-                continue
-            seen = self._seen[rank]
-            if beat is not None and beat != seen.beat:
-                self._seen[rank] = _Seen(beat, now, seen.hope)
-
-
-# This rank's line to the store
-
-
-@dataclass(slots=True)
-class _History:
-    """What must outlive a broken line: the number of rounds and the keys left, by group."""
-
-    rounds: Counter[str] = field(default_factory=Counter)
-    written: dict[str, list[str]] = field(default_factory=dict)
-
-
-class _Line:
-    """One rank's connection to the store, on a daemon thread that also sends its beat.
-
-    A TCPStore call blocks for ever when the host is stopped or cut off, and one connection
-    serves one thread at a time. So only this thread calls the store, on a connection of its own,
-    and a caller waits for the thread with a time limit. After an error the line stays broken.
-    """
-
-    def __init__(self, store: Any, rank: int, history: _History) -> None:
-        self.history = history
-        self.broken: RankError | None = None
-        self._rank = rank
-        self._where = _address(store)
-        self._phases: list[tuple[str, tuple[int, ...]]] = [(IDLE, ())]
-        self._said: tuple[str, tuple[int, ...]] | None = None
-        self._requests: queue.SimpleQueue[Callable[[Any], object] | None] = queue.SimpleQueue()
-        # The thread must not keep `store` alive: it is closed when its process group goes.
-        self._store = [store]
-        self._thread = threading.Thread(target=self._run, name="overlapc-exchange", daemon=True)
-        self._thread.start()
-
-    def call(self, request: Callable[[Any], T], within_s: float) -> T:
-        """The result of `request(store)`; RankError when the store fails or does not answer."""
-        answer: Future[T] = Future()
-
-        def run(store: Any) -> None:
-            try:
-                answer.set_result(request(store))
-            except BaseException as error:
-                answer.set_exception(error)
-                raise
-
-        self.send(run)
-        until = time.monotonic() + within_s
-        while self.broken is None:
-            left_s = until - time.monotonic()
-            try:
-                return answer.result(max(0.0, min(left_s, 0.1)))
-            except FutureTimeoutError:
-                if left_s <= 0:
-                    self._break(f"did not answer for {within_s:g} s")
-            except Exception as error:
-                self._break(f"failed ({_first_line(error)})", error)
-        raise RankError(str(self.broken)) from self.broken.__cause__
-
-    def send(self, request: Callable[[Any], object]) -> None:
-        """Have the thread run `request(store)`; an error breaks the line."""
-        self._requests.put(request)
-
-    @contextlib.contextmanager
-    def busy(self, phase: str) -> Iterator[Callable[[str, tuple[int, ...]], None]]:
-        """Beat as `phase` while the block runs; what it yields changes phase and waits_for."""
-        self._phases.append((phase, ()))
-        place = len(self._phases) - 1
-        self.send(_nothing)
-
-        def say(phase: str, waits_for: tuple[int, ...]) -> None:
-            # Eight are enough: of all the ranks one waits for, none may be lost.
-            state = (phase, waits_for[:8])
-            if self._phases[place] != state:
-                self._phases[place] = state
-                self.send(_nothing)
-
-        try:
-            yield say
-        finally:
-            del self._phases[place:]
-            self.send(_nothing)
-
-    def close(self) -> None:
-        self._requests.put(None)
-        # A daemon thread inside a C++ call while the interpreter ends can abort the process.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
-
-    def _run(self) -> None:
-        store: Any = None
-        count = 0
-        last = 0.0
-        try:
-            store = dist.PrefixStore(PREFIX, self._store.pop().clone())
-            store.set_timeout(timedelta(seconds=TIMEOUT_S))
-            while True:
-                try:
-                    request = self._requests.get(timeout=self._rest_s(last))
-                except queue.Empty:
-                    request = _nothing
-                if request is None:
-                    return
-                request(store)
-                state = self._phases[-1]
-                if state != self._said or self._rest_s(last) == 0:
-                    count += 1
-                    last = time.monotonic()
-                    store.set(f"beat/{self._rank}", Beat(count, *state).text())
-                    self._said = state
-        except BaseException as error:
-            self._break(f"failed ({_first_line(error)})", error)
-
-    def _rest_s(self, last: float) -> float | None:
-        """How long until the next beat is due; None, never, for an idle rank."""
-        if self._phases[-1][0] == IDLE:
-            return None
-        return max(0.0, last + BEAT_S - time.monotonic())
-
-    def _break(self, what: str, cause: BaseException | None = None) -> None:
-        if self.broken is None:
-            broken = RankError(
-                f"rank {self._rank} cannot plan with the others: the process group's store "
-                f"{self._where} {what}; expected it to live as long as the run: the process that "
-                "holds it (rank 0, or torchrun's agent) has ended or is cut off; see its output"
-            )
-            broken.__cause__ = cause
-            self.broken = broken
-
-
-_lines: weakref.WeakKeyDictionary[Any, dict[int, _Line]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def _line(store: Any, rank: int) -> _Line:
-    """The line of `rank` to `store`, made anew when there is none or it broke."""
-    with _lock:
-        lines = _lines.setdefault(store, {})
-        line = lines.get(rank)
-        if line is None or line.broken is not None:
-            line = _Line(store, rank, _History() if line is None else line.history)
-            # Runs when the process group drops the store, and at the latest at exit.
-            weakref.finalize(store, line.close)
-            lines[rank] = line
-        return line
-
-
-def _has_peers() -> bool:
-    """Whether other processes (or threads) are in the default group; the fake backend has none."""
-    return (
-        dist.is_available()
-        and dist.is_initialized()
-        and dist.get_world_size() > 1
-        and dist.get_backend() != "fake"
-    )
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _present(store: Any, keys: list[str]) -> list[bytes | None]:
-    """The records under `keys`, without waiting for those that are not there."""
-    return [store.get(key) if store.check([key]) else None for key in keys]
-
-
-def _nothing(store: Any) -> None:
-    """A request that only wakes the thread, which then says its changed state."""
 
 
 def _start(make: Callable[[], T]) -> Future[T]:
@@ -722,17 +408,3 @@ def _named(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:16])
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def _address(store: Any) -> str:
-    """`TCPStore host:port` or `FileStore path`, as far as the store tells."""
-    store = getattr(store, "_underlying_non_prefix_store", store)
-    place = getattr(store, "path", None) or (
-        f"{store.host}:{store.port}" if hasattr(store, "port") else ""
-    )
-    return f"{type(store).__name__} {place}".rstrip()
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import Infeasible, OptionError, RankError
-from overlapc.runtime.exchange import TIMEOUT_S, Exchange, busy
+from overlapc.runtime.exchange import Exchange, busy
+from overlapc.runtime.line import TIMEOUT_S
 from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import free_port
 
