@@ -1,0 +1,101 @@
+"""The command line: `overlapc COMMAND`. Data goes to stdout, talk to stderr.
+
+Exit codes: 0 good, 1 nothing fits or a check failed, 2 wrong use. Each file beside this one
+declares the arguments of a few commands and runs them. What needs torch is imported when a command
+needs it, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+from overlapc import __version__
+from overlapc.cli.lists import declare_hardware, declare_models
+from overlapc.cli.measuring import declare_profile, declare_verify
+from overlapc.cli.plan_files import declare_diff, declare_explain, declare_plan
+from overlapc.cli.report import declare_report
+from overlapc.cli.search import declare_search
+from overlapc.cli.shared import FAILED, GOOD, USAGE, say
+from overlapc.cli.timelines import declare_show, declare_simulate
+from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule, OverlapcError
+
+__all__ = ["FAILED", "GOOD", "USAGE", "main"]
+
+_COMMANDS = (  # in the order of --help
+    declare_search,
+    declare_models,
+    declare_hardware,
+    declare_explain,
+    declare_plan,
+    declare_diff,
+    declare_simulate,
+    declare_report,
+    declare_verify,
+    declare_profile,
+    declare_show,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    parser = _parser()
+    for stream in (sys.stdout, sys.stderr):  # no name in a file is a reason to fall over
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as ended:  # argparse has said why
+        return int(ended.code or 0)
+    try:
+        args.command = shlex.join(["overlapc", *(sys.argv[1:] if argv is None else argv)])
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except (Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule) as error:
+        say(f"overlapc: {error}")
+        return FAILED
+    except OverlapcError as error:
+        say(f"overlapc: {error}")
+        return USAGE
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _write_no_more()
+        return GOOD
+    except OSError as error:  # most often a full disk behind `> file`
+        _write_no_more()
+        say(f"overlapc: {error}; expected to read and write: free space, or name another file")
+        return FAILED
+    except KeyboardInterrupt:
+        say("overlapc: interrupted")
+        return FAILED
+
+
+def _write_no_more() -> None:
+    """Drop what is still in stdout's buffer: it must not fail again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="overlapc",
+        description="Which parallel layout, schedule and overlap plan trains a model fastest.",
+        epilog="Every figure is predicted unless it says measured. A GB is 10^9 bytes, everywhere.",
+    )
+    parser.add_argument("--version", action="version", version=f"overlapc {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], what: str
+    ) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=what, description=what)
+        found.set_defaults(run=run)
+        found.add_argument("--json", action="store_true", help="print JSON instead of text")
+        return found
+
+    for declare in _COMMANDS:
+        declare(command)
+    return parser

@@ -1,0 +1,67 @@
+"""The commands that list presets: `overlapc models` and `overlapc hardware`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from overlapc.cli.shared import GOOD, Declare, print_table
+
+
+def declare_models(command: Declare) -> None:
+    command("models", _models, "list the model presets")
+
+
+def declare_hardware(command: Declare) -> None:
+    command("hardware", _hardware, "list the hardware profiles")
+
+
+def _models(args: argparse.Namespace) -> int:
+    from overlapc.search.models import PRESETS
+
+    if args.json:
+        print(json.dumps({name: asdict(model) for name, model in PRESETS.items()}, indent=1))
+        return GOOD
+    rows: list[tuple[str, ...]] = []
+    rows.append(("model", "parameters", "layers", "width", "heads", "seq", "experts", "source"))
+    for model in PRESETS.values():
+        experts = f"{model.experts}, top {model.top_k}" if model.experts else "-"
+        rows.append(
+            (
+                model.name,
+                f"{model.parameters() / 1e9:.1f}B",
+                *map(str, (model.layers, model.width, model.heads, model.seq)),
+                experts,
+                model.source,
+            )
+        )
+    print_table(rows)
+    return GOOD
+
+
+def _hardware(args: argparse.Namespace) -> int:
+    from overlapc.profiler.hardware import known_hardware, load_hardware
+
+    machines = {name: load_hardware(name) for name in known_hardware()}
+    if args.json:
+        found = {
+            name: {"status": m.status, "memory_bytes": m.memory_bytes, "sources": dict(m.sources)}
+            for name, m in machines.items()
+        }
+        print(json.dumps(found, indent=1))
+        return GOOD
+    rows = [("hardware", "TFLOP/s", "memory", "a node", "between GPUs", "trust")]
+    for name, m in machines.items():
+        rows.append(
+            (
+                name,
+                f"{max(m.peak_flops.values()) / 1e12:.0f}",
+                f"{m.memory_bytes / 1e9:.0f} GB",
+                str(m.gpus_per_node),
+                f"{m.intra.bytes_per_s / 1e9:.0f} GB/s",
+                m.status,
+            )
+        )
+    print_table(rows)
+    return GOOD

@@ -1,0 +1,67 @@
+"""What the commands share: exit codes, kinds of arguments, and how they print.
+
+Nothing here imports torch, nor what takes long: `--help` declares the arguments of every command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from overlapc.errors import OptionError
+from overlapc.files import printable
+from overlapc.report.table import table
+
+GOOD, FAILED, USAGE = 0, 1, 2
+_MOST = 1_000_000
+
+# Declares a command by its name, what runs it and one line of help; returns its argument parser.
+Declare = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+
+def positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 0 < number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 1 to {_MOST}")
+    return number
+
+
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= _MOST:  # NaN neither
+        raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0 and at most {_MOST}")
+    return number
+
+
+def bytes_or_text(text: str) -> int | str:
+    """A budget as the user wrote it: bytes, where it is a whole number."""
+    return int(text) if text.strip().isdigit() and len(text) < 20 else text
+
+
+def can_write(path: Path | None) -> None:
+    """Raise if the folder of `path` is missing: better before the work than after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise OptionError(
+            f"--out {path}: there is no folder {path.absolute().parent}; make it first"
+        )
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    print("\n".join(table(rows)))
+
+
+def print_text(text: str) -> None:
+    """Print text with the names that files give, whatever these hold."""
+    print("\n".join(map(printable, text.split("\n"))))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

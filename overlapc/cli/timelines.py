@@ -1,0 +1,92 @@
+"""The commands that run a plan or a schedule in the simulator: `overlapc simulate` and `show`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from overlapc.cli.shared import GOOD, Declare, positive, print_text
+from overlapc.errors import FileError, OptionError
+
+
+def declare_simulate(command: Declare) -> None:
+    simulate = command("simulate", _simulate, "run a plan or a schedule in the simulator")
+    simulate.add_argument("file", help="a problem file, or a schedule file")
+    simulate.add_argument("plan", nargs="?", help="the plan, for a problem")
+    simulate.add_argument(
+        "--costs", type=Path, help="for a schedule: JSON, a list of stages' costs"
+    )
+    simulate.add_argument("--trace", type=Path, help="write a Perfetto trace here")
+
+
+def declare_show(command: Declare) -> None:
+    show = command("show", _show, "draw a plan's or a schedule's timeline as text")
+    show.add_argument("file", help="a problem file, or a schedule file")
+    show.add_argument("plan", nargs="?", help="the plan, for a problem")
+    show.add_argument("--columns", type=positive, default=100)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from overlapc.files import write_file
+    from overlapc.pipeline import PipelineTimeline, describe
+    from overlapc.report.trace import chrome_trace, pipeline_json
+
+    timeline = _timeline(args)
+    if args.trace is not None:
+        write_file(args.trace, json.dumps(chrome_trace(timeline)))
+    if isinstance(timeline, PipelineTimeline):
+        print(json.dumps(pipeline_json(timeline), indent=1) if args.json else describe(timeline))
+        return GOOD
+    keys = ("step_ns", "phase_ns", "exposed_ns", "comm_ns", "recompute_ns", "peak_bytes")
+    found = {key: getattr(timeline, key) for key in keys}
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(f"{key:13} {value}" for key, value in found.items()))
+    return GOOD
+
+
+def _show(args: argparse.Namespace) -> int:
+    from overlapc.pipeline import PipelineTimeline
+    from overlapc.report.picture import picture
+    from overlapc.report.trace import chrome_trace
+
+    timeline = _timeline(args)
+    if args.json:
+        print(json.dumps(chrome_trace(timeline)))
+    elif isinstance(timeline, PipelineTimeline):
+        print(timeline.picture(args.columns))
+    else:
+        print_text(picture(timeline, args.columns))
+    return GOOD
+
+
+def _timeline(args: argparse.Namespace) -> Any:
+    """The timeline of the plan of a problem, or of a schedule with its stages' costs."""
+    from overlapc.files import load_plan, load_problem, read_json, read_text
+    from overlapc.pipeline import StageCost, simulate_pipeline
+    from overlapc.report.explain import report_on
+    from overlapc.schedule import parse_schedule
+
+    if args.plan is not None:
+        return report_on(load_problem(args.file), load_plan(args.plan), args.plan).timeline
+    schedule = parse_schedule(read_text(args.file, "schedule"))
+    costs = [StageCost(1, 1, 1)] * schedule.stages
+    if getattr(args, "costs", None) is not None:
+        try:
+            costs = [_stage_cost(stage) for stage in read_json(args.costs, "costs")]
+        except (FileError, ValueError, TypeError, AttributeError) as error:
+            raise OptionError(
+                f"--costs {args.costs}: {error}; expected a JSON list with an object for each "
+                'stage: {"forward_ns": 1, "input_ns": 1, "weight_ns": 1}'
+            ) from None
+    return simulate_pipeline(schedule, costs)
+
+
+def _stage_cost(given: dict[str, Any]) -> Any:
+    from overlapc.pipeline import StageCost
+
+    working = tuple((str(kind), int(size)) for kind, size in given.get("working", ()))
+    return StageCost(**{**given, "working": working})
