@@ -44,7 +44,9 @@ from examples.common import Text, checkpoint_blocks, leave, measure_exposed, sam
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.passes.capture import Captured
-from overlapc.planning import Options, Report, plan_captured
+from overlapc.planning.options import Options
+from overlapc.planning.report import Report
+from overlapc.planning.road import plan_captured
 from overlapc.profiler.measure import retime
 from overlapc.profiler.memory import measure_peak
 from overlapc.simulate import simulate

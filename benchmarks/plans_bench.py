@@ -46,7 +46,8 @@ from examples.common import checkpoint_blocks, leave, same, say
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
 from overlapc.passes.capture import Captured
-from overlapc.planning import Options, plan_captured
+from overlapc.planning.options import Options
+from overlapc.planning.road import plan_captured
 from overlapc.profiler.measure import retime
 from overlapc.simulate import simulate
 from overlapc.solvers import FIELD, solve

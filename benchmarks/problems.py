@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from overlapc.ir import Problem
-from overlapc.planning import eager_timeline
+from overlapc.planning.problem import eager_timeline
 from overlapc.solvers import smallest_bytes
 from overlapc.text import format_problem
 
@@ -145,7 +145,7 @@ def captured(stage: Stage) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def costed(stage: Stage, hardware: str) -> Problem:
-    from overlapc.planning import formulate
+    from overlapc.planning.problem import formulate
     from overlapc.profiler.estimate import estimate
     from overlapc.profiler.hardware import load_hardware
 

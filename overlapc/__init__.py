@@ -22,7 +22,7 @@ from overlapc.simulate import simulate
 
 if TYPE_CHECKING:
     from overlapc.api import capture, optimize, plan, rewrite
-    from overlapc.planning import Report
+    from overlapc.planning.report import Report
     from overlapc.runtime.hosted import PipelineSchedule
     from overlapc.runtime.pipeline import Pipeline
     from overlapc.runtime.train_step import TrainStep
@@ -36,7 +36,7 @@ _LATER = {
     "Pipeline": "overlapc.runtime.pipeline",
     "PipelineSchedule": "overlapc.runtime.hosted",
     "Repeats": "overlapc.search.own",
-    "Report": "overlapc.planning",
+    "Report": "overlapc.planning.report",
     "TrainStep": "overlapc.runtime.train_step",
     "capture": "overlapc.api",
     "load_search": "overlapc.search.chosen",

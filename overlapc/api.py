@@ -23,7 +23,9 @@ from overlapc.passes.as_eager import CAPTURE
 from overlapc.passes.capture import Captured
 from overlapc.passes.differences import asked
 from overlapc.passes.rewrite import rewrite
-from overlapc.planning import Options, Report, check_solver, plan_captured
+from overlapc.planning.options import Options, check_solver
+from overlapc.planning.report import Report
+from overlapc.planning.road import plan_captured
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy

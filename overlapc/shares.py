@@ -18,15 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
-from overlapc.planning import (
-    Options,
-    Report,
-    agreed,
-    decided,
-    judged,
-    parse_budget,
-    tangent_bytes,
-)
+from overlapc.planning.agreement import agreed, decided
+from overlapc.planning.options import Options, parse_budget
+from overlapc.planning.problem import tangent_bytes
+from overlapc.planning.report import Report
+from overlapc.planning.road import judged
 from overlapc.simulate import RNG_STATE_BYTES, saved_bytes, simulate
 from overlapc.solvers import FIELD, menu, simple_plans
 from overlapc.solvers.choice import Needs, plan_on_demand

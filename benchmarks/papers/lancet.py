@@ -28,7 +28,7 @@ from benchmarks.lab import write_results
 from benchmarks.problems import MOE_SHAPES, Stage, captured
 from overlapc.ir import Plan, Problem, Timeline, issue
 from overlapc.merge import merge
-from overlapc.planning import eager_timeline, formulate
+from overlapc.planning.problem import eager_timeline, formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.simulate import simulate

@@ -75,7 +75,7 @@ def _figures(report: Any) -> dict[str, Any]:
 
 def _plan(args: argparse.Namespace) -> int:
     from overlapc.files import load_problem, write_file
-    from overlapc.planning import check_solver, parse_budget
+    from overlapc.planning.options import check_solver, parse_budget
     from overlapc.progress import doing
     from overlapc.report.explain import report_on
     from overlapc.solvers import solve

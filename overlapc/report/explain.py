@@ -14,12 +14,13 @@ from overlapc.simulate import simulate
 from overlapc.solvers.choice import Needs
 
 if TYPE_CHECKING:
-    from overlapc.planning import Report
+    from overlapc.planning.report import Report
 
 
 def report_on(problem: Problem, plan: Plan, name: str) -> Report:
     """What a plan of a file does, once it has been found legal."""
-    from overlapc.planning import Report, eager_timeline
+    from overlapc.planning.problem import eager_timeline
+    from overlapc.planning.report import Report
 
     check(problem, plan)
     timeline = simulate(problem, plan)

@@ -30,7 +30,9 @@ from overlapc.passes.differences import differences, left_out, views_handed_on
 from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
-from overlapc.planning import Options, Report, plan_captured
+from overlapc.planning.options import Options
+from overlapc.planning.report import Report
+from overlapc.planning.road import plan_captured
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.graphs import Calls, Graph
 from overlapc.runtime.ranks import exchange_for

@@ -23,7 +23,8 @@ from torch._guards import TracingContext, tracing
 
 from overlapc.flags import log
 from overlapc.ir import Plan
-from overlapc.planning import Options, Report
+from overlapc.planning.options import Options
+from overlapc.planning.report import Report
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.shares import Run, Share, plan_shares

@@ -26,15 +26,10 @@ from overlapc.passes.capture import Captured
 from overlapc.passes.joint import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.pipeline import AHEAD, PipelineTimeline, StageCost, describe
-from overlapc.planning import (
-    Options,
-    StageFigures,
-    StepReport,
-    check_solver,
-    plan_rows,
-    plan_step,
-    schedule_of,
-)
+from overlapc.planning.options import Options, check_solver, schedule_of
+from overlapc.planning.report import StepReport
+from overlapc.planning.road import plan_step
+from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.ranks import exchange_for

@@ -14,7 +14,7 @@ from overlapc.errors import CaptureError
 from overlapc.passes.capture import Captured
 from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut
-from overlapc.planning import StepReport
+from overlapc.planning.report import StepReport
 from overlapc.runtime.train_step import check_loss, loss_gradient, refuse_owners
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient

@@ -27,7 +27,9 @@ from overlapc.files import StrPath
 from overlapc.passes.capture import Captured
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
-from overlapc.planning import Options, StepReport, check_solver, plan_step
+from overlapc.planning.options import Options, check_solver
+from overlapc.planning.report import StepReport
+from overlapc.planning.road import plan_step
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds

@@ -13,7 +13,7 @@ from typing import Any
 
 from overlapc.errors import OptionError
 from overlapc.files import make_folder, save_plan, save_problem, write_file
-from overlapc.planning import parse_budget
+from overlapc.planning.options import parse_budget
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.progress import doing, stoppable
 from overlapc.report.explain import report_on

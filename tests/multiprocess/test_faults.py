@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
-from overlapc import planning
+from overlapc.planning import agreement
 from tests.multiprocess.mortal import DEAD, caught, launch
 
 pytestmark = pytest.mark.multiprocess
@@ -54,14 +54,14 @@ def _one_never_plans(rank: int) -> Any:
 
 def _dies(rank: int) -> Any:
     if rank == 1:
-        planning.profile_captured = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        agreement.profile_captured = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     model = overlapc.optimize(_model(), profile="estimate")
     return caught(lambda: _step(model))
 
 
 def _fails(rank: int) -> Any:
     if rank == 1:
-        planning.profile_captured = _explode
+        agreement.profile_captured = _explode
     model = overlapc.optimize(_model(), profile="estimate")
     return caught(lambda: _step(model))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 from dataclasses import replace
@@ -14,10 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlapc
-from overlapc import planning
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.ir import Cost, Problem, Profile, Slowdown
-from overlapc.planning import Report, eager_timeline, formulate, merge_profiles, parse_budget
+from overlapc.planning import agreement, road
+from overlapc.planning.agreement import merge_profiles
+from overlapc.planning.options import parse_budget
+from overlapc.planning.problem import eager_timeline, formulate
+from overlapc.planning.report import Report
 from overlapc.simulate import simulate
 from overlapc.solvers import best_baseline, solve
 from tests.plain.strategies import legal_plans, problems
@@ -126,8 +130,8 @@ def test_merged_profiles_take_mean_compute_and_the_slowest_link():
 
 def test_profiles_travel_between_ranks_unchanged():
     profile = Profile({"f": Cost(10, 20, 30, "measured")}, Slowdown(1100, 1500), {"torch": "2"})
-    sent = planning._pack(profile, {"h": 8})
-    assert planning._unpack(planning.json.loads(sent)) == profile
+    sent = agreement._pack(profile, {"h": 8})
+    assert agreement._unpack(json.loads(sent)) == profile
 
 
 # --- what does not fit, and solvers that fail ---------------------------------------------------
@@ -161,10 +165,10 @@ def test_a_solver_that_crashes_costs_one_warning(monkeypatch):
     def crash(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(planning, "solve", crash)
+    monkeypatch.setattr(road, "solve", crash)
     problem = chain(None)
     with pytest.warns(RuntimeWarning) as caught:
-        plan = planning._solve(problem, "overlap", ())
+        plan = road._solve(problem, "overlap", ())
     assert [str(warning.message) for warning in caught] == [
         "overlapc: solver 'overlap' failed (ZeroDivisionError('oops')); "
         "its baselines are used instead"
@@ -174,17 +178,17 @@ def test_a_solver_that_crashes_costs_one_warning(monkeypatch):
         pytest.warns(RuntimeWarning, match="failed"),
         pytest.raises(Infeasible, match="budget that works here is 300"),
     ):
-        planning._solve(chain(10), "overlap", ())
+        road._solve(chain(10), "overlap", ())
 
 
 def test_an_illegal_plan_of_a_solver_is_a_crash(monkeypatch):
     def wrong(*args: object, **kwargs: object) -> None:
         raise InvalidPlan("f0 is issued twice")
 
-    monkeypatch.setattr(planning, "solve", wrong)
+    monkeypatch.setattr(road, "solve", wrong)
     problem = chain(None)
     with pytest.warns(RuntimeWarning, match="its baselines are used"):
-        assert planning._solve(problem, "opt", ()) == best_baseline(problem)
+        assert road._solve(problem, "opt", ()) == best_baseline(problem)
 
 
 @pytest.mark.parametrize("error", [Infeasible(1, 2), OptionError("no")])
@@ -192,9 +196,9 @@ def test_what_a_solver_says_on_purpose_is_passed_on(monkeypatch, error):
     def refuse(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(planning, "solve", refuse)
+    monkeypatch.setattr(road, "solve", refuse)
     with pytest.raises(type(error)) as caught:
-        planning._solve(chain(None), "overlap", ())
+        road._solve(chain(None), "overlap", ())
     assert caught.value is error
 
 

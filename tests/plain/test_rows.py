@@ -10,7 +10,7 @@ import pytest
 
 from overlapc.errors import InvalidSchedule
 from overlapc.pipeline import StageCost, simulate_pipeline
-from overlapc.planning import StageFigures, plan_rows
+from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.schedule import Action, Schedule, check_schedule, steps_of
 from overlapc.solvers.rows import PATIENCE, joined, placed, through_time
 from overlapc.solvers.schedules import SCHEDULES, make_schedule

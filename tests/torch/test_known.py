@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,16 +10,16 @@ import torch
 from torch import nn
 
 import overlapc
-from overlapc import planning
+from overlapc.planning import agreement, road
 
 
 class Asked:
     """Counts the calls of what it stands for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
         self.count = 0
-        self.real = getattr(planning, name)
-        monkeypatch.setattr(planning, name, self)
+        self.real = getattr(module, name)
+        monkeypatch.setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
@@ -28,7 +29,8 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Asked]:
     torch._dynamo.reset()
-    return {name: Asked(monkeypatch, name) for name in ("profile_captured", "solve")}
+    called = {"profile_captured": agreement, "solve": road}
+    return {name: Asked(monkeypatch, module, name) for name, module in called.items()}
 
 
 def model() -> nn.Module:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import overlapc
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.ir import Plan, Problem
-from overlapc.planning import formulate
+from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.groups import fake_groups

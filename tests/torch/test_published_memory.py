@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlapc
 from overlapc.ir import Problem
-from overlapc.planning import formulate
+from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.evaluate import Place, planned

@@ -23,7 +23,7 @@ from overlapc.ir import Plan, Problem, issue, parse_issue
 from overlapc.passes.capture import trace_joint
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import torch_choices
-from overlapc.planning import formulate
+from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.backend import _run_as_ordered

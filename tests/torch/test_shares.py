@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import overlapc
 from overlapc.errors import Infeasible
+from overlapc.planning.options import Options
 from overlapc.profiler.memory import measure_peak
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, train
 
@@ -300,6 +301,6 @@ def test_one_graph_that_runs_several_times(tmp_path: Path) -> None:
 
 def test_a_backend_that_knows_of_no_step_says_so() -> None:
     torch._dynamo.reset()
-    backend = overlapc.runtime.backend.Backend(overlapc.planning.Options(0.9, "heu"))
+    backend = overlapc.runtime.backend.Backend(Options(0.9, "heu"))
     with pytest.warns(RuntimeWarning, match="each may take the whole memory_budget"):
         torch.compile(four((1,)), backend=backend)(rows()).backward()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlapc import planning
 from overlapc.errors import Infeasible, OptionError
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.passes import joint
+from overlapc.planning import road
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 from overlapc.solvers.choice import Needs
@@ -113,11 +113,11 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     def judged(*args: Any, **options: Any) -> Any:
         return JUDGED(*args, given=True)
 
-    monkeypatch.setattr(planning, "solve_step", solved)
-    monkeypatch.setattr(planning, "judged", judged)
+    monkeypatch.setattr(road, "solve_step", solved)
+    monkeypatch.setattr(road, "judged", judged)
 
 
-JUDGED = planning.judged
+JUDGED = road.judged
 PLAIN = {"graph breaks", "input changed in place"}  # not captured, or not whole
 NOT_HERE = {"nested in and out", "several batch sizes", "dynamic batch sizes"}
 

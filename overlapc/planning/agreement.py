@@ -1,0 +1,183 @@
+"""What ranks agree on: that they plan the same, what it costs, and the plan.
+
+Without an `Exchange` a rank is alone, and each function does the same for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from overlapc.errors import CaptureError, Infeasible, OptionError
+from overlapc.ir import Cost, Plan, Profile, Slowdown
+from overlapc.planning.options import Options
+from overlapc.progress import doing
+from overlapc.text import format_plan, parse_plan
+
+if TYPE_CHECKING:
+    from overlapc.passes.capture import Captured
+    from overlapc.runtime.exchange import Exchange
+
+_NOTHING_FITS = "infeasible "
+
+
+def agreed(
+    captured: Captured,
+    options: Options,
+    primals: Sequence[Any] | None,
+    exchange: Exchange | None,
+    more: str = "",
+) -> tuple[Captured, list[Profile], Profile]:
+    """The graph with measured sizes in its trace, each rank's profile and one of all, once the
+    ranks have found that they plan the same."""
+    from overlapc.passes.capture import trace_joint
+
+    if exchange is not None:
+        exchange.agree(
+            "trace",
+            captured.trace.digest,
+            "every rank must run the same model on inputs of the same shapes",
+        )
+        exchange.agree(
+            "options",
+            f"{options.memory_budget!r} {options.solver} {options.backend} {options.profile} {more}"
+            + (format_plan(options.plan) if options.plan else ""),
+            "pass the same options to optimize on every rank",
+        )
+    profiles, all_sizes = _profiles(captured, options, primals, exchange)
+    profile = merge_profiles(profiles)
+    sizes = {name: max(s.get(name, 0) for s in all_sizes) for name in all_sizes[0]}
+    if sizes:
+        captured = trace_joint(
+            captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
+        )
+    return captured, profiles, profile
+
+
+def mean_of_ranks(topic: str, figure: float, exchange: Exchange | None) -> float:
+    """The mean of what each rank has measured, the same on all of them."""
+    if exchange is None:
+        return figure
+    told = exchange.gather(topic, repr(figure).encode())
+    return sum(map(float, told)) / len(told)
+
+
+def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
+    """What the leader decides, or Infeasible, the same on every rank."""
+
+    def tell() -> str:
+        try:
+            return json.dumps([format_plan(plan) for plan in decide()])
+        except Infeasible as error:
+            return f"{_NOTHING_FITS}{error.budget_bytes} {error.smallest_bytes}"
+
+    text = tell() if exchange is None else exchange.broadcast("plan", tell)
+    if text.startswith(_NOTHING_FITS):
+        budget, smallest = text.removeprefix(_NOTHING_FITS).split()
+        raise Infeasible(int(budget), int(smallest))
+    return tuple(map(parse_plan, json.loads(text)))
+
+
+def this_rank() -> int | None:
+    """This process's rank, which the environment does not always tell."""
+    dist = sys.modules.get("torch.distributed")
+    ready = dist is not None and dist.is_available() and dist.is_initialized()
+    return dist.get_rank() if ready and dist is not None else None
+
+
+def _profiles(
+    captured: Captured,
+    options: Options,
+    primals: Sequence[Any] | None,
+    exchange: Exchange | None,
+) -> tuple[list[Profile], list[Mapping[str, int]]]:
+    """The profiles and measured sizes of all ranks; if one cannot capture, none does."""
+    key = _work(captured, options, primals)
+    known = options.known.get(key)
+    if exchange is None:
+        known = options.known[key] = known or profile_captured(captured, options, primals)
+        return [known[0]], [known[1]]
+    everywhere = b"0" not in exchange.gather("known costs", b"1" if known else b"0")
+    try:
+        if known is None or not everywhere:  # all measure together, or nobody does
+            known = exchange.during(
+                "measuring", lambda: profile_captured(captured, options, primals)
+            )
+            options.known[key] = known
+        mine = _pack(*known)
+    except CaptureError as error:
+        mine = json.dumps({"failed": [error.reason, error.place]}).encode()
+    told = [json.loads(data) for data in exchange.gather("profile", mine)]
+    for rank, data in zip(exchange.ranks, told, strict=True):
+        if "failed" in data:
+            reason, place = data["failed"]
+            raise CaptureError(f"{reason} (on rank {rank})", place)
+    return [_unpack(data) for data in told], [data["sizes"] for data in told]
+
+
+def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -> tuple[Any, ...]:
+    """What costs depend on: the graph by its names, and sizes that it leaves open."""
+    trace = captured.trace
+    sizes = str([tuple(getattr(value, "shape", (value,))) for value in primals or ()])
+    names = tuple(op.name for op in trace.ops)
+    return trace.digest, names, trace.lanes, options.profile, options.hardware, sizes
+
+
+def profile_captured(
+    captured: Captured, options: Options, primals: Sequence[Any] | None
+) -> tuple[Profile, Mapping[str, int]]:
+    if options.profile == "measure":
+        from overlapc.profiler.cache import Cache
+        from overlapc.profiler.measure import measure
+
+        path = None if isinstance(options.cache, bool) else options.cache
+        with doing(f"measuring {len(captured.trace.ops)} ops", this_rank()):
+            return measure(captured, primals, cache=Cache(path) if options.cache else None)
+    if options.profile == "estimate":
+        from overlapc.profiler.estimate import estimate
+        from overlapc.profiler.hardware import load_hardware
+
+        return estimate(captured, load_hardware(options.hardware)), {}
+    raise OptionError(f'profile={options.profile!r}: expected "measure" or "estimate"')
+
+
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
+    """One profile of all ranks': mean compute, the slowest rank's communication and memory."""
+    first = profiles[0]
+    count = len(profiles)
+    costs = {}
+    for name, cost in first.costs.items():
+        all_costs = [p.costs[name] for p in profiles]
+        costs[name] = Cost(
+            compute_ns=sum(c.compute_ns for c in all_costs) // count,
+            comm_ns=max(c.comm_ns for c in all_costs),
+            workspace_bytes=max(c.workspace_bytes for c in all_costs),
+            source=cost.source,
+        )
+    slowdown = Slowdown(
+        max(p.slowdown.compute_permille for p in profiles),
+        max(p.slowdown.comm_permille for p in profiles),
+    )
+    return Profile(costs, slowdown, first.conditions)
+
+
+def _pack(profile: Profile, sizes: Mapping[str, int]) -> bytes:
+    slowdown = profile.slowdown
+    return json.dumps(
+        {
+            "costs": {
+                n: [c.compute_ns, c.comm_ns, c.workspace_bytes, c.source]
+                for n, c in profile.costs.items()
+            },
+            "slowdown": [slowdown.compute_permille, slowdown.comm_permille],
+            "conditions": dict(profile.conditions),
+            "sizes": dict(sizes),
+        }
+    ).encode()
+
+
+def _unpack(found: Mapping[str, Any]) -> Profile:
+    costs = {name: Cost(*cost) for name, cost in found["costs"].items()}
+    return Profile(costs, Slowdown(*found["slowdown"]), found["conditions"])

@@ -1,0 +1,94 @@
+"""A pipeline's rows: which of each stage's plans it takes, and what its ranks do when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.planning.report import StepReport
+from overlapc.schedule import Schedule, Step, is_pair
+from overlapc.solvers.rows import placed
+
+_CHOICES = 9  # of plans for all stages that are tried one by one
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What ranks tell each other of a planned stage: what a microbatch takes, what a merged step
+    does (0: nothing is merged), how much memory all microbatches may hold, and whether its forward
+    draws random numbers."""
+
+    cost: StageCost
+    merged_ns: int
+    limit: int
+    random: bool = False
+
+    @staticmethod
+    def of(cost: StageCost, report: StepReport, beside_bytes: int) -> StageFigures:
+        """The gradients are held beside what counts against the limit."""
+        problem = report.lone.problem
+        return StageFigures(
+            cost,
+            0 if report.merged is None else report.merged.timeline.step_ns,
+            (problem.budget_bytes or 0) - problem.resident_bytes + beside_bytes,
+            any(op.random for op in problem.trace.ops),
+        )
+
+    @staticmethod
+    def parse(found: Mapping[str, Any]) -> StageFigures:
+        working = tuple((kind, size) for kind, size in found["cost"]["working"])
+        cost = StageCost(**{**found["cost"], "working": working})
+        return StageFigures(**{**found, "cost": cost})
+
+
+def plan_rows(
+    schedule: Schedule, figures: Sequence[Sequence[StageFigures]], place: bool = True
+) -> tuple[tuple[int, ...], Schedule, PipelineTimeline]:
+    """Of each stage's plans, of which each leaves more room than the one before, those with which
+    the step is fastest: which they are, their rows, and what all ranks are predicted to do."""
+    best: tuple[tuple[int, ...], Schedule, PipelineTimeline] | None = None
+    for chosen in _choices([len(plans) for plans in figures]):
+        each = [plans[which] for plans, which in zip(figures, chosen, strict=True)]
+        rows, timeline = _placed(schedule, each, place)
+        if best is None or timeline.step_ns < best[2].step_ns:
+            best = chosen, rows, timeline
+    assert best is not None
+    return best
+
+
+def _choices(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All of them where these are few, else all stages alike."""
+    if math.prod(counts) <= _CHOICES:
+        yield from product(*map(range, counts))
+        return
+    for which in range(max(counts)):
+        yield tuple(min(which, count - 1) for count in counts)
+
+
+def _placed(
+    schedule: Schedule, figures: Sequence[StageFigures], place: bool
+) -> tuple[Schedule, PipelineTimeline]:
+    """The rows with recompute and weight gradients in their places, and what all ranks are
+    predicted to do. A rank may hold what its stages' budgets allow, or what it holds anyway.
+    Where several stages share a rank's random numbers they keep the order in which they draw."""
+    costs = [stage.cost for stage in figures]
+    remade = {(a.stage, a.microbatch) for a in schedule.actions if a.kind == "R"}
+
+    def merged_ns(step: Step) -> int:
+        figure = figures[step[0].stage]
+        if is_pair(step) and figure.merged_ns:
+            return figure.merged_ns
+        return sum(costs[a.stage].takes(a.kind, (a.stage, a.microbatch) in remade) for a in step)
+
+    if place:
+        limits = list(simulate_pipeline(schedule, costs).peak_bytes)
+        for rank in range(len(limits)):
+            mine = [f.limit for s, f in enumerate(figures) if schedule.rank_of[s] == rank]
+            limits[rank] = max(limits[rank], sum(mine))
+        shared = schedule.stages > len(schedule.rows) and any(f.random for f in figures)
+        schedule = placed(schedule, costs, limits, keep_order=shared)
+    return schedule, simulate_pipeline(schedule, costs, merged_ns)
