@@ -10,20 +10,16 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALLED := .venv/.overlapc-installed
-BESIDE := tests/torch/test_random_graphs.py tests/torch/test_search.py
 
 .PHONY: demo test test-all bench lint clean
 
 demo: $(INSTALLED)
 	$(PY) examples/gpt/train.py --ranks 2 --link emulated --compare
 
-# What needs one core runs beside what needs another; what starts processes has both to itself.
+# Two processes take file by file. Tests that start ranks come by themselves: these use both cores.
 test: lint
-	@log=$$(mktemp); \
-	$(PY) -m pytest -m "not slow" tests/plain $(BESIDE) >$$log 2>&1 & plain=$$!; \
-	$(PY) -m pytest -m "not slow" tests/torch $(BESIDE:%=--ignore=%); torch=$$?; \
-	wait $$plain; plain=$$?; cat $$log; rm -f $$log; exit $$((torch + plain))
-	$(PY) -m pytest -m "not slow" tests/multiprocess
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" tests/plain tests/torch
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" tests/multiprocess
 
 test-all: lint
 	$(PY) -m pip install -c constraints.txt -e '.[dev,zoo]'
