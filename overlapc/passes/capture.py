@@ -154,6 +154,8 @@ def trace_joint(
     `static_inputs` are the positions of primals that are parameters or buffers: their gradients
     are weight gradients. `sizes` overrides the storage bytes of values (as measured).
     """
+    static_inputs = tuple(static_inputs)
+    _leave_changed_parameters(joint, num_fwd_outputs, static_inputs)
     number_ops(joint)
     tag_forward(joint, num_fwd_outputs)
     forward = forward_nodes(joint)
@@ -226,7 +228,7 @@ def trace_joint(
         trace.validate()
     except Exception as error:
         raise CaptureError(str(error)) from error
-    return Captured(joint, trace, num_fwd_outputs, tuple(static_inputs))
+    return Captured(joint, trace, num_fwd_outputs, static_inputs)
 
 
 def _module(node: fx.Node) -> str:
@@ -251,6 +253,27 @@ def changed_inputs(joint: fx.GraphModule) -> set[str]:
     for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         found.add(node.args[0].name)
     return found
+
+
+def _leave_changed_parameters(
+    joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int]
+) -> None:
+    """A parameter that the model only changes, under `no_grad`, gets no gradient, as in eager.
+
+    AOTAutograd takes what it was changed to for a result, and hands on that result's gradient,
+    which is zeros.
+    """
+    primals = [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
+    output = joint.graph.find_nodes(op="output")[0]
+    results = list(output.args[0])
+    for place in (num_fwd_outputs + i for i in static_inputs):
+        parameter, gradient = primals[place - num_fwd_outputs], results[place]
+        if isinstance(gradient, fx.Node) and _is_tangent(gradient):
+            result = getattr(_whole(gradient.meta.get("desc")), "output", None)
+            changed = getattr(result, "mutated_input", None)
+            if changed is not None and changed == _whole(parameter.meta.get("desc")):
+                results[place] = None
+    output.args = (results,)
 
 
 def _whole(desc: Any) -> Any:

@@ -351,3 +351,34 @@ def test_data_dependent_branches() -> None:
         found.append(train(model, [*rows(True), Batch((-randn(ROWS, WIDTH).abs(),))]))
     assert differences(*found) == []
     assert len(model.reports) >= 2
+
+
+class Teacher(nn.Module):
+    """Follows its pupil slowly, in the forward; only the pupil learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pupil, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(
+                self.teacher.parameters(), self.pupil.parameters(), strict=True
+            ):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+            wanted = self.teacher(x)
+        return (self.pupil(x) - wanted).square()
+
+
+def test_a_parameter_that_is_only_changed_gets_no_gradient() -> None:
+    torch.manual_seed(1)
+    model = Teacher()
+    plain = copy.deepcopy(model)
+    twin = optimized(model)
+    for one in (plain, twin):
+        one(randn(ROWS, WIDTH)).mean().backward()
+    assert twin.unchanged == []
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+        assert (expected.grad is None) == (found.grad is None)
+        assert expected.grad is None or torch.equal(expected.grad, found.grad)
