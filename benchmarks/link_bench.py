@@ -43,7 +43,7 @@ from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
-from overlapc.passes.capture import Captured
+from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan_captured

@@ -45,7 +45,7 @@ from benchmarks.solvers import SEPARATE, fastest, moved
 from examples.common import checkpoint_blocks, leave, same, say
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
-from overlapc.passes.capture import Captured
+from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options
 from overlapc.planning.road import plan_captured
 from overlapc.profiler.measure import retime

@@ -20,9 +20,9 @@ from overlapc.ir import Plan
 from overlapc.passes import capture as direct
 from overlapc.passes import joint
 from overlapc.passes.as_eager import CAPTURE
-from overlapc.passes.capture import Captured
 from overlapc.passes.differences import asked
 from overlapc.passes.rewrite import rewrite
+from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options, check_solver
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan_captured

@@ -28,7 +28,7 @@ from overlapc.solvers import FIELD, menu, simple_plans
 from overlapc.solvers.choice import Needs, plan_on_demand
 
 if TYPE_CHECKING:
-    from overlapc.passes.capture import Captured
+    from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
 _LEVELS = 48  # of memory between the least and all, for which a combination is looked for

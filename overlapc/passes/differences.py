@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.variables import torch as torch_functions
 
-from overlapc.passes.capture import line_of
+from overlapc.passes.nodes import line_of
 
 _TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
 _TORCH = os.path.dirname(torch.__file__) + os.sep

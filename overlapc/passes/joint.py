@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.passes.as_eager import CAPTURE, as_eager
-from overlapc.passes.capture import Captured, trace_joint
 from overlapc.passes.differences import asked, differences
+from overlapc.passes.trace import Captured, trace_joint
 
 RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
 NO_GRADIENT = (

@@ -25,9 +25,10 @@ from torch._functorch import config as functorch_config
 from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.merge import ADD
-from overlapc.passes.capture import Captured, changed_inputs, is_folded_getitem, may_alias
 from overlapc.passes.joint import Owner, is_gradient, owner_of, primals
+from overlapc.passes.nodes import is_folded_getitem
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
+from overlapc.passes.trace import Captured, changed_inputs, may_alias
 from overlapc.stages import TURNS, turns
 
 

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from overlapc.errors import CaptureError
 from overlapc.flags import debug_level, log
 from overlapc.ir import Plan, issues
-from overlapc.passes.capture import Captured, forward_nodes, is_folded_getitem, is_random
+from overlapc.passes.nodes import is_folded_getitem, is_random
+from overlapc.passes.trace import Captured, forward_nodes
 
 _FOREIGN_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 

@@ -11,7 +11,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from overlapc.flags import log
-from overlapc.passes.capture import Captured
+from overlapc.passes.trace import Captured
 
 SWEEP = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 GLANCE = (1.0, 0.5)  # each takes torch a second or more for a few hundred ops

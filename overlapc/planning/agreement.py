@@ -17,7 +17,7 @@ from overlapc.progress import doing
 from overlapc.text import format_plan, parse_plan
 
 if TYPE_CHECKING:
-    from overlapc.passes.capture import Captured
+    from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
 _NOTHING_FITS = "infeasible "
@@ -32,7 +32,7 @@ def agreed(
 ) -> tuple[Captured, list[Profile], Profile]:
     """The graph with measured sizes in its trace, each rank's profile and one of all, once the
     ranks have found that they plan the same."""
-    from overlapc.passes.capture import trace_joint
+    from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
         exchange.agree(

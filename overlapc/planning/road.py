@@ -28,7 +28,7 @@ from overlapc.solvers.merging import solve_step
 from overlapc.text import format_plan
 
 if TYPE_CHECKING:
-    from overlapc.passes.capture import Captured
+    from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
 

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 from overlapc.errors import OptionError
 from overlapc.ir import Cost, Op, Profile, Slowdown, Trace
-from overlapc.passes.capture import UNBACKED_HINT, Captured, hint
+from overlapc.passes.storages import UNBACKED_HINT, hint
+from overlapc.passes.trace import Captured
 from overlapc.profiler.hardware import Hardware
 from overlapc.profiler.links import collective_of, hinted_bytes, tensors
 

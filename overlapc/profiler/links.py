@@ -23,7 +23,8 @@ from torch import fx
 from overlapc.emulate.model import Kind
 from overlapc.errors import CaptureError, OptionError, RankError
 from overlapc.ir import Slowdown
-from overlapc.passes.capture import group_of, hint
+from overlapc.passes.nodes import group_of
+from overlapc.passes.storages import hint
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.clock import Clock, device_name
 from overlapc.profiler.link_model import Collective, Curve, LinkModel

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import OptionError
 from overlapc.ir import Cost, Profile, Slowdown
-from overlapc.passes.capture import Captured
+from overlapc.passes.trace import Captured
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.clock import Clock, conditions_of
 from overlapc.profiler.link_model import LinkModel

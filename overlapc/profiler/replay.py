@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from overlapc.errors import CaptureError, OverlapcError
-from overlapc.passes.capture import Captured, hint, is_start
+from overlapc.passes.nodes import is_start
+from overlapc.passes.storages import hint
+from overlapc.passes.trace import Captured
 from overlapc.profiler.link_model import Collective
 from overlapc.profiler.links import collective_of, tensors
 

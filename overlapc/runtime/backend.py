@@ -25,11 +25,12 @@ from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Plan
 from overlapc.passes.as_eager import are_fake, as_eager
-from overlapc.passes.capture import Captured, line_of, trace_joint
 from overlapc.passes.differences import differences, left_out, views_handed_on
 from overlapc.passes.joint import inner_places, refuse_subclasses
+from overlapc.passes.nodes import line_of
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
+from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan_captured

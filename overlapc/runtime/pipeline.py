@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
 from overlapc.files import StrPath
-from overlapc.passes.capture import Captured
 from overlapc.passes.joint import mark
 from overlapc.passes.parts import parameter_gradients
+from overlapc.passes.trace import Captured
 from overlapc.pipeline import AHEAD, PipelineTimeline, StageCost, describe
 from overlapc.planning.options import Options, check_solver, schedule_of
 from overlapc.planning.report import StepReport

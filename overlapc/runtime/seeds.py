@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlapc.passes.capture import Captured, forward_nodes, group_of, is_random, is_start, line_of
+from overlapc.passes.nodes import group_of, is_random, is_start, line_of
+from overlapc.passes.trace import Captured, forward_nodes
 from overlapc.runtime.exchange import Exchange
 
 # What a value is to the ranks of a group.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 
 from overlapc.errors import CaptureError
-from overlapc.passes.capture import Captured
 from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut
+from overlapc.passes.trace import Captured
 from overlapc.planning.report import StepReport
 from overlapc.runtime.train_step import check_loss, loss_gradient, refuse_owners
 

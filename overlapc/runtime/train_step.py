@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
 from overlapc.files import StrPath
-from overlapc.passes.capture import Captured
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
+from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options, check_solver
 from overlapc.planning.report import StepReport
 from overlapc.planning.road import plan_step

@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.errors import OptionError
 from overlapc.ir import Profile, Slowdown
-from overlapc.passes.capture import Captured, capture
+from overlapc.passes.capture import capture
+from overlapc.passes.trace import Captured
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from overlapc.emulate import Link, init_fabric
 from overlapc.errors import CaptureError, OptionError
 from overlapc.ir import Cost, Profile, Slowdown
-from overlapc.passes.capture import Captured, capture, trace_joint
+from overlapc.passes.capture import capture
+from overlapc.passes.trace import Captured, trace_joint
 from overlapc.profiler import links
 from overlapc.profiler import measure as measure_module
 from overlapc.profiler.cache import Cache

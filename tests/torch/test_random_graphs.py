@@ -20,9 +20,9 @@ import overlapc
 from overlapc.check import check
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem, issue, parse_issue
-from overlapc.passes.capture import trace_joint
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import torch_choices
+from overlapc.passes.trace import trace_joint
 from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc
-from overlapc.passes.capture import Captured
 from overlapc.passes.rewrite import rewrite
+from overlapc.passes.trace import Captured
 
 
 @contextmanager

@@ -1,0 +1,134 @@
+"""What a node of a joint graph is: a collective's start or wait, random, of which group and module.
+
+`signature_of` is a node's work as text, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import is_sym_node
+
+from overlapc.errors import CaptureError
+from overlapc.passes.storages import tensors_of
+
+
+def is_start(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace in ("_c10d_functional", "c10d_functional")
+        and not is_wait(node)
+    )
+
+
+def is_wait(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name.split("::")[-1] == "wait_tensor"
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Does it draw from the default generator, itself or in a subgraph it runs?"""
+    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return seeded or any(is_random(inner) for inner in _inner_nodes(node))
+
+
+def is_recomputable(node: fx.Node) -> bool:
+    """May this op run a second time? Not if it mutates, if it makes numbers rather than tensors,
+    or if it draws random numbers inside, where PyTorch cannot make it draw the same again.
+    (Nor if it reads what has been mutated since: see `changed_inputs`.)"""
+    if is_sym_node(node) or not tensors_of(node.meta.get("val")):
+        return False
+    inner = list(_inner_nodes(node))
+    if any(is_random(n) for n in inner):
+        return False
+    return not any(_is_mutable(n) for n in (node, *inner))
+
+
+def is_folded_getitem(node: fx.Node) -> bool:
+    """A getitem that names one output of a multi-output op."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and isinstance(node.args[0].meta.get("val"), (tuple, list))
+    )
+
+
+def group_of(node: fx.Node) -> str:
+    """The process group of a collective: its last string argument."""
+    names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
+    if not names:
+        raise CaptureError(f"collective {node.target} names no process group", node.name)
+    return str(names[-1])
+
+
+def module_of(node: fx.Node) -> str:
+    """The innermost module that the op is of, or whose gradient it makes; "" where that is the
+    model itself or not known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
+    return path.partition(".")[2].partition(".")[2]
+
+
+def line_of(node: fx.Node) -> str:
+    """The line of the user's code that a node comes from."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    frames = [line for line in lines if line.startswith("File ")]
+    return frames[-1] if frames else "of no known source"
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a higher-order op, such as `cond`, is given to run."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        for given in node.all_input_nodes:
+            if given.op == "get_attr":
+                inner = getattr(node.graph.owning_module, str(given.target), None)
+                if isinstance(inner, fx.GraphModule):
+                    yield from inner.graph.nodes
+
+
+def signature_of(node: fx.Node, symbols: dict[str, str]) -> str:
+    """Target, and dtype and shape of what enters and leaves. Numbers among the arguments are
+    left out: they may differ from rank to rank (a slice by rank) where the work does not."""
+    given = " ".join(
+        _describe(n.meta.get("val"), symbols) for n in node.all_input_nodes if "val" in n.meta
+    )
+    is_op = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    # The text of a plain function holds its address, which differs from process to process.
+    target = str(node.target) if is_op else fx.node._get_qualified_name(node.target)
+    return f"{target} {given} > {_describe(node.meta.get('val'), symbols)}"
+
+
+def _describe(val: Any, symbols: dict[str, str]) -> str:
+    if isinstance(val, torch.Tensor):
+        dtype = str(val.dtype).removeprefix("torch.")
+        return f"{dtype}[{','.join(_dimension(s, symbols) for s in val.shape)}]"
+    if isinstance(val, (tuple, list)):
+        return f"({' '.join(_describe(v, symbols) for v in val)})"
+    if isinstance(val, (torch.SymInt, int)):
+        return "int"
+    return type(val).__name__
+
+
+def _dimension(size: Any, symbols: dict[str, str]) -> str:
+    """Symbols are renamed in order of appearance, so that every rank writes them alike."""
+    if isinstance(size, int):
+        return str(size)
+    expr = size.node.expr
+    for symbol in sorted(expr.free_symbols, key=lambda s: s.name):
+        symbols.setdefault(symbol.name, f"d{len(symbols)}")
+    renamed = expr.xreplace({s: type(s)(symbols[s.name]) for s in expr.free_symbols})
+    return str(renamed).replace(" ", "")

@@ -1,0 +1,76 @@
+"""Storages of a joint graph: how many bytes a value takes, and which values share a storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+UNBACKED_HINT = 8192  # elements along a dimension of which nothing is known
+
+
+def storage_bytes(val: Any) -> int:
+    total = 0
+    for tensor in tensors_of(val):
+        try:
+            total += hint(tensor.untyped_storage().nbytes())
+        except (RuntimeError, NotImplementedError):
+            numel = 1
+            for size in tensor.shape:
+                numel *= hint(size)
+            total += numel * tensor.element_size()
+    return total
+
+
+def hint(size: Any) -> int:
+    """A symbolic size as a number: its example value, or UNBACKED_HINT for unknown ones."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    if node.has_hint():
+        return int(node.hint)
+    expr = node.expr
+    known = {s: UNBACKED_HINT for s in expr.free_symbols}
+    examples = getattr(node.shape_env, "backed_var_to_val", None)
+    if examples is None:  # as older releases call it
+        examples = node.shape_env.var_to_val
+    known |= {s: int(examples[s]) for s in expr.free_symbols if s in examples}
+    return max(0, int(expr.xreplace(known)))
+
+
+def aliases(node: fx.Node) -> list[fx.Node]:
+    """Inputs that an output of this node may share storage with, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        return []
+    return [n for n in node.all_input_nodes]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Ops whose kernel hands back its input's storage though the schema may not say so."""
+    name = str(node.target)
+    return name.startswith(("aten._unsafe_view.", "aten._reshape_alias.", "aten.detach."))
+
+
+def same_storage(a: fx.Node, b: fx.Node) -> bool:
+    """Two values that an aliasing op joins: fake tensors of one graph share storages as real."""
+    mine, theirs = tensors_of(a.meta.get("val")), tensors_of(b.meta.get("val"))
+    if not mine or not theirs:
+        return False
+    try:
+        keys = {t.untyped_storage()._cdata for t in theirs}
+        return (
+            any(t.untyped_storage()._cdata in keys for t in mine)
+            or len([n for n in a.all_input_nodes]) <= 1
+        )
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+def tensors_of(val: Any) -> list[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        return [val]
+    if isinstance(val, (tuple, list)):
+        return [t for item in val for t in tensors_of(item)]
+    return []

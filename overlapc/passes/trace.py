@@ -1,0 +1,257 @@
+"""From a joint FX graph to a Trace: `trace_joint`.
+
+The joint graph is AOTAutograd's: placeholders `primals_*` and `tangents_*`, aten and
+`_c10d_functional` calls, one output holding the results followed by the gradients. A node is an
+op, except that `getitem` is folded into the op it takes from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import _is_tangent
+from torch.fx.graph import _Namespace
+
+from overlapc.errors import CaptureError
+from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
+from overlapc.passes.nodes import (
+    group_of,
+    is_folded_getitem,
+    is_random,
+    is_recomputable,
+    is_start,
+    is_wait,
+    module_of,
+    signature_of,
+)
+from overlapc.passes.roles import weight_grads
+from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes
+
+# Collectives that read their input until they end; an all_reduce works on a copy of its own.
+_COPIES_INPUT = ("all_reduce", "broadcast")
+
+
+@dataclass
+class Captured:
+    """A joint graph and its Trace; op names are node names."""
+
+    joint: fx.GraphModule
+    trace: Trace
+    num_fwd_outputs: int
+    static_inputs: tuple[int, ...] = ()
+
+
+def trace_joint(
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    static_inputs: Iterable[int] = (),
+    stage: int = 0,
+    sizes: Mapping[str, int] | None = None,
+) -> Captured:
+    """The Trace of a joint graph.
+
+    `static_inputs` are the positions of primals that are parameters or buffers: their gradients
+    are weight gradients. `sizes` overrides the storage bytes of values (as measured).
+    """
+    static_inputs = tuple(static_inputs)
+    _leave_changed_parameters(joint, num_fwd_outputs, static_inputs)
+    number_ops(joint)
+    tag_forward(joint, num_fwd_outputs)
+    forward = forward_nodes(joint)
+    weight = weight_grads(joint, forward, num_fwd_outputs, frozenset(static_inputs))
+    changed = changed_inputs(joint)
+    values = _Values(sizes or {})
+    ops: list[Op] = []
+    inputs: list[str] = []
+    symbols: dict[str, str] = {}
+    for node in joint.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            inputs.append(values.define(node, "", node))
+            continue
+        if node.op == "output" or is_folded_getitem(node):
+            continue
+        if node.op != "call_function":
+            raise CaptureError(f"the graph holds a {node.op} node", node.name)
+        letter = "F" if node in forward else "W" if node in weight else "I"
+        given = _given(node)
+        ops.append(
+            Op(
+                name=node.name,
+                role=_role(node, letter),
+                lane=group_of(node) if is_start(node) else COMPUTE,
+                piece=Piece(stage, letter, 0),
+                inputs=given,
+                outputs=tuple(values.define(n, node.name, node) for n in _made(node)),
+                signature=signature_of(node, symbols),
+                random=is_random(node),
+                recomputable=is_recomputable(node) and not values.share(given, changed),
+            )
+        )
+    results = joint.graph.find_nodes(op="output")[0].args[0]
+    outputs = dict.fromkeys(n.name for n in results if isinstance(n, fx.Node))
+    modules = {node.name: path for node in joint.graph.nodes if (path := module_of(node))}
+    modules = {op.name: modules[op.name] for op in ops if op.name in modules}
+    found = tuple(values.found.values())
+    trace = Trace(tuple(ops), found, tuple(inputs), tuple(outputs), modules)
+    try:
+        trace.validate()
+    except Exception as error:
+        raise CaptureError(str(error)) from error
+    return Captured(joint, trace, num_fwd_outputs, static_inputs)
+
+
+@dataclass
+class _Values:
+    """The values of a graph met so far, each on the storage of an input it aliases or on its own.
+
+    `sizes` are storages' bytes as measured."""
+
+    sizes: Mapping[str, int]
+    found: dict[str, Value] = field(default_factory=dict)
+    bytes_of: dict[str, int] = field(default_factory=dict)  # of a storage
+
+    def define(self, node: fx.Node, producer: str, source: fx.Node) -> str:
+        """Add the value that `node` names and `source` makes; returns its name."""
+        root = self._root(node, source)
+        if root not in self.bytes_of:
+            size = storage_bytes(node.meta.get("val"))
+            self.bytes_of[root] = self.sizes.get(root, size)
+        self.found[node.name] = Value(node.name, self.bytes_of[root], root, producer)
+        return node.name
+
+    def _root(self, node: fx.Node, source: fx.Node) -> str:
+        for given in aliases(source):
+            if given.name in self.found and same_storage(node, given):
+                return self.found[given.name].storage
+        if is_wait(source) or is_view(source):
+            return self.found[source.all_input_nodes[0].name].storage
+        return node.name
+
+    def share(self, names: Iterable[str], others: Iterable[str]) -> bool:
+        """Is one of the values one of the others, or a view of it?"""
+        return not {self.found[name].storage for name in names}.isdisjoint(others)
+
+
+def _given(node: fx.Node) -> tuple[str, ...]:
+    """The values an op reads; the wait of a collective reads what its start does."""
+    given = [n.name for n in node.all_input_nodes]
+    if is_wait(node):
+        start = node.all_input_nodes[0]
+        start = start.args[0] if is_folded_getitem(start) else start
+        if not any(copy in str(start.target) for copy in _COPIES_INPUT):
+            given += [n.name for n in start.all_input_nodes]
+    return tuple(dict.fromkeys(given))
+
+
+def _made(node: fx.Node) -> list[fx.Node]:
+    """The nodes that name what an op makes: itself, or the items of its tuple."""
+    made = [user for user in node.users if is_folded_getitem(user)] or [node]
+    # A tuple handed on whole (a list of tensors into another op) keeps its own name too.
+    if made != [node] and any(not is_folded_getitem(user) for user in node.users):
+        made.append(node)
+    return made
+
+
+def _role(node: fx.Node, letter: str) -> Role:
+    if is_start(node):
+        return "start"
+    if is_wait(node):
+        return "wait"
+    return {"F": "forward", "I": "input_grad", "W": "weight_grad"}[letter]  # type: ignore[return-value]
+
+
+def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that AOTAutograd's partitioner counts as forward: all up to the last so tagged."""
+    found: list[fx.Node] = []
+    last = 0
+    for node in joint.graph.nodes:
+        if node.op == "output":
+            break
+        if not _is_tangent(node):
+            found.append(node)
+        if node.meta.get("partitioner_tag") == "is_forward" or (
+            node.op == "placeholder" and "primals" in str(node.target)
+        ):
+            last = len(found)
+    return set(found[:last])
+
+
+def tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Tag what results are made of as forward: passes over the joint graph make nodes without a
+    tag (of Python numbers that became inputs)."""
+    results = joint.graph.find_nodes(op="output")[0].args[0][:num_fwd_outputs]
+    front = [node for node in results if isinstance(node, fx.Node)]
+    seen = set(front)
+    while front:
+        node = front.pop()
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_forward"
+        front += [given for given in node.all_input_nodes if given not in seen]
+        seen.update(node.all_input_nodes)
+
+
+def number_ops(joint: fx.GraphModule) -> None:
+    """Name the ops of each kind by their order in the graph: `mm`, `mm_1`, `mm_2`.
+
+    Tracing also numbers what is dropped later. Ranks that keep different parts of one result, such
+    as `split(x)[rank]`, would call the same op by different names.
+    """
+    names = _Namespace()
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            names.create_name(node.name, node)
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            node.name = names.create_name(re.sub(r"(_\d+)+$", "", node.name), node)
+    joint.graph._graph_namespace = names
+
+
+def changed_inputs(joint: fx.GraphModule) -> set[str]:
+    """Inputs that the model writes to, as batch norm does to its running statistics: by a `copy_`
+    in the graph, or by AOTAutograd after the forward, from an output of the graph."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    inputs = joint.graph.find_nodes(op="placeholder")
+    output = joint.graph.find_nodes(op="output")[0]
+    written = [_whole(desc) for desc in output.meta.get("desc", ())]
+    targets = [w.mutated_input for w in written if isinstance(w, InputMutationAOTOutput)]
+    found = {node.name for node in inputs if _whole(node.meta.get("desc")) in targets}
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        found.add(node.args[0].name)
+    return found
+
+
+def _leave_changed_parameters(
+    joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int]
+) -> None:
+    """A parameter that the model only changes, under `no_grad`, gets no gradient, as in eager.
+
+    AOTAutograd takes what it was changed to for a result, and hands on that result's gradient,
+    which is zeros.
+    """
+    primals = [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
+    output = joint.graph.find_nodes(op="output")[0]
+    results = list(output.args[0])
+    for place in (num_fwd_outputs + i for i in static_inputs):
+        parameter, gradient = primals[place - num_fwd_outputs], results[place]
+        if isinstance(gradient, fx.Node) and _is_tangent(gradient):
+            result = getattr(_whole(gradient.meta.get("desc")), "output", None)
+            changed = getattr(result, "mutated_input", None)
+            if changed is not None and changed == _whole(parameter.meta.get("desc")):
+                results[place] = None
+    output.args = (results,)
+
+
+def _whole(desc: Any) -> Any:
+    """What AOTAutograd calls the tensor subclass that the described tensor is a part of."""
+    return _whole(desc.base) if type(desc).__name__.startswith("SubclassGetAttr") else desc
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether a value may share its storage with what it was made from."""
+    return is_wait(node) or is_view(node) or bool(aliases(node))
