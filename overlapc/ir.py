@@ -226,6 +226,7 @@ class Numbered:
     memory the trace has a say in: made by an op, on no input's storage."""
 
     op: Mapping[str, tuple[int, bool]]  # issue -> its op, and whether it is that op run again
+    sync: Mapping[str, tuple[str, str, str]]  # start or wait -> op, lane, start; issues
     value: Mapping[str, int]
     forward: Sequence[bool]  # by op
     reads: Sequence[tuple[int, ...]]
@@ -247,8 +248,17 @@ class Numbered:
         def numbers(names: Iterable[str]) -> tuple[int, ...]:
             return tuple(value[name] for name in names if name in value)
 
+        sync = {}
+        for each in trace.ops:
+            for again in (False, True):
+                if each.role == "start":
+                    sync[issue(each.name, again)] = each.name, each.lane, issue(each.name, again)
+                elif each.role == "wait":
+                    launch = issue(trace.start_of[each.name], again)
+                    sync[issue(each.name, again)] = each.name, COMPUTE, launch
         return Numbered(
             op,
+            sync,
             value,
             [each.is_forward for each in trace.ops],
             [numbers(each.inputs) for each in trace.ops],
@@ -341,6 +351,12 @@ class Problem:
     def costs(self) -> Sequence[Cost]:
         """The costs of the trace's ops, in their order."""
         return [self.profile.costs[op.name] for op in self.trace.ops]
+
+    @cached_property
+    def compute_ns(self) -> Mapping[str, int]:
+        """Issue -> its time on the compute lane."""
+        costs = self.costs
+        return {text: costs[op].compute_ns for text, (op, _) in self.trace.numbered.op.items()}
 
 
 @dataclass(frozen=True)

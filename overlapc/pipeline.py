@@ -6,13 +6,17 @@ when the step ends, on the lane between the two ranks, in order; the rank that n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 
 from overlapc.errors import InvalidSchedule
+from overlapc.machine import Tasks, timed
 from overlapc.schedule import Action, Schedule, Step, check_schedule, format_step
 
+_WAYS = {"F": 1, "B": -1, "I": -1}  # to the stage behind or before
 AHEAD = 3  # steps, the one that runs included, for which a rank has room for what it will get
 
 
@@ -151,73 +155,76 @@ def simulate_pipeline(
         raise InvalidSchedule(
             f"costs of {len(costs)} stages for a schedule of {schedule.stages}: give one of each"
         )
-    done: dict[Action, int] = {}  # when its result is there, on the rank itself
-    arrived: dict[tuple[Action, int], int] = {}  # the same on another rank
-    lane_free: dict[tuple[int, int], int] = {}
-    ran: list[list[Ran]] = [[] for _ in schedule.rows]
-    transfers: list[Ran] = []
-    free = [0] * len(schedule.rows)
-    readers = _readers(schedule)
-    remade = {(a.stage, a.microbatch) for a in schedule.actions if a.kind == "R"}
-
-    def ready(step: Step, rank: int) -> int | None:
-        """When all that the step needs is there; None if that is not known yet."""
-        latest = 0
-        for action in step:
-            for need in schedule.needs(action):
-                there = schedule.rank_of[need.stage]
-                at = done.get(need) if there == rank else arrived.get((need, rank))
-                if at is None:
-                    return None
-                latest = max(latest, at)
-        return latest
-
-    waiting = set(range(len(schedule.rows)))
-    while waiting:
-        rank = waiting.pop()
-        row = schedule.rows[rank]
-        while len(ran[rank]) < len(row):
-            step = row[len(ran[rank])]
-            begin = ready(step, rank)
-            if begin is None:
-                break
-            begin = max(begin, free[rank])
-            end = begin + _takes(step, costs, merged_ns, remade)
-            ran[rank].append(Ran(step, rank, begin, end))
-            free[rank] = end
-            for action in step:
-                done[action] = end
-                for other in readers.get(action, ()):
-                    start = max(end, lane_free.get((rank, other), 0))
-                    there = start + costs[action.stage].sent_ns
-                    lane_free[rank, other] = arrived[action, other] = there
-                    if there > start:
-                        transfers.append(Ran((action,), rank, start, there, other))
-                    waiting.add(other)
+    tasks, sent = _tasks(schedule, costs, merged_ns)
+    begin_ns, end_ns, ended = timed(tasks)
+    if len(ended) < len(end_ns):
+        check_schedule(schedule)  # says who waits for what
+    steps = iter(zip(begin_ns, end_ns, strict=False))
+    ran = tuple(
+        tuple(Ran(step, rank, *next(steps)) for step in row)
+        for rank, row in enumerate(schedule.rows)
+    )
+    transfers = [
+        Ran((action,), rank, begin_ns[task], end_ns[task], other)
+        for task, action, rank, other in sent
+        if begin_ns[task] < end_ns[task]
+    ]
     levels = [
         [(worst + beside, behind + beside) for worst, behind in _levels(schedule, rank, costs)]
         for rank, beside in enumerate(resident or [0] * len(schedule.rows))
     ]
     return PipelineTimeline(
-        ran=tuple(map(tuple, ran)),
+        ran=ran,
         transfers=tuple(sorted(transfers, key=lambda t: (t.start_ns, t.rank))),
-        step_ns=max(free, default=0),
+        step_ns=max((row[-1].end_ns for row in ran if row), default=0),
         memory=tuple(tuple(worst for worst, _ in row) for row in levels),
         held=tuple(tuple(behind for _, behind in row) for row in levels),
     )
 
 
-def _readers(schedule: Schedule) -> Mapping[Action, list[int]]:
-    """Action -> the other ranks that need its result, each once."""
-    found: dict[Action, list[int]] = {}
+def _tasks(
+    schedule: Schedule, costs: Sequence[StageCost], merged_ns: Callable[[Step], int] | None
+) -> tuple[Tasks, list[tuple[int, Action, int, int]]]:
+    """A lane for each rank, which runs its row, and one for all that a rank sends to another. And
+    what is sent: (its task, what makes it, from which rank, to which)."""
+    rank_of = schedule.rank_of
+    remade = {
+        (a.stage, a.microbatch)
+        for row in schedule.rows
+        for step in row
+        for a in step
+        if a.kind == "R"
+    }
+    work_ns: list[int] = []
+    after: dict[int, list[int]] = {}
+    results: list[tuple[int, Action, int, int]] = []  # the same with the step for the task
+    links: Counter[tuple[int, int]] = Counter()
+    reader: dict[tuple[int, int, int], int] = {}  # stage, way, microbatch -> step that needs it
     for rank, row in enumerate(schedule.rows):
-        for step in row:
+        for task, step in enumerate(row, len(work_ns)):
             for action in step:
-                for need in schedule.needs(action):
-                    others = found.setdefault(need, [])
-                    if schedule.rank_of[need.stage] != rank and rank not in others:
-                        others.append(rank)
-    return found
+                way = _WAYS.get(action.kind)
+                if way is None:
+                    continue
+                reader[action.stage, way, action.microbatch] = task
+                other = rank_of.get(action.stage + way, rank)
+                if other != rank:
+                    results.append((task, action, rank, other))
+                    links[rank, other] += 1
+            work_ns.append(_takes(step, costs, merged_ns, remade))
+    first = list(accumulate([*map(len, schedule.rows), *links.values()], initial=0))
+    free = dict(zip(links, first[len(schedule.rows) :], strict=False))  # link -> its next task
+    work_ns += [0] * len(results)
+    sent = []
+    for made, action, rank, other in results:
+        task, way = free[rank, other], _WAYS[action.kind]
+        free[rank, other] += 1
+        work_ns[task] = costs[action.stage].sent_ns
+        after[task] = [made]
+        needed = reader[action.stage + way, way, action.microbatch]
+        after.setdefault(needed, []).append(task)
+        sent.append((task, action, rank, other))
+    return Tasks(work_ns, first, after), sent
 
 
 def _takes(

@@ -8,24 +8,24 @@ the same plan at its own speed and a collective starts when the last of them has
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from math import ceil
 
+from overlapc import machine
 from overlapc.errors import InvalidPlan
 from overlapc.ir import (
+    COMPUTE,
+    RECOMPUTE,
     Exposure,
     Plan,
     Problem,
     Profile,
-    Slowdown,
     Span,
     Timeline,
     issue,
-    issues,
 )
+from overlapc.machine import Tasks
 
 # What PyTorch keeps to draw the same numbers again: the state of a CPU generator. (A CUDA
 # generator's is 16 bytes.)
@@ -34,14 +34,35 @@ RNG_STATE_BYTES = 5056
 
 def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = None) -> Timeline:
     """Time, exposure and memory of a legal plan. The Timeline's exposures are rank 0's."""
-    profiles = list(ranks) if ranks is not None else [problem.profile]
-    spans, blocked, phase_end = _run(problem, plan, profiles)
+    trace, order = problem.trace, plan.order
+    profiles = [problem.profile] if ranks is None else ranks
+    ops = [trace.ops[trace.numbered.op[text][0]] for text in order]
+    costs = [profile.costs[op.name].compute_ns for profile in profiles for op in ops]
+    tasks, launches = _tasks(problem, plan, costs, profiles)
+    begin_ns, end_ns, ended = machine.timed(tasks)
+    issues, computes = len(order), len(costs)
+    spans: list[Span] = []
+    for task in ended:
+        begin, end = begin_ns[task], end_ns[task]
+        if task >= computes:
+            at = launches[task - computes]
+            spans.append(Span(ops[at].lane, order[at], begin, end))
+        elif costs[task]:
+            rank, at = divmod(task, issues)
+            spans.append(Span(COMPUTE, order[at], begin, end, rank))
+    phase_end = [0] * len(problem.phases)
+    for op, text, end in zip(ops, order, end_ns, strict=False):  # of rank 0
+        phase_end[problem.phase_of(op, text.startswith(RECOMPUTE))] = end
+    blocked: dict[str, int] = {}  # collective -> how long rank 0 stood still for it
+    for task, (need, *_) in tasks.after.items():
+        if task < issues and begin_ns[task] > end_ns[task - 1]:
+            name = order[launches[need - computes]]
+            blocked[name] = blocked.get(name, 0) + begin_ns[task] - end_ns[task - 1]
     memory = memory_curve(problem, plan)
-    step_ns = max((span.end_ns for span in spans), default=0)
     borders = [0, *accumulate(phase_end, max)]  # a phase without issues ends with the one before
     return Timeline(
         spans=tuple(spans),
-        step_ns=step_ns,
+        step_ns=max((span.end_ns for span in spans), default=0),
         phase_ns=tuple(b - a for a, b in pairwise(borders)),
         exposures=_exposures(spans, blocked),
         memory=tuple(memory),
@@ -57,179 +78,56 @@ def peak_bytes(problem: Problem, plan: Plan) -> int:
 
 def step_ns(problem: Problem, plan: Plan) -> int:
     """The step of `simulate` on one rank, without the rest: for solvers, which ask it often."""
-    trace, costs = problem.trace, problem.costs
-    number = trace.numbered.op
-    lanes: dict[str, deque[_Collective]] = {lane: deque() for lane in trace.lanes}
-    launched: dict[str, _Collective] = {}
-    now = 0
-
-    def go_on(work: int) -> int:
-        """Run until the first of all lanes ends its work; what is left of the compute's `work`."""
-        nonlocal now
-        rank = _Rank((), work=work)
-        active = [lane[0] for lane in lanes.values() if lane]
-        now += _progress([rank] if work else [], active, problem.profile.slowdown)
-        land()
-        return rank.work
-
-    def land() -> None:
-        for lane in lanes.values():
-            while lane and lane[0].work == 0:
-                lane.popleft().done = True
-
-    for text in plan.order:
-        i, repeated = number[text]
-        op, work = trace.ops[i], costs[i].compute_ns
-        if op.role == "wait":
-            awaited = launched[issue(trace.start_of[op.name], repeated)]
-            while not awaited.done:
-                go_on(0)
-        while work and any(lanes.values()):
-            work = go_on(work)
-        now += work
-        if op.role == "start":
-            launched[text] = _Collective(text, op.lane, costs[i].comm_ns)
-            lanes[op.lane].append(launched[text])
-            land()
-    while any(lanes.values()):
-        go_on(0)
-    return now
+    costs = [problem.compute_ns[text] for text in plan.order]
+    end_ns, _ = machine.run(_tasks(problem, plan, costs, [problem.profile])[0])
+    return max(end_ns, default=0)
 
 
 # --------------------------------------------------------------------------- time
 
 
-@dataclass(slots=True)
-class _Collective:
-    issue: str
-    lane: str
-    work: int
-    launched: int = 0
-    begun_ns: int = -1
-    done: bool = False
-
-
-@dataclass(slots=True)
-class _Rank:
-    """Progress of one compute lane: `work` left of the issue at `at`, begun at `since`."""
-
-    costs: Sequence[int]
-    at: int = -1
-    work: int = 0
-    since: int = 0
-    blocked_on: _Collective | None = None
-    blocked_since: int = 0
-    blocked: dict[str, int] = field(default_factory=dict)
-
-
-def _run(
-    problem: Problem, plan: Plan, profiles: Sequence[Profile]
-) -> tuple[list[Span], dict[str, int], list[int]]:
-    """Issue the order on every rank. Returns spans, rank 0's blocked time by collective, and
-    when rank 0 finished each phase."""
-    trace = problem.trace
-    order = list(issues(plan.order))
-    ops = [trace.op[name] for name, _ in order]
-    slowdown = profiles[0].slowdown
-    collectives: dict[int, _Collective] = {}  # position of start or wait -> collective
-    by_issue: dict[str, _Collective] = {}
-    for i, ((name, recomputed), op) in enumerate(zip(order, ops, strict=True)):
-        if op.role == "start":
-            work = max(profile.costs[name].comm_ns for profile in profiles)
-            collectives[i] = by_issue[issue(name, recomputed)] = _Collective(
-                issue(name, recomputed), op.lane, work
-            )
-        elif op.role == "wait":
-            start = issue(trace.start_of[name], recomputed)
-            if start not in by_issue:
-                raise InvalidPlan(f"{issue(name, recomputed)} waits for {start}, not yet issued")
-            collectives[i] = by_issue[start]
-    lanes: dict[str, deque[_Collective]] = {lane: deque() for lane in trace.lanes}
-    phases = [problem.phase_of(op, rec) for op, (_, rec) in zip(ops, order, strict=True)]
-    phase_end = [0] * len(problem.phases)
-    ranks = [_Rank([profile.costs[name].compute_ns for name, _ in order]) for profile in profiles]
-    spans: list[Span] = []
-    now = 0
-
-    def finish(index: int, rank: _Rank) -> None:
-        """The compute part of the issue at rank.at has ended now."""
-        if rank.at < 0:
-            return
-        op = ops[rank.at]
-        if rank.costs[rank.at]:
-            spans.append(Span("compute", plan.order[rank.at], rank.since, now, index))
-        if op.role == "start":
-            collective = collectives[rank.at]
-            collective.launched += 1
-            if collective.launched == 1:
-                lanes[op.lane].append(collective)
-        if index == 0:
-            phase_end[phases[rank.at]] = now
-
-    def advance(index: int, rank: _Rank) -> None:
-        """Move on until the rank has work, is blocked, or is through."""
-        while rank.work == 0:
-            if rank.blocked_on is not None:
-                if not rank.blocked_on.done:
-                    return
-                key = rank.blocked_on.issue
-                rank.blocked[key] = rank.blocked.get(key, 0) + now - rank.blocked_since
-                rank.blocked_on = None
-            else:
-                if rank.at >= len(order):
-                    return
-                finish(index, rank)
-                rank.at += 1
-                if rank.at >= len(order):
-                    return
-                if ops[rank.at].role == "wait" and not collectives[rank.at].done:
-                    rank.blocked_on = collectives[rank.at]
-                    rank.blocked_since = now
-                    rank.since = now
-                    continue
-            rank.work = rank.costs[rank.at]
-            rank.since = now
-
-    while True:
-        for index, rank in enumerate(ranks):
-            advance(index, rank)
-        active = []
-        ended = False
-        for queue in lanes.values():
-            # A finished or zero-length collective leaves its lane at once.
-            while queue and queue[0].launched == len(ranks):
-                head = queue[0]
-                if head.begun_ns < 0:
-                    head.begun_ns = now
-                if head.work > 0:
-                    active.append(head)
-                    break
-                head.done = ended = True
-                spans.append(Span(head.lane, head.issue, head.begun_ns, now))
-                queue.popleft()
-        if ended:  # before time goes on, who waited for it goes on
-            continue
-        busy = [rank for rank in ranks if rank.work > 0]
-        if not busy and not active:
-            if all(rank.at >= len(order) for rank in ranks):
-                return spans, ranks[0].blocked, phase_end
-            raise InvalidPlan("the plan waits for a collective that never starts")
-        now += _progress(busy, active, slowdown)
-
-
-def _progress(busy: list[_Rank], active: list[_Collective], slowdown: Slowdown) -> int:
-    """Run all lanes until the first of them ends its work; returns the time that took."""
-    compute = slowdown.compute_permille if active else 1000
-    comm = slowdown.comm_permille if busy else 1000
-    step = min(
-        [-(-rank.work * compute // 1000) for rank in busy]
-        + [-(-collective.work * comm // 1000) for collective in active]
+def _tasks(
+    problem: Problem, plan: Plan, compute_ns: list[int], profiles: Sequence[Profile]
+) -> tuple[Tasks, list[int]]:
+    """What the plan has lanes do: those of the ranks, each with all issues, and those of process
+    groups. And the collectives, in the order of their tasks, as places in the plan's order.
+    `compute_ns` is by rank and issue."""
+    order, sync = plan.order, problem.trace.numbered.sync
+    starts: dict[str, list[int]] = {lane: [] for lane in problem.trace.lanes}
+    launched: dict[str, int] = {}
+    waits: list[tuple[int, int]] = []  # places of a wait and of its start
+    for at in compress(range(len(order)), map(sync.__contains__, order)):
+        _, lane, start = sync[order[at]]
+        if lane != COMPUTE:
+            starts[lane].append(at)
+            launched[start] = at
+        elif start in launched:
+            waits.append((at, launched[start]))
+        else:
+            raise InvalidPlan(f"{order[at]} waits for {start}, not yet issued")
+    computes, issues = len(compute_ns), len(order)
+    launches = [at for lane in starts.values() for at in lane]
+    task_of = {at: task for task, at in enumerate(launches, computes)}
+    after = {task: tuple(range(at, computes, issues)) for at, task in task_of.items()}
+    for at, start_at in waits:
+        awaited = (task_of[start_at],)
+        for task in range(at, computes, issues):
+            after[task] = awaited
+    comm_ns = []
+    for at in launches:
+        name, *_ = sync[order[at]]
+        comm_ns.append(max([profile.costs[name].comm_ns for profile in profiles]))
+    sizes = [*([issues] * len(profiles)), *map(len, starts.values())]
+    return (
+        Tasks(
+            [*compute_ns, *comm_ns],
+            list(accumulate(sizes, initial=0)),
+            after,
+            len(profiles),
+            profiles[0].slowdown,
+        ),
+        launches,
     )
-    for rank in busy:
-        rank.work = max(0, rank.work - step * 1000 // compute)
-    for collective in active:
-        collective.work = max(0, collective.work - step * 1000 // comm)
-    return step
 
 
 def _exposures(spans: Sequence[Span], blocked: dict[str, int]) -> tuple[Exposure, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORE = ["ir", "text", "check", "simulate", "errors", "flags", "progress"]
+CORE = ["ir", "text", "check", "machine", "simulate", "errors", "flags", "progress"]
 
 
 def imports(path: Path) -> set[str]:
