@@ -1,4 +1,4 @@
-"""The command `overlapc search`: its arguments. `overlapc/search/command.py` runs it."""
+"""The command `overlapc search`: its arguments. `search_run.py` runs it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def declare_search(command: Declare) -> None:
 
 
 def _search(args: argparse.Namespace) -> int:
-    from overlapc.search.command import run
+    from overlapc.cli.search_run import run
 
     return (
         GOOD if run(args, None if args.memory is None else bytes_or_text(args.memory)) else FAILED

@@ -5,23 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from overlapc.check import check
 from overlapc.ir import COMPUTE, Exposure, Plan, Problem, Span, issue, issues, parse_issue
+from overlapc.planning.problem import eager_timeline
+from overlapc.planning.report import Report
 from overlapc.report.table import table
 from overlapc.simulate import simulate
 from overlapc.solvers.choice import Needs
 
-if TYPE_CHECKING:
-    from overlapc.planning.report import Report
-
 
 def report_on(problem: Problem, plan: Plan, name: str) -> Report:
     """What a plan of a file does, once it has been found legal."""
-    from overlapc.planning.problem import eager_timeline
-    from overlapc.planning.report import Report
-
     check(problem, plan)
     timeline = simulate(problem, plan)
     if problem.budget_bytes is None:

@@ -127,6 +127,11 @@ def _by_both(found: Found) -> str:
     return f"{found.solver}: {found.layout}"
 
 
+def _share(found: Found, ns: int | None) -> str:
+    """A time as a part of the step."""
+    return f"{(ns or 0) / found.step_ns:.1%}"
+
+
 def _rows(
     found: Sequence[Found], named: Callable[[Found], str] = lambda found: found.solver
 ) -> list[str]:
@@ -138,17 +143,16 @@ def _rows(
             rows.append((name, "does not fit", *[""] * 9, f"> {gigabytes(one.smallest_bytes)}", ""))
             continue
         exposed = dict(one.exposed_ns or {})
-        part = lambda ns, one=one: f"{ns / one.step_ns:.1%}"  # noqa: E731
         rows.append(
             (
                 name,
                 milliseconds(one.step_ns),
                 f"{one.tokens_per_s:,.0f}",
                 f"{one.mfu:.1%}",
-                *(part(exposed.get(kind, 0)) for kind in ("tp", "all-to-all", "dp", "p2p")),
+                *(_share(one, exposed.get(kind, 0)) for kind in ("tp", "all-to-all", "dp", "p2p")),
                 f"{one.bubble:.1%}",
-                part(one.recompute_ns),
-                part(one.recompute_hidden_ns),
+                _share(one, one.recompute_ns),
+                _share(one, one.recompute_hidden_ns),
                 " ".join(sorted({gigabytes(peak) for peak in one.peak_bytes}, reverse=True)[:3]),
                 f"{one.gap:.1%}",
             )

@@ -1,4 +1,6 @@
-"""The layers hold: the core and the solvers never import torch, the runtime never a solver."""
+"""What may import what: one table of layers that names every module of overlapc."""
+
+from __future__ import annotations
 
 import ast
 import os
@@ -6,22 +8,102 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
-CORE = ["ir", "text", "check", "machine", "simulate", "errors", "flags", "progress"]
 
 
-def imports(path: Path) -> set[str]:
-    """Every module a file names in an import, at any depth, relative ones made absolute.
+@dataclass(frozen=True)
+class Layer:
+    """What a folder or module may import: `loaded` when it is imported itself, `later` only in
+    functions, when they are called, or for types. What does not name torch is free of it."""
+
+    loaded: str = ""
+    later: str = ""
+
+
+# A module is in the layer of its own name, if that is here, else in that of its folder.
+# "overlapc" is the package itself, which imports all else when it is first asked for.
+LAYERS = {
+    # The core: what a plan, a schedule and their files are, and what makes them right.
+    "errors": Layer(),
+    "flags": Layer(),
+    "progress": Layer(),
+    "functions": Layer("errors"),
+    "ir": Layer("errors"),
+    "text": Layer("errors ir"),
+    "files": Layer("errors ir text"),
+    "check": Layer("errors ir"),
+    "machine": Layer("ir"),
+    "simulate": Layer("errors ir machine"),
+    "merge": Layer("ir"),
+    "schedule": Layer("errors"),
+    "pipeline": Layer("errors machine schedule"),
+    "stages": Layer("ir pipeline simulate"),
+    # What finds plans and schedules.
+    "solvers": Layer("check errors ir merge pipeline progress schedule simulate"),
+    # The road, from a captured graph to a plan. It calls what needs torch.
+    "planning": Layer(
+        "check errors files flags ir merge pipeline progress schedule simulate solvers text",
+        "passes profiler report runtime",
+    ),
+    "shares": Layer("errors ir planning simulate solvers", "passes runtime"),
+    # torch, one process.
+    "layers": Layer("torch"),
+    "passes": Layer("errors flags ir merge stages torch"),
+    "profiler": Layer("emulate errors ir passes torch"),
+    "profiler.cache": Layer("errors files"),
+    "profiler.hardware": Layer("emulate errors files ir"),
+    "profiler.link_model": Layer("emulate errors ir"),
+    # torch and processes. The runtime calls the road, never a solver.
+    "emulate": Layer("errors torch"),
+    "emulate.model": Layer("errors"),
+    "runtime": Layer(
+        "api errors files flags functions ir passes pipeline planning profiler progress schedule "
+        "shares stages torch"
+    ),
+    "runtime.guard": Layer("errors"),
+    # Which layout of a cluster, without running it.
+    "search": Layer(
+        "errors files ir pipeline profiler progress schedule simulate solvers stages",
+        "merge overlapc passes torch",
+    ),
+    "search.groups": Layer("errors torch"),
+    "search.modules": Layer("layers torch"),
+    "search.own": Layer("errors functions passes profiler torch"),
+    # What people see.
+    "report": Layer(
+        "check errors files ir pipeline planning schedule search simulate solvers",
+    ),
+    "cli": Layer(
+        "errors files overlapc planning profiler progress report schedule search solvers",
+        "ir pipeline runtime text torch",
+    ),
+    "api": Layer("errors files ir passes planning runtime torch"),
+    "overlapc": Layer("check errors files ir simulate", "api planning runtime search solvers"),
+}
+OF_TORCH = {"torch", "triton"}  # triton needs a GPU: it is nowhere but beside torch
+
+
+def imports(path: Path, loaded: bool = False) -> set[str]:
+    """Every module a file names in an import, at any depth, relative ones made absolute; or those
+    alone that are `loaded` with it, outside of functions and not only for types.
 
     `from a import b` counts as both `a` and `a.b`, since `b` may be a module.
     """
     package = path.relative_to(ROOT).parts[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in run_at_once(tree) if loaded else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -31,35 +113,102 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def offenders(files: list[Path], forbidden: str) -> list[str]:
-    assert files
-    return [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in files
-        for name in sorted(imports(path))
-        if name == forbidden or name.startswith(forbidden + ".")
-    ]
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_core_and_solvers_import_without_torch() -> None:
-    program = (
-        "import overlapc, overlapc.solvers, "
-        + ", ".join(f"overlapc.{name}" for name in CORE)
-        + "; import sys; assert 'torch' not in sys.modules"
-    )
+MODULES = {name_of(path): path for path in sorted((ROOT / "overlapc").rglob("*.py"))}
+
+
+def layer_of(module: str) -> str:
+    """The name of the module's layer: its own, or its folder's."""
+    own = module.removeprefix("overlapc.")
+    return own if own in LAYERS else own.partition(".")[0]
+
+
+def modules_of(names: set[str]) -> set[str]:
+    """The modules of overlapc that imported names are of, and torch where one is torch's."""
+    found = {"torch" for name in names if name.partition(".")[0] in OF_TORCH}
+    within = {name.rpartition(".")[0] for name in names}  # `from overlapc import ir` is of `ir`
+    for name in names - within:
+        parts = name.split(".")
+        tops = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        found |= set([top for top in tops if top in MODULES][:1])
+    return found
+
+
+def torch_free() -> list[str]:
+    return [name for name in MODULES if "torch" not in LAYERS[layer_of(name)].loaded.split()]
+
+
+def run_at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """What is run when a module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from run_at_once(child)
+
+
+def test_every_module_has_a_layer_and_every_layer_a_module() -> None:
+    layers = {layer_of(name) for name in MODULES}
+    assert layers - set(LAYERS) == set(), "name these modules in the table"
+    assert set(LAYERS) - layers == set(), "these are no more: take them out of the table"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_what_its_layer_may(module: str) -> None:
+    layer = LAYERS[layer_of(module)]
+    own = layer_of(module).partition(".")[0]
+    for loaded, allowed in ((True, layer.loaded), (False, f"{layer.loaded} {layer.later}")):
+        found = modules_of(imports(MODULES[module], loaded))
+        folders = {layer_of(name).partition(".")[0] for name in found}
+        assert folders - {own, *allowed.split()} == set()
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    """Of modules, when they are imported; a folder whose __init__ is empty is in no circle."""
+    loads = {name: modules_of(imports(path, loaded=True)) for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " imports ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for other in sorted(loads.get(name, ())):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def test_what_needs_no_torch_imports_none() -> None:
+    program = f"import sys, {', '.join(torch_free())}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-def test_core_and_solvers_name_no_torch() -> None:
-    files = [ROOT / "overlapc" / f"{name}.py" for name in CORE]
-    solvers = sorted((ROOT / "overlapc" / "solvers").rglob("*.py"))
-    assert solvers
-    assert offenders(files + solvers, "torch") == []
+def test_what_needs_no_torch_is_typed_strictly() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    strict = [
+        pattern
+        for section in project["tool"]["mypy"]["overrides"]
+        if section.get("disallow_untyped_defs")
+        for pattern in section["module"]
+    ]
+
+    def is_strict(name: str) -> bool:  # as mypy reads it, "a.*" is a too
+        return any(fnmatch(name, p) or fnmatch(f"{name}.", p) for p in strict)
+
+    assert [name for name in torch_free() if not is_strict(name)] == []
 
 
-def test_runtime_names_no_solver() -> None:
-    files = sorted((ROOT / "overlapc" / "runtime").rglob("*.py"))
-    assert offenders(files, "overlapc.solvers") == []
+def test_what_the_docs_call_free_of_torch_is() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    layers = text.partition("## Layers")[2].partition("\n## ")[0]
+    said = re.findall(r"`([\w.]+)/?`", layers.partition("torch-free")[0])
+    free = {name for name, layer in LAYERS.items() if "torch" not in layer.loaded.split()}
+    assert set(said) == {name for name in free if "." not in name} - {"overlapc"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""The command `overlapc search`: the question from its options, the search, what is printed, and
-the files of `--out`."""
+"""What `overlapc search` runs: it reads its options, searches, prints, and writes `--out`'s files.
+
+Apart from `search.py`, since what it needs takes long to import.
+"""
 
 from __future__ import annotations
 
