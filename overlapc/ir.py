@@ -248,14 +248,13 @@ class Numbered:
         def numbers(names: Iterable[str]) -> tuple[int, ...]:
             return tuple(value[name] for name in names if name in value)
 
-        sync = {}
-        for each in trace.ops:
-            for again in (False, True):
-                if each.role == "start":
-                    sync[issue(each.name, again)] = each.name, each.lane, issue(each.name, again)
-                elif each.role == "wait":
-                    launch = issue(trace.start_of[each.name], again)
-                    sync[issue(each.name, again)] = each.name, COMPUTE, launch
+        sync = {
+            issue(each.name, again): (each.name, each.lane, issue(start, again))
+            for each in trace.ops
+            if each.role in ("start", "wait")
+            for start in (trace.start_of.get(each.name, each.name),)
+            for again in (False, True)
+        }
         return Numbered(
             op,
             sync,

@@ -6,7 +6,6 @@ when the step ends, on the lane between the two ranks, in order; the rank that n
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -62,6 +61,18 @@ class StageCost:
         if kind == "I":
             return recompute + self.input_ns
         return {"F": self.forward_ns, "R": self.recompute_ns, "W": self.weight_ns}[kind]
+
+    def holds(self, kind: str, remade: bool = False) -> int:
+        """How many bytes more (or less) are held behind an action than before it. `remade`: the
+        microbatch's recompute is an action of its own."""
+        ends = self.saved + remade * self.remade
+        return {
+            "F": self.saved,
+            "R": self.remade,
+            "B": -ends,
+            "I": self.for_weights - ends,
+            "W": -self.for_weights,
+        }[kind]
 
     @cached_property
     def works(self) -> Mapping[str, int]:
@@ -155,7 +166,10 @@ def simulate_pipeline(
         raise InvalidSchedule(
             f"costs of {len(costs)} stages for a schedule of {schedule.stages}: give one of each"
         )
-    tasks, sent = _tasks(schedule, costs, merged_ns)
+    remade = {
+        (a.stage, a.microbatch) for row in schedule.rows for s in row for a in s if a.kind == "R"
+    }
+    tasks, sent = _tasks(schedule, costs, merged_ns, remade)
     begin_ns, end_ns, ended = timed(tasks)
     if len(ended) < len(end_ns):
         check_schedule(schedule)  # says who waits for what
@@ -164,18 +178,23 @@ def simulate_pipeline(
         tuple(Ran(step, rank, *next(steps)) for step in row)
         for rank, row in enumerate(schedule.rows)
     )
-    transfers = [
-        Ran((action,), rank, begin_ns[task], end_ns[task], other)
-        for task, action, rank, other in sent
-        if begin_ns[task] < end_ns[task]
-    ]
+    first = tasks.first[len(ran)]
+    sends = sorted(zip(begin_ns[first:], sent, end_ns[first:], strict=False))
+    transfers = tuple(
+        Ran((action,), rank, begin, end, other)
+        for begin, (_, _, action, rank, other), end in sends
+        if begin < end
+    )
     levels = [
-        [(worst + beside, behind + beside) for worst, behind in _levels(schedule, rank, costs)]
+        [
+            (worst + beside, behind + beside)
+            for worst, behind in _levels(schedule, rank, costs, remade)
+        ]
         for rank, beside in enumerate(resident or [0] * len(schedule.rows))
     ]
     return PipelineTimeline(
         ran=ran,
-        transfers=tuple(sorted(transfers, key=lambda t: (t.start_ns, t.rank))),
+        transfers=transfers,
         step_ns=max((row[-1].end_ns for row in ran if row), default=0),
         memory=tuple(tuple(worst for worst, _ in row) for row in levels),
         held=tuple(tuple(behind for _, behind in row) for row in levels),
@@ -183,48 +202,34 @@ def simulate_pipeline(
 
 
 def _tasks(
-    schedule: Schedule, costs: Sequence[StageCost], merged_ns: Callable[[Step], int] | None
-) -> tuple[Tasks, list[tuple[int, Action, int, int]]]:
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    merged_ns: Callable[[Step], int] | None,
+    remade: Collection[tuple[int, int]],
+) -> tuple[Tasks, list[tuple[int, int, Action, int, int]]]:
     """A lane for each rank, which runs its row, and one for all that a rank sends to another. And
-    what is sent: (its task, what makes it, from which rank, to which)."""
-    rank_of = schedule.rank_of
-    remade = {
-        (a.stage, a.microbatch)
-        for row in schedule.rows
-        for step in row
-        for a in step
-        if a.kind == "R"
-    }
+    what is sent: (task that makes it, place in its step, action, from which rank, to which)."""
     work_ns: list[int] = []
     after: dict[int, list[int]] = {}
-    results: list[tuple[int, Action, int, int]] = []  # the same with the step for the task
-    links: Counter[tuple[int, int]] = Counter()
+    links: dict[tuple[int, int], list[tuple[int, int, Action]]] = {}
     reader: dict[tuple[int, int, int], int] = {}  # stage, way, microbatch -> step that needs it
     for rank, row in enumerate(schedule.rows):
         for task, step in enumerate(row, len(work_ns)):
-            for action in step:
-                way = _WAYS.get(action.kind)
-                if way is None:
-                    continue
-                reader[action.stage, way, action.microbatch] = task
-                other = rank_of.get(action.stage + way, rank)
-                if other != rank:
-                    results.append((task, action, rank, other))
-                    links[rank, other] += 1
+            for place, action in enumerate(step):
+                if way := _WAYS.get(action.kind):
+                    reader[action.stage, way, action.microbatch] = task
+                    other = schedule.rank_of.get(action.stage + way, rank)
+                    if other != rank:
+                        links.setdefault((rank, other), []).append((task, place, action))
             work_ns.append(_takes(step, costs, merged_ns, remade))
-    first = list(accumulate([*map(len, schedule.rows), *links.values()], initial=0))
-    free = dict(zip(links, first[len(schedule.rows) :], strict=False))  # link -> its next task
-    work_ns += [0] * len(results)
-    sent = []
-    for made, action, rank, other in results:
-        task, way = free[rank, other], _WAYS[action.kind]
-        free[rank, other] += 1
-        work_ns[task] = costs[action.stage].sent_ns
+    sizes = [*map(len, schedule.rows), *map(len, links.values())]
+    sent = [(*made, *link) for link, results in links.items() for made in results]
+    for task, (made, _, action, _, _) in enumerate(sent, len(work_ns)):
+        way = _WAYS[action.kind]
         after[task] = [made]
-        needed = reader[action.stage + way, way, action.microbatch]
-        after.setdefault(needed, []).append(task)
-        sent.append((task, action, rank, other))
-    return Tasks(work_ns, first, after), sent
+        after.setdefault(reader[action.stage + way, way, action.microbatch], []).append(task)
+        work_ns.append(costs[action.stage].sent_ns)
+    return Tasks(work_ns, list(accumulate(sizes, initial=0)), after), sent
 
 
 def _takes(
@@ -238,36 +243,33 @@ def _takes(
     return sum(costs[a.stage].takes(a.kind, (a.stage, a.microbatch) in remade) for a in step)
 
 
-def _levels(schedule: Schedule, rank: int, costs: Sequence[StageCost]) -> Iterator[tuple[int, int]]:
+def _levels(
+    schedule: Schedule,
+    rank: int,
+    costs: Sequence[StageCost],
+    remade: Collection[tuple[int, int]],
+) -> Iterator[tuple[int, int]]:
     """The most that a rank holds in each of its steps: what the step makes is there and nothing of
     what it ends is gone yet; what the step before made is still on its way, and room is made for
     what the next steps need. And what it still holds when the step has ended."""
     row = schedule.rows[rank]
     held = 0
-    asked = [sum(_travels(schedule, a, costs[a.stage])[0] for a in step) for step in row]
-    sent = [sum(_travels(schedule, a, costs[a.stage])[1] for a in step) for step in row]
-    remade = {(a.stage, a.microbatch) for step in row for a in step if a.kind == "R"}
+    travels = [[_travels(schedule, a, costs[a.stage]) for a in step] for step in row]
+    asked = [sum(get for get, _ in step) for step in travels]
+    sent = [sum(send for _, send in step) for step in travels]
     for i, step in enumerate(row):
-        freed, works = 0, held
+        behind = during = works = held
         for action in step:
-            cost = costs[action.stage]
             again = (action.stage, action.microbatch) in remade
-            all_of_it = cost.saved + again * cost.remade
-            works += cost.allocates(action.kind, again)
-            if action.kind == "F":
-                held += cost.saved
-            elif action.kind == "R":
-                held += cost.remade
-            elif action.kind == "B":
-                freed += all_of_it
-            elif action.kind == "I":
-                freed += all_of_it - cost.for_weights
-            else:
-                freed += cost.for_weights
-        travels = sum(asked[i + 1 : i + AHEAD]) + sum(sent[max(0, i - 1) : i])
-        most = max(held, works) + travels
-        held -= freed
-        yield most, held
+            works += costs[action.stage].allocates(action.kind, again)
+            more = costs[action.stage].holds(action.kind, again)
+            behind += more
+            during += more if action.kind in "FR" else 0
+        yield (
+            max(during, works) + sum(asked[i + 1 : i + AHEAD]) + sum(sent[max(0, i - 1) : i]),
+            behind,
+        )
+        held = behind
 
 
 def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, int]:

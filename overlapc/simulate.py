@@ -113,21 +113,11 @@ def _tasks(
         awaited = (task_of[start_at],)
         for task in range(at, computes, issues):
             after[task] = awaited
-    comm_ns = []
-    for at in launches:
-        name, *_ = sync[order[at]]
-        comm_ns.append(max([profile.costs[name].comm_ns for profile in profiles]))
+    names = [sync[order[at]][0] for at in launches]
+    comm_ns = [max([profile.costs[name].comm_ns for profile in profiles]) for name in names]
     sizes = [*([issues] * len(profiles)), *map(len, starts.values())]
-    return (
-        Tasks(
-            [*compute_ns, *comm_ns],
-            list(accumulate(sizes, initial=0)),
-            after,
-            len(profiles),
-            profiles[0].slowdown,
-        ),
-        launches,
-    )
+    first, work_ns = list(accumulate(sizes, initial=0)), [*compute_ns, *comm_ns]
+    return Tasks(work_ns, first, after, len(profiles), profiles[0].slowdown), launches
 
 
 def _exposures(spans: Sequence[Span], blocked: dict[str, int]) -> tuple[Exposure, ...]:

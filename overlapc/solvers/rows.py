@@ -192,11 +192,7 @@ class _Clock:
         self.rows[rank].append(action)
         self.next[action.stage, action.kind] += 1
         self.free[rank] = now + cost.takes(action.kind)
-        self.held[rank] += {
-            "F": cost.saved,
-            "I": cost.for_weights - cost.saved,
-            "W": -cost.for_weights,
-        }[action.kind]
+        self.held[rank] += cost.holds(action.kind)
 
 
 class _Search:
@@ -394,13 +390,7 @@ class _Row:
         cost = self.costs[action.stage]
         again = action.kind == "I" and action in self.remade
         self.now += cost.takes(action.kind, again)
-        remade = cost.remade if again else 0
-        self.held += {
-            "F": cost.saved,
-            "R": cost.remade,
-            "I": cost.for_weights - cost.saved - remade,
-            "W": -cost.for_weights,
-        }[action.kind]
+        self.held += cost.holds(action.kind, again)
         self.done.add(action)
         self.row.append(action)
 
