@@ -1,6 +1,7 @@
-"""What models of several ranks are made of, so that it is captured: Megatron's f and g operators,
-those of its sequence parallelism, and the experts' all-to-all, as functional collectives inside
-autograd Functions.
+"""The communication of a model on several ranks, as autograd Functions that can be captured.
+
+Megatron's f and g operators, those of its sequence parallelism, and the experts' all-to-all, as
+functional collectives.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def mean_of_ranks(topic: str, figure: float, exchange: Exchange | None) -> float
 
 
 def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
-    """What the leader decides, or Infeasible, the same on every rank."""
+    """The plans that the leader's `decide` gives, on every rank; Infeasible, too, is on all."""
 
     def tell() -> str:
         try:

@@ -134,7 +134,7 @@ def _decide(
     choices: Iterable[tuple[str, ...]],
     exchange: Exchange | None,
 ) -> Plan:
-    """The plan, or Infeasible, the same on every rank."""
+    """The plan that was given, is known, or is solved for now; the same on every rank."""
 
     def decide() -> tuple[Plan]:
         if options.plan is not None:
@@ -167,8 +167,7 @@ def _solve(problem: Problem, solver: str, choices: Iterable[tuple[str, ...]]) ->
 
 
 def _others(plan: Plan, problems: Sequence[Problem], solver: str) -> Iterator[Plan]:
-    """Plans for problems that each leave less room than the one before, where that of the one
-    before does not fit."""
+    """Plans for problems of less and less room: a new one wherever the last does not fit."""
     for problem in problems:
         if simulate(problem, plan).peak_bytes > (problem.budget_bytes or 0):
             try:

@@ -19,7 +19,7 @@ _CHOICES = 9  # of plans for all stages that are tried one by one
 @dataclass(frozen=True)
 class StageFigures:
     """What ranks tell each other of a planned stage: what a microbatch takes, what a merged step
-    does (0: nothing is merged), how much memory all microbatches may hold, and whether its forward
+    takes (0: nothing is merged), how much memory all microbatches may hold, and whether its forward
     draws random numbers."""
 
     cost: StageCost
@@ -48,8 +48,8 @@ class StageFigures:
 def plan_rows(
     schedule: Schedule, figures: Sequence[Sequence[StageFigures]], place: bool = True
 ) -> tuple[tuple[int, ...], Schedule, PipelineTimeline]:
-    """Of each stage's plans, of which each leaves more room than the one before, those with which
-    the step is fastest: which they are, their rows, and what all ranks are predicted to do."""
+    """The fastest step that a plan for each stage makes: which plan each takes, the rows, and what
+    all ranks are predicted to do. A stage's `figures` are of plans that leave ever more room."""
     best: tuple[tuple[int, ...], Schedule, PipelineTimeline] | None = None
     for chosen in _choices([len(plans) for plans in figures]):
         each = [plans[which] for plans, which in zip(figures, chosen, strict=True)]
@@ -61,7 +61,7 @@ def plan_rows(
 
 
 def _choices(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All of them where these are few, else all stages alike."""
+    """A plan's number for each stage: every combination if these are few, else the same for all."""
     if math.prod(counts) <= _CHOICES:
         yield from product(*map(range, counts))
         return

@@ -1,6 +1,8 @@
-"""Best first through all layouts: those whose bound is no better than what was found are left out,
-so the winner is that of trying all. Layers are split evenly till then, and for a winner with one
-stage a rank as is best."""
+"""`search` finds the layout whose step is fastest: it tries all of them, the best bound first.
+
+A layout whose bound is no better than what was found is left out: the winner is that of trying all.
+Layers are split evenly till then, and for a winner with one stage a rank as is best.
+"""
 
 from __future__ import annotations
 

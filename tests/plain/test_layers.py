@@ -167,6 +167,18 @@ def test_a_module_imports_what_its_layer_may(module: str) -> None:
         assert folders - {own, *allowed.split()} == set()
 
 
+def test_the_docs_say_where_to_begin_in_every_folder() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("## Where to begin")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/]+)/` \| `([\w.]+)` ", table, flags=re.M)
+    first = {folder: ROOT / "overlapc" / folder / name for folder, name in rows}
+    folders = {path.parent.name for path in MODULES.values()} - {"overlapc"}
+    assert folders - set(first) == set()
+    assert [
+        str(path) for folder, path in first.items() if folder in folders and not path.is_file()
+    ] == []
+
+
 def test_no_imports_go_round_in_a_circle() -> None:
     """Of modules, when they are imported; a folder whose __init__ is empty is in no circle."""
     loads = {name: modules_of(imports(path, loaded=True)) for name, path in MODULES.items()}
