@@ -47,7 +47,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import OptionError, RankError
 from overlapc.progress import doing
-from overlapc.runtime.guard import Lost, guarded, unguarded
+from overlapc.runtime.guard import Lost, guarded, lost, unguarded
 from overlapc.runtime.line import (
     BEAT_S,
     IDLE,
@@ -302,6 +302,9 @@ class Exchange:
                 self._say(PLANNING, ())
                 return got
             self._raise_if_failed()
+            # The guard has looked for longer than this wait.
+            if (found := lost()) is not None:
+                raise RankError(found)
             if working:
                 self._say(f"making the {topic}", ())
             else:
@@ -316,13 +319,13 @@ class Exchange:
     def _raise_if_hopeless(
         self, watch: Watch, missing: list[int], present: list[int], topic: str
     ) -> None:
-        lost = watch.lost(missing, present, self.rank)
+        hopeless = watch.lost(missing, present, self.rank)
         waited_s = time.monotonic() - watch.start
-        if lost is not None or (missing and waited_s > self._limit_s):
+        if hopeless is not None or (missing and waited_s > self._limit_s):
             self._raise_if_failed()  # the cause is told rather than that others have left
-        if lost is not None:
+        if hopeless is not None:
             raise RankError(
-                f"planning stopped at the step {topic!r}: {lost}; expected an answer of "
+                f"planning stopped at the step {topic!r}: {hopeless}; expected an answer of "
                 f"{_named(self.ranks)} within {self._timeout_s:g} s: see the output of that rank "
                 "for why it ended or never came; if it is only late, give a longer timeout"
             )

@@ -53,9 +53,15 @@ def guarded(look: Callable[[], str | None]) -> Iterator[None]:
         _guarded.by = None
 
 
+def lost() -> str | None:
+    """What the guard of this thread has found, resting or not."""
+    guard = getattr(_guarded, "by", None)
+    return None if guard is None else guard.found
+
+
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
-    """The block looks after the other ranks itself."""
+    """The block is not interrupted: it asks `lost` itself."""
     guard = getattr(_guarded, "by", None)
     if guard is None or guard.resting:
         yield
@@ -84,12 +90,12 @@ class _Guard(threading.Thread):
             except RankError as error:
                 lost = str(error)
             with self._lock:
-                if lost is None or self.resting or self._over.is_set():
+                if lost is None or self._over.is_set():
                     continue
                 self.found = lost
                 # Python drops what is raised in a finalizer or a weak reference's callback, so a
                 # block that goes on all the same is interrupted again.
-                if not _ends(self._whom):
+                if not self.resting and not _ends(self._whom):
                     _interrupt(self._whom, Lost)
 
     def rest(self, resting: bool) -> None:

@@ -85,3 +85,16 @@ def test_what_is_made_of_the_interrupt_is_left_alone_too() -> None:
 
     assert isinstance(_lost(block).__cause__, ValueError)
     assert done
+
+
+def test_a_block_that_looks_itself_is_told() -> None:
+    told = []
+
+    def block() -> None:
+        with guard.unguarded():
+            _work(0.2)
+            told.append(guard.lost())
+        _work(60.0)
+
+    _lost(block)
+    assert told == [LOST]
