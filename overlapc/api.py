@@ -181,7 +181,7 @@ class Optimized:
         backend = _engine(self).backend
         graphs = len(backend.reports) + len(backend.unchanged)
         more = backend.views if graphs > 1 else backend.left_out
-        return [*dict.fromkeys(backend.differences + more)]
+        return [*dict.fromkeys([*backend.differences, *backend.steps.differences, *more])]
 
     @property
     def plan(self) -> Plan:

@@ -23,6 +23,7 @@ from torch._guards import TracingContext, tracing
 
 from overlapc.flags import log
 from overlapc.ir import Plan
+from overlapc.passes.differences import used_several_times
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.runtime.exchange import busy
@@ -49,6 +50,7 @@ class Graph:
             or calls.options.plan is not None
             or calls.options.memory_budget is None
         )
+        self.sums = used_several_times(gm)
         self.name = ""
         self.share: Share | None = None  # of a graph that was planned
         self.report: Report | None = None
@@ -78,6 +80,7 @@ class Graph:
         if call is None or self.share is None:
             return self.run(*args)
         place = call.begin(self, args)
+        self.calls.name_sums(call, self, args)
         made = self.run(*args)
         call.end(place, made)
         return made
@@ -106,6 +109,7 @@ class Call:
         self.graphs: list[Graph] = []
         self.flows: list[tuple[int, int, int]] = []
         self._made: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = {}
+        self.sums: dict[int, tuple[Callable[[], torch.Tensor | None], str]] = {}
 
     def begin(self, graph: Graph, args: Sequence[Any]) -> int:
         place = len(self.graphs)
@@ -130,6 +134,7 @@ class Calls:
         self.options = options
         self.running: Call | None = None
         self.reports: list[Report] = []
+        self.differences: dict[str, None] = {}  # what several graphs do not as eager
         self._depth = 0
         self._graphs: list[Graph] = []  # that share the budget
         self._runs: list[Run] = []
@@ -151,6 +156,15 @@ class Calls:
     def shared(self) -> bool:
         """Does the budget stand for more than one graph?"""
         return bool(self._runs)
+
+    def name_sums(self, call: Call, graph: Graph, args: Sequence[Any]) -> None:
+        """Remember what gradients a graph adds up; name those to which a later one adds more."""
+        for arg in args if call.sums else ():
+            tensor, line = call.sums.get(id(arg), (lambda: None, ""))
+            if tensor() is arg and isinstance(arg, torch.Tensor):
+                self.differences[line] = None
+        for i, line in graph.sums.items():
+            call.sums[id(args[i])] = weakref.ref(args[i]), line
 
     def is_whole(self, gm: fx.GraphModule) -> bool:
         """Is this graph all that the call runs, as far as one can tell?"""

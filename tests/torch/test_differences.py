@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,37 @@ def test_a_parameter_of_two_graphs_under_autocast() -> None:
     assert len(found[0]) == 1
     assert "autocast" in found[0][0]
     assert found[1] == []
+
+
+class Broken(nn.Module):
+    """One layer, used as often in each of two graphs as `times` has it."""
+
+    def __init__(self, times: tuple[int, int]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times[0]):
+            x = self.layer(x).tanh()
+        torch._dynamo.graph_break()
+        for _ in range(self.times[1]):
+            x = self.layer(x).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(("times", "named"), [((2, 1), 2), ((1, 2), 0), ((2, 0), 0)])
+def test_a_tensor_that_two_graphs_use(times: tuple[int, int], named: int) -> None:
+    """Named are weight and bias; where nothing is, the gradients are eager's."""
+    plain, x = Broken(times), torch.randn(16, 8)
+    model = planned(copy.deepcopy(plain), x)
+    assert len(model.differences) == named
+    assert all("test_differences.py" in line for line in model.differences)
+    if not named:
+        plain(x).backward()
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
 def test_a_buffer_that_a_checkpoint_changes() -> None:
