@@ -3,9 +3,9 @@
     python -c "from tests.multiprocess.test_mortality import main; main(100)"
 
 makes so many attempts and says how long they took. While ranks trace, measure, solve or place rows
-a `RankError` is promised within 10 s; that a rank is missing which was struck before it began is told
-7 s after the others began to wait for it. During a step the process group speaks: of a killed rank at
-once, of a stopped one when its own timeout has passed.
+a `RankError` is promised within 10 s; that a rank is missing which was struck before it began is
+told 7 s after the others began to wait for it. During a step the process group speaks: of a killed
+rank at once, of a stopped one when its own timeout has passed.
 """
 
 from __future__ import annotations
