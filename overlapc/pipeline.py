@@ -7,7 +7,7 @@ when the step ends, on the lane between the two ranks, in order; the rank that n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -101,6 +101,16 @@ class Ran:
     to: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A stage's gradients on their way over the replicas of its rank."""
+
+    stage: int
+    rank: int
+    start_ns: int
+    end_ns: int
+
+
 @dataclass(frozen=True)
 class PipelineTimeline:
     """What all ranks do, in the order of their rows, and what it adds up to."""
@@ -110,6 +120,7 @@ class PipelineTimeline:
     step_ns: int
     memory: tuple[tuple[int, ...], ...]  # by rank, at the worst moment of each of its steps
     held: tuple[tuple[int, ...], ...]  # by rank, behind each of its steps
+    reductions: tuple[Reduction, ...] = ()
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -199,6 +210,23 @@ def simulate_pipeline(
         memory=tuple(tuple(worst for worst, _ in row) for row in levels),
         held=tuple(tuple(behind for _, behind in row) for row in levels),
     )
+
+
+def reduced(timeline: PipelineTimeline, takes_ns: Sequence[int]) -> PipelineTimeline:
+    """The timeline with a reduction of each stage's gradients, which takes so long, on a lane of
+    the stage's rank: it begins when the last gradient of the stage is there and the rank's later
+    stages are reduced, as `Pipeline` begins it. The step ends when the last reduction does."""
+    found = []
+    for rank, row in enumerate(timeline.ran):
+        there = {a.stage: ran.end_ns for ran in row for a in ran.step if a.kind in "BW"}
+        free = 0
+        for stage in sorted(there, reverse=True):
+            start = max(there[stage], free)
+            free = start + takes_ns[stage]
+            if takes_ns[stage]:
+                found.append(Reduction(stage, rank, start, free))
+    end = max((reduction.end_ns for reduction in found), default=0)
+    return replace(timeline, step_ns=max(timeline.step_ns, end), reductions=tuple(found))
 
 
 def _tasks(

@@ -22,6 +22,7 @@ KINDS = {
     "I": "input gradients",
     "W": "weight gradients",
     "R": "recompute",
+    "D": "gradients over the replicas",
 }
 # Where a step goes: class and name, in the order of a bar
 PARTS = {
@@ -111,6 +112,15 @@ def timeline(pipeline: Found, names: Sequence[str]) -> str:
                     f'<i class="{look}" style="left:{start / step:.3%};width:'
                     f'{(end - start) / step:.3%}{tall if len(actions) > 1 else ""}" '
                     f'title="{title}">{action.microbatch}</i>'
+                )
+        for stage, there, start, end in pipeline["reductions"]:
+            if there == rank:
+                kinds.add("D")
+                span = f"{milliseconds(start)} to {milliseconds(end)} ms"
+                boxes.append(
+                    f'<i class="D tiny" style="left:{start / step:.3%};width:'
+                    f'{(end - start) / step:.3%};top:70%;height:30%" title="gradients '
+                    f'of stage {int(stage)} over the replicas of rank {rank}, {span}"></i>'
                 )
         lanes.append(f'<div class="lane">{"".join(boxes)}</div>')
     known = [(kind, what) for kind, what in KINDS.items() if kind in kinds]

@@ -37,7 +37,8 @@ GLOSSARY = {
     "layers": "A string like Et*8|t*8L is what Megatron's --pipeline-model-parallel-layout takes: "
     "E embedding, t*8 eight transformer layers, L loss, a bar between stages.",
     "exposed": "Communication that nothing hides: the GPU waits for it. Of tensor-parallel ranks "
-    "(TP), of experts (all-to-all), of replicas (DP), between stages (p2p).",
+    "(TP), of experts (all-to-all), of replicas (DP: a stage's gradients, from its last weight "
+    "gradient on, and the new weights), between stages (p2p).",
     "bubble": "Time in which a rank of the pipeline stands still since no microbatch has come, on "
     "the slowest rank, of the whole step. Waiting for transfers counts as p2p.",
     "recompute": "Forward work done again in the backward, because its results were not kept.",
@@ -292,7 +293,7 @@ def _still(best: Found, pipeline: Found) -> str:
         )
     return (
         f"All of the step's {count} microbatches, {milliseconds(step)} of "
-        f"{milliseconds(best['step_ns'])} ms; gradients of replicas and the optimizer follow. "
+        f"{milliseconds(best['step_ns'])} ms; the optimizer and gathering the weights follow. "
         f"{picture.capitalize()}; the slowest {whole}. {hint}"
     )
 

@@ -1,8 +1,8 @@
 """Timelines for other programs: Chrome's trace format, which Perfetto opens, and plain JSON.
 
-A rank is a process and a lane is a thread of it: `compute`, a process group, or the way to another
-rank. Nothing on a track overlaps; an action of a pipeline encloses the ops it runs, and a counter
-shows the most memory that it has.
+A rank is a process and a lane is a thread of it: `compute`, a process group, the way to another
+rank, or to the rank's replicas. Nothing on a track overlaps; an action of a pipeline encloses the
+ops it runs, and a counter shows the most memory that it has.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def chrome_trace(
         for sent in timeline.transfers:
             name = format_step(sent.step)
             add(sent.rank, f"to rank {sent.to}", name, sent.start_ns, sent.end_ns)
+        for one in timeline.reductions:
+            add(one.rank, "replicas", f"reduce {one.stage}", one.start_ns, one.end_ns)
     names = [_named("process_name", rank, 0, f"rank {rank}") for rank in {r for r, _ in tracks}]
     names += [_named("thread_name", rank, tid, lane) for (rank, lane), tid in tracks.items()]
     return {"displayTimeUnit": "ns", "traceEvents": [*names, *events]}
@@ -98,6 +100,9 @@ def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
         "transfers": [
             [format_step(sent.step), sent.rank, sent.to, sent.start_ns, sent.end_ns]
             for sent in timeline.transfers
+        ],
+        "reductions": [
+            [one.stage, one.rank, one.start_ns, one.end_ns] for one in timeline.reductions
         ],
     }
 

@@ -16,28 +16,23 @@ from typing import Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem, Timeline
-from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule
 from overlapc.search.layouts import (
     Cluster,
     Layout,
-    expert_ranks,
-    expert_replicas,
     microbatches,
-    rank_parameters,
     stage_layers,
     static_bytes,
 )
 from overlapc.search.models import Model
+from overlapc.search.replicas import Update
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, solve
 from overlapc.solvers.rows import PATIENCE, through_time
 from overlapc.stages import in_parts, stage_cost
-
-# float32 weight and moments read and written, gradient read, bf16 weight written
-_OPTIMIZER_MOVES = 2 * 12 + 4 + 2
 
 
 @dataclass(frozen=True)
@@ -125,8 +120,8 @@ def lower_bound(
     layers: Sequence[int] | None = None,
 ) -> int:
     """No plan can take less: the slowest rank does each microbatch, its blocks take what they take
-    at least, and the pipeline fills and drains. `layers` are those of each stage, by default an
-    even split."""
+    at least, the pipeline fills and drains, and the weights are brought up to date. `layers`
+    are those of each stage, by default an even split."""
     layers = layers or stage_layers(model, layout.stages)
     count = microbatches(cluster, layout)
     block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
@@ -150,21 +145,16 @@ def lower_bound(
         )
     else:
         least = slowest(block, head)
-    machine = load_hardware(cluster.hardware)
-    most = max(map(sum, rank_parameters(model, layout, layers)))
     rounded = 2 * (count + layout.pp)  # ns that parts of a stage lose at most
-    return max(0, int(least) - rounded) + _optimizer_ns(most, layout, machine)
+    return max(0, int(least) - rounded) + Update.of(model, cluster, layout, layers).least_ns
 
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
-    """The same before anything is captured: flops at the full rate."""
+    """The same before anything is captured: flops at the full rate, layers split evenly."""
     peak = max(load_hardware(cluster.hardware).peak_flops.values())
     tokens = cluster.global_batch * model.seq
-    return round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
-
-
-def _optimizer_ns(parameters: float, layout: Layout, machine: Hardware) -> int:
-    return round(machine.memory_ns(parameters * _OPTIMIZER_MOVES / layout.dp))
+    flops_ns = round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
+    return flops_ns + Update.of(model, cluster, layout).least_ns
 
 
 def evaluate(
@@ -213,14 +203,12 @@ def evaluate(
     pipeline_ns = rows.last(costs, count, slowest_ns)
     silent = [replace(cost, sent_ns=0) for cost in costs]
     exposed_p2p = pipeline_ns - rows.last(silent, count, slowest_ns)
-    outcome = Outcome(Found(layout, solver), timeline, tuple(ranks), tuple(costs))
+    update = Update.of(model, cluster, layout, layers)
+    whole = reduced(timeline, update.reduce_ns)
+    exposed_dp = whole.step_ns - timeline.step_ns + update.gather_ns
+    outcome = Outcome(Found(layout, solver), whole, tuple(ranks), tuple(costs))
     busy = count * slowest_ns
-    reduction = _reduction_ns(model, layout, machine, layers)
-    beside = min(sum(cost.takes("B") for cost in rank.costs) for rank in ranks)
-    exposed_dp = max(0, reduction - beside)
-    most = max(map(sum, rank_parameters(model, layout, layers)))
-    optimizer = _optimizer_ns(most, layout, machine)
-    step_ns = pipeline_ns + exposed_dp + optimizer
+    step_ns = pipeline_ns + exposed_dp + update.optimizer_ns
     plan = outcome.slowest.timeline
     times = outcome.slowest.times * count
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": max(0, exposed_p2p)}
@@ -411,23 +399,6 @@ def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) ->
     apart = across and not layout.sequence
     size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
     return machine.collective_ns("p2p", size, 2, 1 if across else 2)
-
-
-def _reduction_ns(model: Model, layout: Layout, machine: Hardware, layers: Sequence[int]) -> int:
-    """Gradients summed over the replicas and weights handed back: a reduce-scatter in float32 and
-    an all-gather in bf16; experts only over the replicas that hold them."""
-    replicas = expert_replicas(model, layout)
-    here = machine.gpus_per_node // layout.tp  # replicas in a node
-    alike = max(1, here // expert_ranks(model, layout.dp)) * (layout.tp if layout.sequence else 1)
-    longest = 0
-    for dense, experts in rank_parameters(model, layout, layers):
-        took = 0
-        for count, ranks, near in ((dense, layout.dp, here), (experts, replicas, alike)):
-            near = max(1, min(ranks, near))
-            took += machine.collective_ns("reduce_scatter", count * 4, ranks, near)
-            took += machine.collective_ns("all_gather", count * 2, ranks, near)
-        longest = max(longest, took)
-    return longest
 
 
 def _hidden_ns(timeline: Timeline) -> int:

@@ -37,7 +37,7 @@ from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
 _OPT_SECONDS = 10.0  # that opt has for all stages where it is only compared

@@ -65,6 +65,8 @@ def test_it_has_all_its_parts(document: dict[str, Any]) -> None:
     for rank, row in enumerate(ranks):
         assert text.count(f">rank {rank}<small>stage") == 2  # what it does, what it holds
         assert text.count(f'title="rank {rank}: ') == len(row["steps"])
+        mine = [one for one in document["pipeline"]["reductions"] if one[1] == rank]
+        assert text.count(f"over the replicas of rank {rank}, ") == len(mine)
     assert all(f"<dt>{word}</dt>" in text for word in GLOSSARY)
     assert 'class="axis"' in text
     assert "Et*2|t*2L" in text

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from overlapc.errors import InvalidSchedule
-from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.pipeline import StageCost, reduced, simulate_pipeline
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.schedule import Action, Schedule, check_schedule, steps_of
 from overlapc.solvers.rows import PATIENCE, joined, placed, through_time
@@ -162,3 +162,26 @@ def test_a_v_made_for_what_its_stages_take_stands_still_less(ranks, inputs):
     assert all(p <= most for t in found for p, most in zip(t.peak_bytes, limits, strict=True))
     best = min(found, key=lambda timeline: timeline.step_ns)
     assert best.bubble_ns(0) < 0.7 * given.bubble_ns(0)
+
+
+def test_gradients_of_replicas_are_reduced_as_soon_as_a_stages_last_are_there():
+    """On a lane of the rank, its last stage first, as `Pipeline` does it."""
+    schedule = make_schedule("interleaved", 2, 4)
+    costs = [StageCost(10, 10, 10)] * 4
+    given = simulate_pipeline(schedule, costs)
+    takes = [70, 5, 30, 0]
+    found = reduced(given, takes)
+    ends = {a: ran.end_ns for row in given.ran for ran in row for a in ran.step if a.kind == "B"}
+    there = [max(end for action, end in ends.items() if action.stage == s) for s in range(4)]
+    # Rank 0 has stages 0 and 2. That of stage 2 is hidden by what stage 0 has to do still.
+    assert there[2] + 30 < there[0] == given.step_ns
+    by_stage = {one.stage: (one.rank, one.start_ns, one.end_ns) for one in found.reductions}
+    assert by_stage == {
+        2: (0, there[2], there[2] + 30),
+        0: (0, there[0], there[0] + 70),
+        1: (1, there[1], there[1] + 5),
+    }
+    assert found.step_ns == given.step_ns + 70
+    late = reduced(given, [0, 0, 200, 0])  # nothing of it is hidden behind the end
+    assert late.step_ns == there[2] + 200
+    assert reduced(given, [0] * 4) == given

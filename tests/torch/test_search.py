@@ -35,6 +35,7 @@ from overlapc.search.modules import Block, Blocks, Head, Ranks
 from overlapc.search.own import Repeats
 from overlapc.search.partition import partitioned
 from overlapc.search.pool import planners
+from overlapc.search.replicas import Update
 from overlapc.search.search import _Cache, search
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
@@ -394,6 +395,24 @@ def test_rows_of_a_v_are_made_for_what_its_stages_take():
     assert found.timeline.step_ns < 0.95 * plain.step_ns
     assert max(found.found.peak_bytes) <= CLUSTER.memory_bytes
     assert found.found.step_ns >= lower_bound(TINY, CLUSTER, layout, unit)
+
+
+def test_what_the_rows_leave_of_a_reduction_is_exposed():
+    """Gradients of stages that end early are on their way while the rank goes on."""
+    for name in ("1f1b", "zero-bubble-v"):
+        layout = Layout(1, 2, 2, 1, name)
+        unit = captured_once(key(TINY, layout))
+        outcome = evaluate(TINY, CLUSTER, layout, unit, "none")
+        update = Update.of(TINY, CLUSTER, layout, outcome.found.layers)
+        rows = outcome.timeline
+        assert {one.stage for one in rows.reductions} == set(range(layout.stages))
+        ends = max(ran.end_ns for row in rows.ran for ran in row)
+        exposed = outcome.found.exposed_ns["dp"]
+        assert exposed == rows.step_ns - ends + update.gather_ns
+        assert exposed >= min(update.reduce_ns) + update.gather_ns
+    alone = Layout(1, 2, 1, 1)
+    outcome = evaluate(TINY, PAIR, alone, captured_once(key(TINY, alone)), "none")
+    assert (outcome.found.exposed_ns["dp"], outcome.timeline.reductions) == (0, ())
 
 
 def test_what_two_stages_of_a_rank_may_take():

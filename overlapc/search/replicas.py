@@ -1,0 +1,74 @@
+"""What a step does for its weights: gradients summed over the replicas, the optimizer, and the new
+weights gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from overlapc.profiler.hardware import load_hardware
+from overlapc.search.layouts import (
+    Cluster,
+    Layout,
+    expert_ranks,
+    expert_replicas,
+    rank_parameters,
+    stage_parameters,
+)
+from overlapc.search.models import Model
+
+# float32 weight and moments read and written, gradient read, bf16 weight written
+_OPTIMIZER_MOVES = 2 * 12 + 4 + 2
+
+
+@dataclass(frozen=True)
+class Update:
+    """Gradients are summed by stage, each by a reduce-scatter in float32 that begins when the last
+    of them is there. The optimizer begins when all ranks' are: it may scale by the norm of all.
+    Each rank then gathers its weights in bf16."""
+
+    reduce_ns: tuple[int, ...]  # by stage
+    optimizer_ns: int
+    gather_ns: int
+
+    @property
+    def least_ns(self) -> int:
+        """How much of it comes after the last backward at least: its gradients are of one stage."""
+        return min(self.reduce_ns) + self.after_ns
+
+    @property
+    def after_ns(self) -> int:
+        """What comes after all gradients."""
+        return self.optimizer_ns + self.gather_ns
+
+    @staticmethod
+    def of(
+        model: Model, cluster: Cluster, layout: Layout, layers: Sequence[int] | None = None
+    ) -> Update:
+        """`layers` are those of each stage, by default an even split. Experts are reduced only over
+        the replicas that hold them."""
+        machine = load_hardware(cluster.hardware)
+        here = machine.gpus_per_node // layout.tp  # replicas in a node
+        alike = max(1, here // expert_ranks(model, layout.dp)) * (
+            layout.tp if layout.sequence else 1
+        )
+        groups = (layout.dp, here), (expert_replicas(model, layout), alike)
+
+        def takes(
+            kind: Literal["reduce_scatter", "all_gather"], parameters: tuple[int, int], size: int
+        ) -> int:
+            each = [
+                machine.collective_ns(kind, count * size, ranks, max(1, min(ranks, near)))
+                for count, (ranks, near) in zip(parameters, groups, strict=True)
+            ]
+            return sum(each)
+
+        of_rank = rank_parameters(model, layout, layers)
+        of_stage = stage_parameters(model, layout, layers)
+        most = max(map(sum, of_rank))
+        return Update(
+            tuple(takes("reduce_scatter", held, 4) for held in of_stage),
+            round(machine.memory_ns(most * _OPTIMIZER_MOVES / layout.dp)),
+            max(takes("all_gather", held, 2) for held in of_rank),
+        )
