@@ -43,9 +43,10 @@ def timed(tasks: Tasks) -> tuple[list[int], list[int], list[int]]:
 
 
 def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
-    """When each task ends; and all of them in the order in which they end, those of a moment lane
-    by lane. Those that wait for what never ends have the end -1, and are not in that order. Unless
-    `whole`, so it is with tasks that are no lane's last, wait for none and are waited for by none.
+    """When each task ends; and all in the order in which they end, those of a moment lane by lane.
+
+    A task that waits for what never ends has the end -1 and is not in that order. Unless `whole`,
+    so may be those nobody asks for: no lane's last, and not waiting or waited for.
     """
     work_ns, first, after, slowdown = tasks.work_ns, tasks.first, tasks.after, tasks.slowdown
     steady = slowdown.compute_permille == slowdown.comm_permille == 1000
@@ -58,13 +59,13 @@ def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
     waiting: dict[int, list[int]] = {}  # task -> lanes that wait for it
     running: list[int] = []  # lanes that slow each other, sorted
     ends: list[tuple[int, int]] = []  # a heap of (when its task ends, lane that nothing slows)
-    due, again = list(range(lanes)), list[int]()  # lanes that go on now: in this round, in a next
+    due, again = list(range(lanes)), list[int]()  # heaps of lanes that go on now, the others later
     over = [False] * lanes  # has a lane that is due just run its head?
     now = 0
     while True:
         while due or again:
             if not due:
-                due, again = sorted(again), due
+                due, again = again, due
             lane = heappop(due)
             task, last, ends_now = head[lane], first[lane + 1], over[lane]
             while True:
@@ -73,10 +74,7 @@ def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
                     ended.append(task)
                     if task in waiting:
                         for other in waiting.pop(task):
-                            if other > lane:
-                                heappush(due, other)
-                            else:
-                                again.append(other)
+                            heappush(due if other > lane else again, other)
                     task += 1
                 over[lane] = ends_now = False
                 if task == last:
@@ -111,8 +109,7 @@ def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
                 task = stop - 1
             head[lane] = task
         if ends:
-            now, lane = heappop(ends)
-            due.append(lane)
+            now = ends[0][0]
             while ends and ends[0][0] == now:
                 due.append(heappop(ends)[1])
         elif running:

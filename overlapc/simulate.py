@@ -218,12 +218,9 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
         change[first] += bytes_
         change[last + 1] -= bytes_
     copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
-    held = problem.resident_bytes + ceil(problem.copies * copy)
-    curve = []
-    for (op, _), more in zip(order, change, strict=False):
-        held += more
-        curve.append(held + costs[op].workspace_bytes)
-    return curve
+    change[0] += problem.resident_bytes + ceil(problem.copies * copy)
+    held = zip(order, accumulate(change), strict=False)
+    return [alive + costs[op].workspace_bytes for (op, _), alive in held]
 
 
 def saved_bytes(problem: Problem, saved: Sequence[str]) -> int:
