@@ -28,11 +28,24 @@ def verdict(
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
-    best = result.best
+    lines += ["", *_winner(result, result.best)]
+    if timeline is not None and result.best.layout.pp > 1:
+        lines += ["", *_picture(timeline, result.best.microbatches)]
+    if compared:
+        lines += ["", "this layout with the plans of", *_rows(compared)]
+    if result.rivals:
+        lines += ["", "each on the layout that suits it best, layers split evenly"]
+        lines += _rows(result.rivals, _by_both)
+    fitting = [found for found in result.tried if found.fits]
+    if len(fitting) > 1:
+        lines += ["", "next to it", *_rows(fitting[:top], lambda found: str(found.layout))]
+    return "\n".join([*lines, *_memory(result, result.best, fitting)])
+
+
+def _winner(result: Result, best: Found) -> list[str]:
     kept = "interrupted, the best so far" if result.interrupted else "the fastest"
     gap = best.step_ns / max(1, result.bound_ns) - 1
-    lines += [
-        "",
+    lines = [
         f"{kept}: {best.layout}",
         f"  step {milliseconds(best.step_ns)} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
         f"{best.mfu:.1%}; no layout that fits with its layers split evenly is more than "
@@ -45,20 +58,20 @@ def verdict(
     ]
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
-    if timeline is not None and best.layout.pp > 1:
-        lines += ["", timeline.picture()]
-        shown = len({action.microbatch for ran in timeline.ran[0] for action in ran.step})
-        if shown < best.microbatches:
-            rest = "the others go on as in the middle"
-            lines.append(f"({shown} of {best.microbatches} microbatches; {rest})")
-    if compared:
-        lines += ["", "this layout with the plans of", *_rows(compared)]
-    if result.rivals:
-        lines += ["", "each on the layout that suits it best, layers split evenly"]
-        lines += _rows(result.rivals, _by_both)
-    fitting = [found for found in result.tried if found.fits]
-    if len(fitting) > 1:
-        lines += ["", "next to it", *_rows(fitting[:top], lambda found: str(found.layout))]
+    return lines
+
+
+def _picture(timeline: PipelineTimeline, microbatches: int) -> list[str]:
+    shown = len({action.microbatch for ran in timeline.ran[0] for action in ran.step})
+    if shown >= microbatches:
+        return [timeline.picture()]
+    rest = "the others go on as in the middle"
+    return [timeline.picture(), f"({shown} of {microbatches} microbatches; {rest})"]
+
+
+def _memory(result: Result, best: Found, fitting: Sequence[Found]) -> list[str]:
+    """What less memory would cost, and the least that the winner needs."""
+    lines: list[str] = []
     less = [found for found in result.less if found.fits]
     front = pareto([*fitting, *less])
     if len(front) > 1:
@@ -72,12 +85,12 @@ def verdict(
             + (f", recompute {f.recompute_ns / f.step_ns:.1%}" if f in less else "")
             for f in front
         ]
-    lines += [
+    needs = [
         f"  {best.layout} needs at least {gigabytes(found.smallest_bytes)} GB"
         for found in result.less
         if not found.fits
-    ][:1]
-    return "\n".join(lines)
+    ]
+    return lines + needs[:1]
 
 
 def pareto(found: Sequence[Found]) -> list[Found]:

@@ -107,13 +107,7 @@ class Pipeline:
                 f"loss={loss}: expected one on the rank of the last stage, {last}, and only there"
             )
         _check_tied(tied, stages, schedule.stages)
-        for stage, module in stages.items():
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if tensor.device.type != "cpu":
-                    raise OptionError(
-                        f"stage {stage}'s {name} is on {tensor.device}: a Pipeline runs on CPUs so "
-                        "far, expected all of it there"
-                    )
+        _check_devices(stages)
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise OptionError(
                 "the loss has parameters, which belong to no stage: expected them in the last "
@@ -207,12 +201,32 @@ class Pipeline:
     ) -> None:
         """Trace and plan this rank's stages; every rank learns what tensors travel, and what all
         stages take."""
-        schedule = self.schedule = self._asked
-        last = schedule.stages - 1
-        ranks = dist.get_process_group_ranks(self.group)
-        timeout_s = self._links.timeout_s
+        self.schedule = self._asked
+        shapes = self._traced(inputs, targets)
+        self._links.width = max(1, *map(len, shapes.values()))
+        figures: dict[int, Any] = {}
+        planned: dict[int, list[StepReport]] = {}
+        sent_ns = {s: self._sent_ns(s, shapes[s]) for s in range(self.schedule.stages - 1)}
+        for stage in self._stages:
+            with busy("planning its stages"):
+                sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
+                try:
+                    planned[stage], figures[stage] = self._figured(stage, shapes, sent)
+                except Infeasible as error:  # the others must know
+                    figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
+        chosen = self._placed(figures)
+        for stage, reports in planned.items():
+            self.reports[stage] = reports[chosen[stage]]
+            self._stages[stage].planned(self.reports[stage])
+
+    def _traced(
+        self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
+    ) -> dict[int, Shapes]:
+        """Trace this rank's stages, each once the shapes of its inputs are known; returns what
+        every stage hands on."""
+        schedule = self.schedule
         shapes: dict[int, Shapes] = {}
-        with Exchange(ranks, timeout_s) as exchange:
+        with self._exchange() as exchange:
             exchange.agree(
                 "the schedule",
                 format_schedule(schedule) + json.dumps([self._place, *self._links.tied]),
@@ -223,31 +237,32 @@ class Pipeline:
                 if stage in self.modules:
                     given = inputs[0] if stage == 0 else tuple(map(blank, shapes[stage - 1]))
                     made = self._stage(stage, len(given), shapes.get(stage - 1, ()))
+                    last = stage == schedule.stages - 1
                     with busy("tracing"):
-                        made.trace((*given, *targets[0]) if stage == last else given)
+                        made.trace((*given, *targets[0]) if last else given)
                     told = _format_shapes(made.outgoing).encode()
                 answers = exchange.gather(f"the output of stage {stage}", told)
                 shapes[stage] = _parse_shapes(answers[schedule.rank_of[stage]].decode())
-        self._links.width = max(1, *map(len, shapes.values()))
-        sent_ns = {stage: self._sent_ns(stage, shapes[stage]) for stage in range(last)}
-        figures: dict[int, Any] = {}
-        planned: dict[int, list[StepReport]] = {}
-        for stage, made in self._stages.items():
-            with busy("planning its stages"):
-                held = self._held[stage] = self._beside(stage, shapes)
-                try:
-                    planned[stage] = self._planned(stage, made.captured, made.primals)
-                except Infeasible as error:  # the others must know
-                    figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
-                    continue
-                sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
-                figures[stage] = []
-                for report in planned[stage]:
-                    cost = stage_cost(
-                        report.lone.problem, report.lone.plan, made.form.received, sent
-                    )
-                    figures[stage].append(asdict(StageFigures.of(cost, report, held)))
-        with Exchange(ranks, timeout_s) as exchange:
+        return shapes
+
+    def _figured(
+        self, stage: int, shapes: Mapping[int, Shapes], sent_ns: int
+    ) -> tuple[list[StepReport], list[dict[str, Any]]]:
+        """The plans of a stage, and of each what other ranks are told."""
+        made = self._stages[stage]
+        held = self._held[stage] = self._beside(stage, shapes)
+        reports = self._planned(stage, made.captured, made.primals)
+        figures = []
+        for report in reports:
+            problem, plan = report.lone.problem, report.lone.plan
+            cost = stage_cost(problem, plan, made.form.received, sent_ns)
+            figures.append(asdict(StageFigures.of(cost, report, held)))
+        return reports, figures
+
+    def _placed(self, figures: Mapping[int, Any]) -> tuple[int, ...]:
+        """Tell the other ranks what this one's stages take, and place the rows of all; returns
+        which of its plans each stage runs."""
+        with self._exchange() as exchange:
             told = json.dumps(figures).encode()
             of_ranks = map(json.loads, exchange.gather("what stages take", told))
             of_stages = {int(s): figure for rank in of_ranks for s, figure in rank.items()}
@@ -257,14 +272,15 @@ class Pipeline:
                     raise Infeasible(figure["budget"], figure["least"], f"stage {stage}")
                 every.append([StageFigures.parse(each) for each in figure])
             with busy("placing rows"):
-                chosen, rows, timeline = plan_rows(schedule, every, self._place)
+                chosen, rows, timeline = plan_rows(self.schedule, every, self._place)
             exchange.agree("the rows", format_schedule(rows), "report this as a bug")
-        for stage, reports in planned.items():
-            self.reports[stage] = reports[chosen[stage]]
-            self._stages[stage].planned(self.reports[stage])
         self.schedule, self.timeline = rows, timeline
         self.costs = tuple(of[which].cost for of, which in zip(every, chosen, strict=True))
         self._links.step_s = timeline.step_ns / 1e9
+        return chosen
+
+    def _exchange(self) -> Exchange:
+        return Exchange(dist.get_process_group_ranks(self.group), self._links.timeout_s)
 
     def _beside(self, stage: int, shapes: Mapping[int, Shapes]) -> int:
         """Bytes that a stage holds whatever its plan: inputs of the microbatches in flight, and
@@ -342,6 +358,16 @@ def _by_stage(budget: Budget | Mapping[int, Budget], stages: Collection[int]) ->
             f"{sorted(stages)}"
         )
     return {stage: budget[stage] for stage in stages}
+
+
+def _check_devices(stages: Mapping[int, nn.Module]) -> None:
+    for stage, module in stages.items():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.device.type != "cpu":
+                raise OptionError(
+                    f"stage {stage}'s {name} is on {tensor.device}: a Pipeline runs on CPUs so "
+                    "far, expected all of it there"
+                )
 
 
 def _check_tied(
