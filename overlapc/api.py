@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
@@ -29,7 +29,7 @@ from overlapc.planning.road import plan_captured
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.given_up import GivenUp
+from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
@@ -104,6 +104,8 @@ def optimize(
         raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
     if not isinstance(check, bool):
         raise OptionError(f"check={check!r}: expected True or False")
+    if dynamic not in (None, True, False):
+        raise OptionError(f"dynamic={dynamic!r}: expected True, False or None")
     if plan is not None and not isinstance(plan, Plan):
         if not isinstance(plan, (str, os.PathLike)):
             raise OptionError(f"plan={plan!r}: expected a Plan or the path of a saved one")
@@ -230,6 +232,7 @@ class _Engine:
         self.checked: Checked | None = None
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
+        self.fails = False  # whether Dynamo itself fails to trace the model
         self.region = Region()
         self.backend = Backend(options)
         self.compiled = torch.compile(model, backend=self.backend, dynamic=dynamic, **_OF_ITS_OWN)
@@ -244,11 +247,21 @@ class _Engine:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails:
+            return self.model(*args, **kwargs)
         before = self.backend.calls
         if self.region.entered_again() and _CAST_AGAIN not in self.backend.differences:
             self.backend.differences.append(_CAST_AGAIN)
-        with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
-            results = self.compiled(*args, **kwargs)
+        try:
+            with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
+                results = self.compiled(*args, **kwargs)
+        except InternalTorchDynamoError as error:
+            reason = why_untraced(error)
+            if not reason:
+                raise
+            self.fails = True
+            self.backend.run_unchanged(f"the whole model: {reason}")
+            return self.model(*args, **kwargs)
         ran = self.backend.calls > before
         if not self.backend.reports and not self.backend.unchanged:  # graphs without gradients
             ran = ran and not any(getattr(t, "requires_grad", False) for t in tree_leaves(results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,16 @@ class Options:
     cache: bool | StrPath | None = None
     # What was measured and planned, so that the same graph met again is not paid for again.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)):
+            raise OptionError(f"timeout_s={self.timeout_s!r}: expected a number of seconds")
+        if not self.timeout_s > 0:
+            raise OptionError(f"timeout_s={self.timeout_s!r}: expected more than 0 seconds")
+        if not isinstance(self.hardware, (str, os.PathLike)):
+            raise OptionError(f"hardware={self.hardware!r}: expected a preset or a file's path")
+        if not isinstance(self.cache, (bool, str, os.PathLike, type(None))):
+            raise OptionError(f"cache={self.cache!r}: expected True, False, None or a file's path")
 
 
 def check_solver(name: str) -> None:

@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo import eval_frame
+from torch._dynamo import convert_frame, eval_frame
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.utils import counters
 
 from overlapc.errors import CaptureError
 from overlapc.passes import joint
+from overlapc.runtime.graphs import is_models
 
 _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
 _LIMIT = "recompile limit"
@@ -63,6 +65,16 @@ class GivenUp:
         if not new:
             return ""
         return f"{_line(new[0])}; it has other shapes or settings at nearly every call"
+
+
+def why_untraced(error: InternalTorchDynamoError) -> str:
+    """The reason, if Dynamo failed before any of the model's code had run; "" if it may have."""
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code.co_filename != convert_frame.__file__:
+        if is_models(step.tb_frame.f_code.co_filename):
+            return ""
+        step = step.tb_next
+    return "" if step is None else f"Dynamo failed: {_line(str(error))}"
 
 
 def _failures() -> int:

@@ -209,8 +209,12 @@ def _inside(code: CodeType) -> bool:
     Then Dynamo has given up on an outer function and compiles those it calls one by one."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
-        file = frame.f_code.co_filename
-        if not file.startswith(_AROUND) or "site-packages" in file.removeprefix(_AROUND[0]):
+        if is_models(frame.f_code.co_filename):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def is_models(file: str) -> bool:
+    """Is this a file of the model's code, not of what calls it?"""
+    return not file.startswith(_AROUND) or "site-packages" in file.removeprefix(_AROUND[0])

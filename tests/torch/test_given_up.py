@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import overlapc
 from overlapc import api, errors
@@ -154,3 +155,31 @@ def test_a_tensor_subclass_runs_as_plain_pytorch() -> None:
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(errors.OptionError, match="pass the module that it was scripted"):
         overlapc.optimize(torch.jit.script(nn.Linear(2, 2)))
+
+
+class DynamoFails(Layer):
+    """Dynamo knows no `context_fn` that is a function of PyTorch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(  # type: ignore[no-any-return]
+            super().forward, x, use_reentrant=False, context_fn=noop_context_fn
+        )
+
+
+def test_where_dynamo_fails_the_model_runs_unchanged() -> None:
+    model, x = DynamoFails(), torch.randn(3, 8)
+    twin = overlapc.optimize(model)
+    with pytest.warns(RuntimeWarning, match="the whole model unchanged.*Dynamo failed"):
+        twin(x).sum().backward()
+    assert torch.equal(twin(x), model(x))  # and is said once
+    assert len(twin.unchanged) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"timeout_s": "7"}, {"timeout_s": -1}, {"hardware": 5}, {"cache": 5}, {"dynamic": "no"}],
+)
+def test_an_option_of_another_kind(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(errors.OptionError, match=f"{name}=.*expected"):
+        overlapc.optimize(Layer(), **given)
