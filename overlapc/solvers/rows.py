@@ -299,17 +299,14 @@ def _apart(row: Sequence[Step]) -> list[Action]:
 def _arrivals(schedule: Schedule, timeline: PipelineTimeline) -> dict[tuple[int, str, int], int]:
     """(stage, F or I, microbatch) -> when what another stage makes for it is there."""
     ends = {action: ran.end_ns for row in timeline.ran for ran in row for action in ran.step}
-    sent = {(t.step[0], t.to): t.end_ns for t in timeline.transfers}
+    ends |= {sent.step[0]: sent.end_ns for sent in timeline.transfers}  # each to one rank only
     found = {}
     for action in schedule.actions:
         if action.kind in "FBI":
-            there = [
-                sent.get((need, schedule.rank_of[action.stage]), ends[need])
-                for need in schedule.needs(action)
-                if need.stage != action.stage
-            ]
+            needs = [need for need in schedule.needs(action) if need.stage != action.stage]
             kind = "F" if action.kind == "F" else "I"
-            found[action.stage, kind, action.microbatch] = max(there, default=0)
+            there = max((ends[need] for need in needs), default=0)
+            found[action.stage, kind, action.microbatch] = there
     return found
 
 
