@@ -255,6 +255,7 @@ class _Engine:
         try:
             with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
                 results = self.compiled(*args, **kwargs)
+                self.backend.steps.name_sums(tree_leaves(results))
         except InternalTorchDynamoError as error:
             reason = why_untraced(error)
             if not reason:

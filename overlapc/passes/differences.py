@@ -6,8 +6,8 @@ or Dynamo's, and can only be named:
 - a line that asks whether it is compiled, for it may take another branch then (`asked`);
 - views of one tensor that leave a graph, if there are several graphs: autograd then adds up
   that tensor's gradients in another order (`views_handed_on`);
-- so it does with those of a tensor that a graph uses several times, and a later graph again
-  (`used_several_times`);
+- so it does with those of a tensor that a graph uses several times, and that a later graph uses
+  again or the model hands back (`used_several_times`);
 - buffers that a checkpointed part of the model changes: in eager once more, in the backward;
 - parameters of several reentrant checkpoints: eager adds what each gives to `.grad` one by one;
 - results that a loss may leave out: what only they are made of gets zeros, where eager leaves None
@@ -187,15 +187,15 @@ def views_handed_on(graph: fx.GraphModule) -> list[str]:
 
 
 def used_several_times(graph: fx.GraphModule) -> dict[int, str]:
-    """Inputs, by position, whose gradient this graph adds up from several; what to say if another
-    graph of the call has more to add: eager adds one to the other from the last use on."""
+    """Inputs, by position, whose gradient this graph adds up from several; what to say if there is
+    more to add outside of it: eager adds one to the other from the last use on."""
     found = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         users = [user for user in node.users if _learns(user)]
         if _learns(node) and len(users) > 1:
             found[i] = (
-                f"{line_of(users[-1])}: {node.name} is used here, not only once, and in a later "
-                "graph, so autograd adds up its gradients in another order"
+                f"{line_of(users[-1])}: {node.name} is used several times here, and in a later "
+                "graph or as a result, so autograd adds up its gradients in another order"
             )
     return found
 

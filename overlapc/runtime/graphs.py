@@ -12,7 +12,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -80,7 +80,8 @@ class Graph:
         if call is None or self.share is None:
             return self.run(*args)
         place = call.begin(self, args)
-        self.calls.name_sums(call, self, args)
+        self.calls.name_sums(args)
+        call.sums |= {id(args[i]): (weakref.ref(args[i]), line) for i, line in self.sums.items()}
         made = self.run(*args)
         call.end(place, made)
         return made
@@ -157,14 +158,13 @@ class Calls:
         """Does the budget stand for more than one graph?"""
         return bool(self._runs)
 
-    def name_sums(self, call: Call, graph: Graph, args: Sequence[Any]) -> None:
-        """Remember what gradients a graph adds up; name those to which a later one adds more."""
-        for arg in args if call.sums else ():
-            tensor, line = call.sums.get(id(arg), (lambda: None, ""))
-            if tensor() is arg and isinstance(arg, torch.Tensor):
+    def name_sums(self, values: Iterable[Any]) -> None:
+        """Name those of the tensors of which a graph of this call has added up gradients."""
+        known = {} if self.running is None else self.running.sums
+        for value in values if known else ():
+            tensor, line = known.get(id(value), (lambda: None, ""))
+            if value is not None and tensor() is value:
                 self.differences[line] = None
-        for i, line in graph.sums.items():
-            call.sums[id(args[i])] = weakref.ref(args[i]), line
 
     def is_whole(self, gm: fx.GraphModule) -> bool:
         """Is this graph all that the call runs, as far as one can tell?"""

@@ -141,6 +141,26 @@ def test_a_tensor_that_two_graphs_use(times: tuple[int, int], named: int) -> Non
         assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
+class HandsBack(nn.Module):
+    def forward(self, x: Tensor, twice: bool) -> tuple[Tensor, Tensor]:
+        return x, (x.exp() + x.sin() if twice else x.exp())
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_an_input_that_is_used_and_handed_back(twice: bool) -> None:
+    model = overlapc.optimize(HandsBack(), solver="none", profile="estimate")
+    gradients = []
+    for one in (model, HandsBack()):
+        torch.manual_seed(0)
+        x = torch.randn(16, 8, requires_grad=True)
+        same, made = one(x, twice)
+        (same.square() / 3 + made).sum().backward()
+        gradients.append(x.grad)
+    found = [line for line in model.differences if "as a result, so" in line]
+    assert len(found) == twice
+    assert twice or torch.equal(*gradients)
+
+
 def test_a_buffer_that_a_checkpoint_changes() -> None:
     x = torch.randn(2, 3, 8, 8)
     lines = planned(Checkpointed(nn.BatchNorm2d(4)), x).differences
