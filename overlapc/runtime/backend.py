@@ -11,7 +11,7 @@ import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any
 
@@ -31,7 +31,7 @@ from overlapc.passes.nodes import line_of
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
-from overlapc.planning.options import Options
+from overlapc.planning.options import Options, check_solver
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan_captured
 from overlapc.runtime.exchange import Exchange, busy
@@ -294,4 +294,10 @@ def overlapc_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="overlapc", options={...})`; options are `optimize`'s."""
-    return Backend(Options(**options.pop("options", None) or options))(gm, example_inputs)
+    given = options.pop("options", None) or options
+    known = [one.name for one in fields(Options) if one.name != "known"]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
+    check_solver(given.get("solver", "overlap"))
+    return Backend(Options(**given))(gm, example_inputs)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import overlapc
@@ -183,3 +184,9 @@ def test_an_option_of_another_kind(given: dict[str, Any]) -> None:
     (name,) = given
     with pytest.raises(errors.OptionError, match=f"{name}=.*expected"):
         overlapc.optimize(Layer(), **given)
+
+
+@pytest.mark.parametrize("given", [{"memory_budgt": 1}, {"solver": "ovelap"}])
+def test_a_typo_in_the_options_of_the_backend(given: dict[str, Any]) -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"OptionError: .*expected one of"):
+        torch.compile(Layer(), backend="overlapc", options=given)(torch.randn(3, 8))
