@@ -237,13 +237,15 @@ def _leave_changed_parameters(
     primals = [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
     output = joint.graph.find_nodes(op="output")[0]
     results = list(output.args[0])
-    for place in (num_fwd_outputs + i for i in static_inputs):
-        parameter, gradient = primals[place - num_fwd_outputs], results[place]
-        if isinstance(gradient, fx.Node) and _is_tangent(gradient):
+    static = frozenset(static_inputs)
+    # Inputs that are numbers may have no place among the gradients.
+    pairs = zip(primals, results[num_fwd_outputs:], strict=False)
+    for i, (parameter, gradient) in enumerate(pairs):
+        if i in static and isinstance(gradient, fx.Node) and _is_tangent(gradient):
             result = getattr(_whole(gradient.meta.get("desc")), "output", None)
             changed = getattr(result, "mutated_input", None)
             if changed is not None and changed == _whole(parameter.meta.get("desc")):
-                results[place] = None
+                results[num_fwd_outputs + i] = None
     output.args = (results,)
 
 
