@@ -90,15 +90,7 @@ def optimize(
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
     `plan` and `timeline` of the only graph, `explain()` for all.
     """
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"optimize expects an nn.Module, found {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise OptionError(
-            "optimize expects a module of Python code, found a ScriptModule, which torch.compile "
-            "does not trace; pass the module that it was scripted from"
-        )
-    if isinstance(model, Optimized):
-        raise OptionError("this model is optimized already; pass the original to optimize again")
+    _check_model(model)
     check_solver(solver)
     if profile not in ("measure", "estimate"):
         raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
@@ -112,6 +104,18 @@ def optimize(
         plan = load_plan(plan)
     options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s, cache)
     return _twin(model, options, dynamic, check)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"optimize expects an nn.Module, found {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise OptionError(
+            "optimize expects a module of Python code, found a ScriptModule, which torch.compile "
+            "does not trace; pass the module that it was scripted from"
+        )
+    if isinstance(model, Optimized):
+        raise OptionError("this model is optimized already; pass the original to optimize again")
 
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
