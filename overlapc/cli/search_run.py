@@ -109,7 +109,8 @@ def _judged(
     try:
         with doing(f"comparing {', '.join(compared) or 'nothing'}"), stoppable():
             if best is not None and unit is not None and not result.interrupted:
-                outcome = evaluate(model, cluster, best.layout, unit, solver, layers=best.layers)
+                where = model, cluster, best.layout, unit, solver
+                outcome = evaluate(*where, layers=best.layers, known=best.rows)
                 rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
     except KeyboardInterrupt:
         result.interrupted = True  # what was found is told
@@ -160,7 +161,7 @@ def _write(folder: Path, document: dict[str, Any], outcome: Outcome | None) -> N
     if outcome is None or outcome.timeline is None:
         return
     best, slowest = outcome.found, outcome.slowest
-    write_file(folder / "schedule.txt", format_schedule(best.layout.rows(best.microbatches)))
+    write_file(folder / "schedule.txt", format_schedule(best.schedule))
     write_file(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
     save_problem(folder / "problem.txt", slowest.problem)
     save_plan(folder / "plan.txt", slowest.plan)

@@ -177,6 +177,7 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
             f"{text(layout_name(least))}; rank {int(stage)} of the pipeline blocks.</p>",
         ]
     gap = best["step_ns"] / max(1, document["bound_ns"]) - 1
+    placed = "Recompute and weight gradients are where ranks would wait. " if best["rows"] else ""
     kept = '<span class="alarm">Interrupted, the best so far:</span> '
     tiles = [
         (milliseconds(best["step_ns"]), "ms a step"),
@@ -198,7 +199,7 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
         f"<b>{text(megatron_layout(list(map(int, best['layers']))))}</b> (E embedding, t*n so many "
         "transformer layers, L loss, | between stages). "
         f"{len(document['tried'])} layouts were planned, {int(document['pruned'])} cannot win; "
-        f"layers split evenly meanwhile. {document['seconds']:.0f} s.</p>",
+        f"layers split evenly meanwhile. {placed}{document['seconds']:.0f} s.</p>",
         '<div class="command"><pre>' + text(document["command"]) + "</pre>"
         '<button type="button">copy</button></div>',
     ]

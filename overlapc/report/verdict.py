@@ -58,6 +58,8 @@ def _winner(result: Result, best: Found) -> list[str]:
     ]
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
+    if best.rows:
+        lines.append("  rows placed: recompute and weight gradients are where ranks would wait")
     return lines
 
 

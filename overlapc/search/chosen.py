@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlapc.errors import FileError, OptionError
+from overlapc.errors import FileError, InvalidSchedule, OptionError
 from overlapc.files import StrPath, read_json
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
@@ -16,13 +16,14 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-VERSION = 4  # of what a search writes; 3 had the reductions behind the pipeline, not in it
+VERSION = 5  # of what a search writes; 4 had no rows, 3 no reductions on the timeline
 
 
 @dataclass(frozen=True)
 class Chosen:
     """The layout a search found best. Plans are made for your own model's graphs, with costs of
-    your own machines, when training begins: the search says what each stage may hold.
+    your own machines, when training begins: the search says what each stage may hold, and
+    `Pipeline` places the rows of its schedule once more by them.
 
         chosen = overlapc.load_search("out/search.json")
         step = overlapc.Pipeline(
@@ -55,7 +56,9 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])
         layout, layers = found.layout, found.layers
-        schedule = layout.rows(found.microbatches)
+        schedule = found.schedule
+        if (len(schedule.rows), schedule.stages) != (layout.pp, layout.stages):
+            raise ValueError(f"rows of {schedule.stages} stages, expected {layout.stages}")
         if len(layers) != layout.stages:
             raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         budgets = tuple(map(int, document["memory_budgets"]))
@@ -68,6 +71,8 @@ def load_search(path: StrPath) -> Chosen:
         AttributeError,
         ArithmeticError,
         OptionError,
+        FileError,
+        InvalidSchedule,
     ) as error:
         raise FileError(
             f"{path} is not what a search found: {error!r}; expected the search.json that "

@@ -1,4 +1,5 @@
-"""What a layout takes: the best plan of each stage, all stages in their schedule, and what is left.
+"""What a layout takes: the best plan of each stage, all stages in rows as `Pipeline` places them,
+and what is left.
 
 A stage of many blocks is planned by a few of them: its time is as many times theirs, and as many
 times more microbatches are in flight. That is exact in memory where every few blocks are treated
@@ -11,14 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem, Timeline
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.profiler.hardware import Hardware, load_hardware
-from overlapc.schedule import Schedule
+from overlapc.schedule import Schedule, format_schedule, parse_schedule
 from overlapc.search.layouts import (
     Cluster,
     Layout,
@@ -28,10 +28,10 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 from overlapc.search.replicas import Update
+from overlapc.search.rows import Rows, least_ns, placed
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
-from overlapc.solvers import bound_ns, solve
-from overlapc.solvers.rows import PATIENCE, through_time
+from overlapc.solvers import FIELD, bound_ns, solve
 from overlapc.stages import in_parts, stage_cost
 
 
@@ -55,10 +55,24 @@ class Found:
     microbatches: int = 0
     smallest_bytes: int = 0  # of a GPU's memory with which this would fit, where it does not
     blocking_stage: int = -1
+    least_ns: int = 0  # of a step with rows placed, where they are not yet; else the step
+    rows: str = ""  # as they were placed, a schedule's text
 
     @property
     def fits(self) -> bool:
         return self.smallest_bytes == 0
+
+    @property
+    def is_final(self) -> bool:
+        """Has all been done to make the step short?"""
+        return self.least_ns >= self.step_ns
+
+    @property
+    def schedule(self) -> Schedule:
+        """What each rank of the pipeline does."""
+        if self.rows:
+            return parse_schedule(self.rows)
+        return self.layout.rows(self.microbatches)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,10 +132,11 @@ def lower_bound(
     layout: Layout,
     unit: Unit,
     layers: Sequence[int] | None = None,
+    placed: bool = True,
 ) -> int:
     """No plan can take less: the slowest rank does each microbatch, its blocks take what they take
     at least, the pipeline fills and drains, and the weights are brought up to date. `layers`
-    are those of each stage, by default an even split."""
+    are those of each stage, by default an even split; `placed`: rows may be."""
     layers = layers or stage_layers(model, layout.stages)
     count = microbatches(cluster, layout)
     block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
@@ -137,7 +152,8 @@ def lower_bound(
             for rank in range(layout.pp)
         )
 
-    if layout.schedule.startswith("zero-bubble"):  # weight gradients wait till a rank drains
+    if placed or layout.schedule.startswith("zero-bubble"):
+        # Weight gradients wait till a rank drains.
         forward, inputs = unit.least.forward, unit.least.inputs
         least = max(
             slowest(block, head, forward / max(1, unit.least.whole)),
@@ -165,34 +181,53 @@ def evaluate(
     solver: str = "heu",
     time_limit_s: float = 10.0,
     layers: Sequence[int] | None = None,
+    *,
+    below_ns: float = math.inf,
+    known: str = "",
 ) -> Outcome:
-    """The layout's step under the solver's plans, and what its pipeline does in a few microbatches;
-    or what memory it lacks. `layers` are those of each stage, by default an even split."""
+    """The layout's step under the solver's plans, and what its pipeline does; or what memory it
+    lacks. `layers` are those of each stage, by default an even split.
+
+    Rows are placed as `Pipeline` places them, in the memory that the plans leave; `known` are those
+    that were found before. Where that leads to no step `below_ns`, and for a baseline, whose
+    authors' rows are its schedule's, a few microbatches are simulated, and the others go on as
+    these."""
     machine = load_hardware(cluster.hardware)
     count = microbatches(cluster, layout)
-    few = min(count, 4 * layout.pp)
-    schedule = layout.rows(few)
+    rows = Rows.of(layout, count)
+    schedule = rows.few
     layers = layers or stage_layers(model, layout.stages)
     ranks: list[Stage] = []
     costs = [StageCost(0, 0, 0)] * layout.stages
     for rank in range(layout.pp):
-        place = Place.of(model, cluster, layout, unit, schedule, rank, layers)
+        here = Place.of(model, cluster, layout, unit, schedule, rank, layers)
         try:
-            ranks.append(planned(place, unit, solver, time_limit_s))
+            ranks.append(planned(here, unit, solver, time_limit_s))
         except Infeasible as error:
-            smallest = place.static_bytes + error.smallest_bytes
+            smallest = here.static_bytes + error.smallest_bytes
             found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=rank)
             return Outcome(replace(found, layers=tuple(layers), microbatches=count))
         for stage, cost in zip(layout.stages_of(rank), ranks[-1].costs, strict=True):
             costs[stage] = cost
     static = static_bytes(model, layout, layers)
     slowest_ns = max(rank.microbatch_ns for rank in ranks)
-    rows = _Rows(schedule, layout.rows(few - layout.pp) if count > few else None)
     given = simulate_pipeline(schedule, costs, trusted=True)
-    spare = [cluster.memory_bytes - rank.peak_bytes for rank in ranks]
-    if any(action.kind == "W" for action in schedule.actions):
-        limits = [peak + more for peak, more in zip(given.peak_bytes, spare, strict=True)]
-        rows = rows.placed(costs, (given.peak_bytes, limits), count, slowest_ns)
+    limits = [
+        peak + cluster.memory_bytes - rank.peak_bytes
+        for peak, rank in zip(given.peak_bytes, ranks, strict=True)
+    ]
+    update = Update.of(model, cluster, layout, layers)
+    may_take = 0  # at least, if rows are placed
+    if layout.pp > 1 and solver not in FIELD:
+        may_take = least_ns(layout, costs, count) + update.least_ns
+    place = 0 < may_take < below_ns
+    if known:
+        rows = Rows(parse_schedule(known))
+    else:
+        rows = Rows(layout.rows(count)) if place else rows
+        rows = rows.through_time(costs, (given.peak_bytes, limits), count, slowest_ns)
+        random = any(op.random for op in unit.problem.trace.ops)
+        rows = Rows(placed(rows.few, costs, limits, random)) if place else rows
     timeline = simulate_pipeline(rows.few, costs, resident=static, trusted=True)
     peaks = tuple(
         rank.peak_bytes + new - bytes - old
@@ -203,7 +238,6 @@ def evaluate(
     pipeline_ns = rows.last(costs, count, slowest_ns)
     silent = [replace(cost, sent_ns=0) for cost in costs]
     exposed_p2p = pipeline_ns - rows.last(silent, count, slowest_ns)
-    update = Update.of(model, cluster, layout, layers)
     whole = reduced(timeline, update.reduce_ns)
     exposed_dp = whole.step_ns - timeline.step_ns + update.gather_ns
     outcome = Outcome(Found(layout, solver), whole, tuple(ranks), tuple(costs))
@@ -223,7 +257,7 @@ def evaluate(
         layout,
         solver,
         step_ns,
-        lower_bound(model, cluster, layout, unit, layers),
+        lower_bound(model, cluster, layout, unit, layers, solver not in FIELD),
         per_s,
         per_s * model.flops_per_token() / (cluster.gpus * peak),
         exposed,
@@ -234,45 +268,13 @@ def evaluate(
         peaks,
         tuple(layers),
         count,
+        least_ns=step_ns,
     )
+    if place or known:
+        found = replace(found, rows=format_schedule(rows.few))
+    elif may_take:
+        found = replace(found, least_ns=min(step_ns, may_take))
     return replace(outcome, found=found)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of a few microbatches and, where there are more, of one round fewer: what the two
-    differ by is how the steady state goes on."""
-
-    few: Schedule
-    fewer: Schedule | None
-
-    def last(self, costs: Sequence[StageCost], count: int, slowest_ns: int) -> int:
-        """How long so many microbatches take; each takes the slowest rank so long."""
-        step_ns = simulate_pipeline(self.few, costs, trusted=True).step_ns
-        if self.fewer is None:
-            return step_ns
-        round_ns = step_ns - simulate_pipeline(self.fewer, costs, trusted=True).step_ns
-        each = max(round_ns / len(self.few.rows), slowest_ns)
-        return step_ns + round(each * (count - self.few.microbatches))
-
-    def placed(
-        self,
-        costs: Sequence[StageCost],
-        limits: Sequence[Sequence[int]],
-        count: int,
-        slowest_ns: int,
-    ) -> _Rows:
-        """The fastest of these and of a few ways to go through time with what the stages take,
-        within each of the limits on memory; the first of them where it is no matter."""
-        ways = [self]
-        for within, patience in product(limits, PATIENCE):
-            few, fewer = (
-                None if rows is None else through_time(rows, costs, within, patience)
-                for rows in (self.few, self.fewer)
-            )
-            if few is not None and (fewer is None) == (self.fewer is None):
-                ways.append(_Rows(few, fewer))
-        return min(ways, key=lambda way: way.last(costs, count, slowest_ns))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """`search` finds the layout whose step is fastest: it tries all of them, the best bound first.
 
 A layout whose bound is no better than what was found is left out: the winner is that of trying all.
-Layers are split evenly till then, and for a winner with one stage a rank as is best.
+Layers are split evenly till then, and for a winner with one stage a rank as is best. Rows are
+placed where a layout could win by it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 import os
 import time
 import warnings
@@ -36,8 +38,9 @@ from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.solvers import FIELD
 
-_CACHE_VERSION = 7
+_CACHE_VERSION = 8
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
 _OPT_SECONDS = 10.0  # that opt has for all stages where it is only compared
@@ -223,8 +226,10 @@ class _Run:
 
     def add(self, layout: Layout) -> None:
         found = self.known.get(layout)
-        if found is not None:
+        if found is not None and found.is_final:
             self.take(found)
+        elif found is not None:
+            heapq.heappush(self.heap, (found.least_ns, layout))
         elif min(static_bytes(self.model, layout)) >= self.cluster.memory_bytes:
             static = static_bytes(self.model, layout)
             stage = max(range(len(static)), key=static.__getitem__)
@@ -265,12 +270,14 @@ class _Run:
         unit = self.units[key]
         if key not in self.least:
             self.least[key] = unit.planned_by(self.solver)
-        finer = lower_bound(self.model, self.cluster, layout, self.least[key])
+        placed = self.solver not in FIELD
+        finer = lower_bound(self.model, self.cluster, layout, self.least[key], placed=placed)
         if finer > bound:
             heapq.heappush(self.heap, (finer, layout))
             return
-        task = pool.submit(_evaluated, self.model, self.cluster, layout, unit, self.solver)
-        self.running[task] = bound, layout
+        where = self.model, self.cluster, layout, unit, self.solver
+        most = math.inf if self.best is None else self.best.step_ns
+        self.running[pool.submit(_evaluated, *where, below_ns=most)] = bound, layout
 
     def end(self, future: Future[Any]) -> None:
         bound, what = self.running.pop(future)
@@ -289,7 +296,9 @@ class _Run:
         close = sorted(p for p in self.passed if self.key(p[1]) in self.units)[: max(0, count)]
         where = self.model, self.cluster
         tasks = [
-            pool.submit(_evaluated, *where, layout, self.units[self.key(layout)], self.solver)
+            pool.submit(
+                _evaluated, *where, layout, self.units[self.key(layout)], self.solver, below_ns=0
+            )
             for _, layout in close
         ]
         for task in tasks:
@@ -388,8 +397,10 @@ def _evaluated(
     solver: str,
     layers: Sequence[int] | None = None,
     time_limit_s: float = 10.0,
+    below_ns: float = math.inf,
 ) -> Found:
-    return evaluate(model, cluster, layout, unit, solver, time_limit_s, layers).found
+    where = model, cluster, layout, unit, solver
+    return evaluate(*where, time_limit_s, layers, below_ns=below_ns).found
 
 
 class _Cache:

@@ -74,7 +74,7 @@ LAYERS = {
     "runtime.guard": Layer("errors"),
     # Which layout of a cluster, without running it.
     "search": Layer(
-        "errors files ir pipeline profiler progress schedule simulate solvers stages",
+        "errors files ir pipeline planning profiler progress schedule simulate solvers stages",
         "merge overlapc passes torch",
     ),
     "search.groups": Layer("errors torch"),

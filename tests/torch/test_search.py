@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from overlapc.cli import FAILED, GOOD, USAGE, main
 from overlapc.errors import FileError, OptionError
 from overlapc.pipeline import simulate_pipeline
+from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.schedule import format_schedule
 from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
@@ -385,6 +386,39 @@ def test_chunks_of_a_rank_are_what_was_asked_for(chunks):
     for wrong in ({"chunks": 1}, {"chunks": 2, "schedule": "1f1b"}):
         with pytest.raises(OptionError, match="chunks="):
             Fixed(**wrong)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_rows_are_those_that_a_pipeline_would_place(name):
+    layout = Layout(1, 2, 1, 1, name)
+    cluster = replace(PAIR, global_batch=8)
+    unit = captured_once(key(TINY, layout))
+    found = evaluate(TINY, cluster, layout, unit)
+    plain = evaluate(TINY, cluster, layout, unit, below_ns=0)
+    schedule = layout.rows(8)
+    peaks = simulate_pipeline(schedule, found.costs).peak_bytes
+    limits = [
+        peak + cluster.memory_bytes - stage.peak_bytes
+        for peak, stage in zip(peaks, found.stages, strict=True)
+    ]
+    random = any(op.random for op in unit.problem.trace.ops)
+    figures = [[StageFigures(cost, 0, 0, random)] for cost in found.costs]
+    for rank, limit in enumerate(limits):
+        figures[rank] = [replace(figures[rank][0], limit=limit)]  # its first stage
+    _, rows, timeline = plan_rows(schedule, figures)
+    assert found.found.schedule == rows != schedule
+    spans = [[(ran.step, ran.start_ns, ran.end_ns) for ran in row] for row in found.timeline.ran]
+    assert spans == [[(ran.step, ran.start_ns, ran.end_ns) for ran in row] for row in timeline.ran]
+    update = Update.of(TINY, cluster, layout)
+    assert found.found.step_ns == timeline.step_ns + update.optimizer_ns
+    assert max(found.found.peak_bytes) <= cluster.memory_bytes
+    # What placing can win at most was known before.
+    assert not plain.found.rows
+    assert plain.found.least_ns <= found.found.step_ns < plain.found.step_ns
+    again = evaluate(TINY, cluster, layout, unit, known=found.found.rows)
+    assert again.found == found.found
+    theirs = evaluate(TINY, cluster, layout, unit, "full").found  # as its authors run it
+    assert (theirs.rows, theirs.least_ns) == ("", theirs.step_ns)
 
 
 def test_rows_of_a_v_are_made_for_what_its_stages_take():

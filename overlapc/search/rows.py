@@ -1,0 +1,106 @@
+"""The rows of a layout: a few microbatches after which the others go on alike, or all of them with
+recompute and weight gradients placed as `Pipeline` places them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.planning.rows import StageFigures, plan_rows
+from overlapc.schedule import Schedule
+from overlapc.search.layouts import Layout
+from overlapc.solvers.rows import PATIENCE, through_time
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a few microbatches and, where there are more, of one round fewer: what the two
+    differ by is how the steady state goes on."""
+
+    few: Schedule
+    fewer: Schedule | None = None
+
+    @staticmethod
+    def of(layout: Layout, count: int) -> Rows:
+        """For so many microbatches, as the layout's schedule has them."""
+        few = min(count, 4 * layout.pp)
+        return Rows(layout.rows(few), layout.rows(few - layout.pp) if count > few else None)
+
+    def last(self, costs: Sequence[StageCost], count: int, slowest_ns: int) -> int:
+        """How long so many microbatches take; each takes the slowest rank so long."""
+        step_ns = simulate_pipeline(self.few, costs, trusted=True).step_ns
+        if self.fewer is None:
+            return step_ns
+        round_ns = step_ns - simulate_pipeline(self.fewer, costs, trusted=True).step_ns
+        each = max(round_ns / len(self.few.rows), slowest_ns)
+        return step_ns + round(each * (count - self.few.microbatches))
+
+    def through_time(
+        self,
+        costs: Sequence[StageCost],
+        limits: Sequence[Sequence[int]],
+        count: int,
+        slowest_ns: int,
+    ) -> Rows:
+        """The fastest of these and, where weight gradients are apart, of a few ways to go through
+        time with what the stages take, within each of the limits on memory; the first of them where
+        it is no matter."""
+        ways = [self]
+        if not any(action.kind == "W" for action in self.few.actions):
+            return self
+        for within, patience in product(limits, PATIENCE):
+            few, fewer = (
+                None if rows is None else through_time(rows, costs, within, patience)
+                for rows in (self.few, self.fewer)
+            )
+            if few is not None and (fewer is None) == (self.fewer is None):
+                ways.append(Rows(few, fewer))
+        return min(ways, key=lambda way: way.last(costs, count, slowest_ns))
+
+
+def placed(
+    schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], random: bool
+) -> Schedule:
+    """The rows that `Pipeline` makes of these for stages with one plan each. `limits` are what a
+    rank may hold; `random`: stages draw random numbers."""
+    _, rows, _ = plan_rows(schedule, figures(schedule, costs, limits, random))
+    return rows
+
+
+def figures(
+    schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], random: bool
+) -> list[list[StageFigures]]:
+    """What the ranks of a `Pipeline` would tell each other. All that a rank may hold is said of its
+    first stage: only the sum counts."""
+    first = {rank: stage for stage, rank in sorted(schedule.rank_of.items(), reverse=True)}
+    shares = {stage: limits[rank] for rank, stage in first.items()}
+    return [
+        [StageFigures(cost, 0, shares.get(stage, 0), random)] for stage, cost in enumerate(costs)
+    ]
+
+
+def least_ns(layout: Layout, costs: Sequence[StageCost], count: int) -> int:
+    """No rows of these stages take less: a rank begins when the forwards before its first stage
+    have come; then it does all its work, or all but weight gradients before the gradients go back
+    through the stages before."""
+    back = [c.recompute_ns + c.input_ns + c.weight_ns for c in costs]
+    back = [min(c.whole_ns or full, full) for c, full in zip(costs, back, strict=True)]
+    inputs = [min(full, c.recompute_ns + c.input_ns) for c, full in zip(costs, back, strict=True)]
+    least = 0
+    for rank in range(layout.pp):
+        mine = layout.stages_of(rank)
+        before = range(min(mine))
+        fill = sum(costs[s].forward_ns + costs[s].sent_ns for s in before)
+        forwards = sum(costs[s].forward_ns for s in mine)
+        drain = sum(inputs[s] for s in before)
+        least = max(
+            least,
+            fill + count * (forwards + sum(back[s] for s in mine)),
+            fill + count * (forwards + sum(inputs[s] for s in mine)) + drain,
+        )
+    return least
+
+
+__all__ = ["Rows", "figures", "least_ns", "placed"]
