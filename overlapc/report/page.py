@@ -178,6 +178,8 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
         ]
     gap = best["step_ns"] / max(1, document["bound_ns"]) - 1
     placed = "Recompute and weight gradients are where ranks would wait. " if best["rows"] else ""
+    if best["merged"]:
+        placed = "Microbatches merged: each forward with the backward before (TrainStep). "
     kept = '<span class="alarm">Interrupted, the best so far:</span> '
     tiles = [
         (milliseconds(best["step_ns"]), "ms a step"),

@@ -60,6 +60,8 @@ def _winner(result: Result, best: Found) -> list[str]:
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
     if best.rows:
         lines.append("  rows placed: recompute and weight gradients are where ranks would wait")
+    if best.merged:
+        lines.append("  microbatches merged: each forward with the backward before (TrainStep)")
     return lines
 
 

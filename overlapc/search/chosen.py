@@ -16,7 +16,7 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-VERSION = 5  # of what a search writes; 4 had no rows, 3 no reductions on the timeline
+VERSION = 6  # of what a search writes; 5 did not say what is merged, 4 had no rows
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Chosen:
             memory_budget=dict(enumerate(chosen.memory_budgets)), solver=chosen.solver,
         )
 
-    or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`.
+    or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`, or, where
+    microbatches are `merged`, `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`.
     """
 
     tp: int
@@ -44,6 +45,7 @@ class Chosen:
     memory_budgets: tuple[int, ...]  # of each stage: what weights and optimizer leave
     solver: str
     sequence_parallel: bool = False
+    merged: bool = False  # microbatches: as `overlapc.TrainStep` runs them
 
 
 def load_search(path: StrPath) -> Chosen:
@@ -89,6 +91,7 @@ def load_search(path: StrPath) -> Chosen:
         budgets,
         found.solver,
         layout.sequence,
+        found.merged,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem, Timeline
+from overlapc.merge import merge
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule, format_schedule, parse_schedule
@@ -32,7 +33,11 @@ from overlapc.search.rows import Rows, least_ns, placed
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
 from overlapc.solvers import FIELD, bound_ns, solve
+from overlapc.solvers.merging import solve_step
+from overlapc.solvers.schedules import merged as merged_rows
 from overlapc.stages import in_parts, stage_cost
+
+_SHOWN = 8  # microbatches that are drawn of a step that has no pipeline
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Found:
     blocking_stage: int = -1
     least_ns: int = 0  # of a step with rows placed, where they are not yet; else the step
     rows: str = ""  # as they were placed, a schedule's text
+    merged: bool = False  # each forward with the backward of the microbatch before
 
     @property
     def fits(self) -> bool:
@@ -105,11 +111,26 @@ class Stage:
     bound_ns: int
     times: float  # how many times the captured blocks
     peak_bytes: int
+    merged: Timeline | None = None  # of a forward and the backward of the microbatch before
 
     @property
     def microbatch_ns(self) -> int:
         """Forward and backward of one."""
         return sum(cost.forward_ns + cost.takes("B") for cost in self.costs)
+
+    @property
+    def merged_ns(self) -> int:
+        """The same of two microbatches that are merged. The head is merged with nothing."""
+        if self.merged is None:
+            return self.microbatch_ns
+        saved_ns = self.timeline.step_ns - self.merged.step_ns
+        return self.microbatch_ns - round(saved_ns * self.times)
+
+    def ran(self, count: int) -> list[tuple[Timeline, float]]:
+        """What runs in a step of so many microbatches, and how often."""
+        if self.merged is None:
+            return [(self.timeline, self.times * count)]
+        return [(self.timeline, self.times), (self.merged, self.times * (count - 1))]
 
 
 @dataclass(frozen=True)
@@ -136,7 +157,8 @@ def lower_bound(
 ) -> int:
     """No plan can take less: the slowest rank does each microbatch, its blocks take what they take
     at least, the pipeline fills and drains, and the weights are brought up to date. `layers`
-    are those of each stage, by default an even split; `placed`: rows may be."""
+    are those of each stage, by default an even split; `placed`: rows may be, and microbatches
+    merged."""
     layers = layers or stage_layers(model, layout.stages)
     count = microbatches(cluster, layout)
     block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
@@ -152,7 +174,9 @@ def lower_bound(
             for rank in range(layout.pp)
         )
 
-    if placed or layout.schedule.startswith("zero-bubble"):
+    if placed and layout.pp == 1 and count > 1:
+        least = slowest(unit.least.merged / unit.blocks, head)
+    elif placed or layout.schedule.startswith("zero-bubble"):
         # Weight gradients wait till a rank drains.
         forward, inputs = unit.least.forward, unit.least.inputs
         least = max(
@@ -210,17 +234,24 @@ def evaluate(
         for stage, cost in zip(layout.stages_of(rank), ranks[-1].costs, strict=True):
             costs[stage] = cost
     static = static_bytes(model, layout, layers)
-    slowest_ns = max(rank.microbatch_ns for rank in ranks)
     given = simulate_pipeline(schedule, costs, trusted=True)
     limits = [
         peak + cluster.memory_bytes - rank.peak_bytes
         for peak, rank in zip(given.peak_bytes, ranks, strict=True)
     ]
     update = Update.of(model, cluster, layout, layers)
-    may_take = 0  # at least, if rows are placed
+    bound = lower_bound(model, cluster, layout, unit, layers, solver not in FIELD)
+    may_take = 0  # at least, if rows are placed or microbatches merged
     if layout.pp > 1 and solver not in FIELD:
         may_take = least_ns(layout, costs, count) + update.least_ns
-    place = 0 < may_take < below_ns
+    elif count > 1 and unit.problem.trace.lanes and solver not in FIELD:
+        may_take = bound
+    finish = 0 < may_take < below_ns
+    place = finish and layout.pp > 1
+    if finish and not place:
+        ranks[0] = merging(here, unit, ranks[0], count)
+        costs[0] = ranks[0].costs[0]
+    slowest_ns = max(rank.microbatch_ns for rank in ranks)
     if known:
         rows = Rows(parse_schedule(known))
     else:
@@ -236,19 +267,22 @@ def evaluate(
         )
     )
     pipeline_ns = rows.last(costs, count, slowest_ns)
+    busy = count * slowest_ns
+    if ranks[0].merged is not None:
+        timeline, peaks = _merged(ranks[0], min(count, _SHOWN), static[0]), (ranks[0].peak_bytes,)
+        pipeline_ns = busy = slowest_ns + (count - 1) * ranks[0].merged_ns
     silent = [replace(cost, sent_ns=0) for cost in costs]
-    exposed_p2p = pipeline_ns - rows.last(silent, count, slowest_ns)
+    exposed_p2p = pipeline_ns - rows.last(silent, count, slowest_ns) if layout.pp > 1 else 0
     whole = reduced(timeline, update.reduce_ns)
     exposed_dp = whole.step_ns - timeline.step_ns + update.gather_ns
     outcome = Outcome(Found(layout, solver), whole, tuple(ranks), tuple(costs))
-    busy = count * slowest_ns
     step_ns = pipeline_ns + exposed_dp + update.optimizer_ns
-    plan = outcome.slowest.timeline
-    times = outcome.slowest.times * count
+    ran = outcome.slowest.ran(count)
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": max(0, exposed_p2p)}
-    for exposure in plan.exposures:
-        kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
-        exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
+    for plan, times in ran:
+        for exposure in plan.exposures:
+            kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
+            exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
     tokens = cluster.global_batch * model.seq
     peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
     per_s = tokens / step_ns * 1e9
@@ -257,13 +291,13 @@ def evaluate(
         layout,
         solver,
         step_ns,
-        lower_bound(model, cluster, layout, unit, layers, solver not in FIELD),
+        bound,
         per_s,
         per_s * model.flops_per_token() / (cluster.gpus * peak),
         exposed,
         max(0.0, (pipeline_ns - busy - exposed["p2p"]) / step_ns),
-        round(plan.recompute_ns * times),
-        round(_hidden_ns(plan) * times),
+        sum(round(plan.recompute_ns * times) for plan, times in ran),
+        sum(round(_hidden_ns(plan) * times) for plan, times in ran),
         sum(rank.timeline.step_ns for rank in ranks) / max(1, least) - 1,
         peaks,
         tuple(layers),
@@ -272,6 +306,8 @@ def evaluate(
     )
     if place or known:
         found = replace(found, rows=format_schedule(rows.few))
+    elif finish:
+        found = replace(found, merged=ranks[0].merged is not None)
     elif may_take:
         found = replace(found, least_ns=min(step_ns, may_take))
     return replace(outcome, found=found)
@@ -342,14 +378,30 @@ class Place:
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
     """A rank's stages: their blocks under their best plan in the memory that is left, and what is
     at their ends."""
-    cluster, layout = place.cluster, place.layout
-    machine = load_hardware(cluster.hardware)
-    static, boundary = place.static_bytes, place.boundary_bytes
     problem = place.problem(unit)
     try:
         plan = solve(problem, solver, time_limit_s=time_limit_s)
     except Infeasible as error:
-        raise Infeasible(cluster.memory_bytes, error.smallest_bytes + boundary) from None
+        smallest = error.smallest_bytes + place.boundary_bytes
+        raise Infeasible(place.cluster.memory_bytes, smallest) from None
+    return _stage(place, unit, problem, plan)
+
+
+def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
+    """The stage with each forward merged with the backward of the microbatch before, where
+    `TrainStep` would merge them."""
+    lone, merged = solve_step(stage.problem, stage.plan, count)
+    if merged is None:
+        return stage
+    alone = _stage(place, unit, stage.problem, lone)
+    timeline = simulate(merge(stage.problem), merged)
+    more = max(0, timeline.peak_bytes - alone.timeline.peak_bytes)
+    return replace(alone, merged=timeline, peak_bytes=alone.peak_bytes + more)
+
+
+def _stage(place: Place, unit: Unit, problem: Problem, plan: Plan) -> Stage:
+    cluster, layout = place.cluster, place.layout
+    machine = load_hardware(cluster.hardware)
     timeline = simulate(problem, plan)
     ran = simulate(problem, in_parts(problem.trace, plan)) if place.in_pieces else timeline
     received = unit.received if layout.pp > 1 else ()
@@ -359,8 +411,18 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
         costs[place.head] = _with_head(costs[place.head], unit.head_ran)
     proven = plan.bound_ns or bound_ns(problem)
     times = place.layers / unit.blocks
-    peak = static + boundary + timeline.peak_bytes
+    peak = place.static_bytes + place.boundary_bytes + timeline.peak_bytes
     return Stage(problem, plan, ran, tuple(costs), proven, times, peak)
+
+
+def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:
+    """So many microbatches, merged. Forward and backward fill and empty the same memory."""
+    ran = simulate_pipeline(
+        merged_rows(1, count), stage.costs, lambda step: stage.merged_ns, [static], trusted=True
+    )
+    most = tuple(min(level, stage.peak_bytes) for level in ran.memory[0])
+    held = tuple(min(level, stage.peak_bytes) for level in ran.held[0])
+    return replace(ran, memory=(most,), held=(held,))
 
 
 def _of_layers(cost: StageCost, times: float) -> StageCost:

@@ -40,7 +40,7 @@ from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 from overlapc.solvers import FIELD
 
-_CACHE_VERSION = 8
+_CACHE_VERSION = 9
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
 _OPT_SECONDS = 10.0  # that opt has for all stages where it is only compared

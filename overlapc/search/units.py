@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
+from overlapc.merge import merge
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 from overlapc.simulate import simulate
@@ -45,11 +46,14 @@ class Least:
     whole: int
     forward: int
     inputs: int
+    merged: int  # with the forward of another microbatch
 
     @staticmethod
     def of(problem: Problem) -> Least:
         forward, inputs, _ = phase_bounds_ns(replace(problem, phases=("F", "I", "W")))
-        return Least(bound_ns(problem), forward, inputs)
+        whole = bound_ns(problem)
+        merged = bound_ns(merge(problem)) if problem.trace.lanes else whole
+        return Least(whole, forward, inputs, merged)
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,9 @@ LAYERS = {
     "runtime.guard": Layer("errors"),
     # Which layout of a cluster, without running it.
     "search": Layer(
-        "errors files ir pipeline planning profiler progress schedule simulate solvers stages",
-        "merge overlapc passes torch",
+        "errors files ir merge pipeline planning profiler progress schedule simulate solvers "
+        "stages",
+        "overlapc passes torch",
     ),
     "search.groups": Layer("errors torch"),
     "search.modules": Layer("layers torch"),

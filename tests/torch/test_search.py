@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlapc.cli import FAILED, GOOD, USAGE, main
 from overlapc.errors import FileError, OptionError
+from overlapc.merge import merge
 from overlapc.pipeline import simulate_pipeline
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.schedule import format_schedule
@@ -40,6 +41,7 @@ from overlapc.search.replicas import Update
 from overlapc.search.search import _Cache, search
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
+from overlapc.solvers.merging import solve_step
 from overlapc.solvers.schedules import make_schedule
 from tests.plain.html_checks import check_page
 
@@ -260,6 +262,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     config.write_text(json.dumps(small | {"vocab_size": 512, "max_position_embeddings": 256}))
     argv = ["search", str(config), "--gpus", "2", "--batch", "8", "--pp", "2", "--memory", "200MB"]
+    argv += ["--schedule", "zero-bubble"]
     argv += ["--cache", str(tmp_path / "cache"), "--compare", "none,full,heu,opt"]
     assert main([*argv, "--out", str(tmp_path / "out")]) == GOOD
     out, err = capsys.readouterr()
@@ -419,6 +422,33 @@ def test_rows_are_those_that_a_pipeline_would_place(name):
     assert again.found == found.found
     theirs = evaluate(TINY, cluster, layout, unit, "full").found  # as its authors run it
     assert (theirs.rows, theirs.least_ns) == ("", theirs.step_ns)
+
+
+def test_microbatches_are_merged_where_a_train_step_would_merge_them():
+    layout = Layout(2, 1, 2, 2)
+    unit = captured_once(key(TINY, layout))
+    found = evaluate(TINY, CLUSTER, layout, unit)
+    plain = evaluate(TINY, CLUSTER, layout, unit, below_ns=0)
+    (stage,) = plain.stages
+    lone, merged = solve_step(stage.problem, stage.plan, 4)
+    assert merged is not None
+    alone = simulate(stage.problem, lone)
+    both = simulate(merge(stage.problem), merged)
+    times = TINY.layers // unit.blocks
+    head = sum(unit.head_ran.phase_ns)
+    step_ns = times * (alone.step_ns + 3 * both.step_ns) + 4 * head
+    update = Update.of(TINY, CLUSTER, layout)
+    told = step_ns + sum(update.reduce_ns) + update.after_ns
+    assert found.found.step_ns == pytest.approx(told, abs=8)
+    assert found.found.merged
+    assert not plain.found.merged
+    assert plain.found.least_ns <= found.found.step_ns < plain.found.step_ns
+    assert max(found.found.peak_bytes) <= CLUSTER.memory_bytes
+    exposed = alone.exposed_ns + 3 * both.exposed_ns
+    assert found.found.exposed_ns["tp"] == pytest.approx(times * exposed, abs=99)
+    for other, batch in (("full", 16), ("heu", 4)):  # a baseline, and a lone microbatch
+        cluster = replace(CLUSTER, global_batch=batch)
+        assert not evaluate(TINY, cluster, layout, unit, other).found.merged
 
 
 def test_rows_of_a_v_are_made_for_what_its_stages_take():
