@@ -382,3 +382,18 @@ def test_a_parameter_that_is_only_changed_gets_no_gradient() -> None:
         assert torch.equal(expected, found)
         assert (expected.grad is None) == (found.grad is None)
         assert expected.grad is None or torch.equal(expected.grad, found.grad)
+
+
+class Solves(nn.Linear):
+    """AOTAutograd counts more results of this forward than its graph has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix = torch.eye(WIDTH) * 9 + super().forward(x)
+        return torch.linalg.det(matrix) + torch.linalg.solve(matrix, x).sum()
+
+
+def test_a_graph_with_fewer_gradients_than_inputs_is_planned() -> None:
+    torch.manual_seed(1)
+    model = optimized(Solves(WIDTH, WIDTH))
+    model(randn(WIDTH, WIDTH, requires_grad=True)).backward()
+    assert model.unchanged == []
