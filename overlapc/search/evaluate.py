@@ -1,9 +1,5 @@
 """What a layout takes: the best plan of each stage, all stages in rows as `Pipeline` places them,
 and what is left.
-
-A stage of many blocks is planned by a few of them: its time is as many times theirs, and as many
-times more microbatches are in flight. That is exact in memory where every few blocks are treated
-alike, and leaves out what the borders between them could still hide.
 """
 
 from __future__ import annotations
@@ -11,14 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from fractions import Fraction
 from typing import Any
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Plan, Problem, Timeline
-from overlapc.merge import merge
+from overlapc.ir import Timeline
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
-from overlapc.profiler.hardware import Hardware, load_hardware
+from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule, parse_schedule
 from overlapc.search.layouts import (
     Cluster,
@@ -28,14 +22,12 @@ from overlapc.search.layouts import (
     static_bytes,
 )
 from overlapc.search.models import Model
+from overlapc.search.place import Place, Stage, merging, planned
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows, least_ns, placed
 from overlapc.search.units import Unit
-from overlapc.simulate import simulate
-from overlapc.solvers import FIELD, bound_ns, solve
-from overlapc.solvers.merging import solve_step
+from overlapc.solvers import FIELD
 from overlapc.solvers.schedules import merged as merged_rows
-from overlapc.stages import in_parts, stage_cost
 
 _SHOWN = 8  # microbatches that are drawn of a step that has no pipeline
 
@@ -97,40 +89,6 @@ class Found:
         if not all(isinstance(size, int) for size in sizes):
             raise ValueError(f"found {sizes}, expected whole numbers")
         return parsed
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a rank of the pipeline holds, planned: a few of its blocks, and what all of them take,
-    in each of the rank's stages."""
-
-    problem: Problem
-    plan: Plan
-    timeline: Timeline
-    costs: tuple[StageCost, ...]
-    bound_ns: int
-    times: float  # how many times the captured blocks
-    peak_bytes: int
-    merged: Timeline | None = None  # of a forward and the backward of the microbatch before
-
-    @property
-    def microbatch_ns(self) -> int:
-        """Forward and backward of one."""
-        return sum(cost.forward_ns + cost.takes("B") for cost in self.costs)
-
-    @property
-    def merged_ns(self) -> int:
-        """The same of two microbatches that are merged. The head is merged with nothing."""
-        if self.merged is None:
-            return self.microbatch_ns
-        saved_ns = self.timeline.step_ns - self.merged.step_ns
-        return self.microbatch_ns - round(saved_ns * self.times)
-
-    def ran(self, count: int) -> list[tuple[Timeline, float]]:
-        """What runs in a step of so many microbatches, and how often."""
-        if self.merged is None:
-            return [(self.timeline, self.times * count)]
-        return [(self.timeline, self.times), (self.merged, self.times * (count - 1))]
 
 
 @dataclass(frozen=True)
@@ -216,203 +174,145 @@ def evaluate(
     that were found before. Where that leads to no step `below_ns`, and for a baseline, whose
     authors' rows are its schedule's, a few microbatches are simulated, and the others go on as
     these."""
-    machine = load_hardware(cluster.hardware)
     count = microbatches(cluster, layout)
-    rows = Rows.of(layout, count)
-    schedule = rows.few
-    layers = layers or stage_layers(model, layout.stages)
-    ranks: list[Stage] = []
-    costs = [StageCost(0, 0, 0)] * layout.stages
-    for rank in range(layout.pp):
-        here = Place.of(model, cluster, layout, unit, schedule, rank, layers)
-        try:
-            ranks.append(planned(here, unit, solver, time_limit_s))
-        except Infeasible as error:
-            smallest = here.static_bytes + error.smallest_bytes
-            found = Found(layout, solver, smallest_bytes=smallest, blocking_stage=rank)
-            return Outcome(replace(found, layers=tuple(layers), microbatches=count))
-        for stage, cost in zip(layout.stages_of(rank), ranks[-1].costs, strict=True):
-            costs[stage] = cost
-    static = static_bytes(model, layout, layers)
-    given = simulate_pipeline(schedule, costs, trusted=True)
-    limits = [
-        peak + cluster.memory_bytes - rank.peak_bytes
-        for peak, rank in zip(given.peak_bytes, ranks, strict=True)
+    layers = tuple(layers or stage_layers(model, layout.stages))
+    schedule = Rows.of(layout, count).few
+    places = [
+        Place.of(model, cluster, layout, unit, schedule, rank, layers) for rank in range(layout.pp)
     ]
+    ranks: list[Stage] = []
+    for place in places:
+        try:
+            ranks.append(planned(place, unit, solver, time_limit_s))
+        except Infeasible as error:
+            smallest = place.static_bytes + error.smallest_bytes
+            refused = Found(layout, solver, smallest_bytes=smallest, blocking_stage=place.rank)
+            return Outcome(replace(refused, layers=layers, microbatches=count))
     update = Update.of(model, cluster, layout, layers)
     bound = lower_bound(model, cluster, layout, unit, layers, solver not in FIELD)
     may_take = 0  # at least, if rows are placed or microbatches merged
     if layout.pp > 1 and solver not in FIELD:
-        may_take = least_ns(layout, costs, count) + update.least_ns
+        may_take = least_ns(layout, _by_stage(layout, ranks), count) + update.least_ns
     elif count > 1 and unit.problem.trace.lanes and solver not in FIELD:
         may_take = bound
     finish = 0 < may_take < below_ns
-    place = finish and layout.pp > 1
-    if finish and not place:
-        ranks[0] = merging(here, unit, ranks[0], count)
-        costs[0] = ranks[0].costs[0]
-    slowest_ns = max(rank.microbatch_ns for rank in ranks)
-    if known:
-        rows = Rows(parse_schedule(known))
-    else:
-        rows = Rows(layout.rows(count)) if place else rows
-        rows = rows.through_time(costs, (given.peak_bytes, limits), count, slowest_ns)
-        random = any(op.random for op in unit.problem.trace.ops)
-        rows = Rows(placed(rows.few, costs, limits, random)) if place else rows
-    timeline = simulate_pipeline(rows.few, costs, resident=static, trusted=True)
-    peaks = tuple(
-        rank.peak_bytes + new - bytes - old
-        for rank, new, bytes, old in zip(
-            ranks, timeline.peak_bytes, static, given.peak_bytes, strict=True
-        )
-    )
-    pipeline_ns = rows.last(costs, count, slowest_ns)
-    busy = count * slowest_ns
-    if ranks[0].merged is not None:
-        timeline, peaks = _merged(ranks[0], min(count, _SHOWN), static[0]), (ranks[0].peak_bytes,)
-        pipeline_ns = busy = slowest_ns + (count - 1) * ranks[0].merged_ns
-    silent = [replace(cost, sent_ns=0) for cost in costs]
-    exposed_p2p = pipeline_ns - rows.last(silent, count, slowest_ns) if layout.pp > 1 else 0
-    whole = reduced(timeline, update.reduce_ns)
-    exposed_dp = whole.step_ns - timeline.step_ns + update.gather_ns
-    outcome = Outcome(Found(layout, solver), whole, tuple(ranks), tuple(costs))
-    step_ns = pipeline_ns + exposed_dp + update.optimizer_ns
-    ran = outcome.slowest.ran(count)
-    exposed: dict[str, int] = {"dp": exposed_dp, "p2p": max(0, exposed_p2p)}
-    for plan, times in ran:
-        for exposure in plan.exposures:
-            kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
-            exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
-    tokens = cluster.global_batch * model.seq
-    peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
-    per_s = tokens / step_ns * 1e9
-    least = sum(rank.bound_ns for rank in ranks)
-    found = Found(
-        layout,
-        solver,
-        step_ns,
-        bound,
-        per_s,
-        per_s * model.flops_per_token() / (cluster.gpus * peak),
-        exposed,
-        max(0.0, (pipeline_ns - busy - exposed["p2p"]) / step_ns),
-        sum(round(plan.recompute_ns * times) for plan, times in ran),
-        sum(round(_hidden_ns(plan) * times) for plan, times in ran),
-        sum(rank.timeline.step_ns for rank in ranks) / max(1, least) - 1,
-        peaks,
-        tuple(layers),
-        count,
-        least_ns=step_ns,
-    )
-    if place or known:
-        found = replace(found, rows=format_schedule(rows.few))
+    if finish and layout.pp == 1:
+        ranks[0] = merging(places[0], unit, ranks[0], count)
+    static = static_bytes(model, layout, layers)
+    ran = _Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
+    found = _found(model, cluster, layout, solver, ranks, count, ran, update)
+    found = replace(found, bound_ns=bound, layers=layers)
+    if (finish and layout.pp > 1) or known:
+        found = replace(found, rows=format_schedule(ran.rows.few))
     elif finish:
         found = replace(found, merged=ranks[0].merged is not None)
     elif may_take:
-        found = replace(found, least_ns=min(step_ns, may_take))
-    return replace(outcome, found=found)
+        found = replace(found, least_ns=min(found.step_ns, may_take))
+    return Outcome(found, reduced(ran.timeline, update.reduce_ns), tuple(ranks), ran.costs)
+
+
+def _by_stage(layout: Layout, ranks: Sequence[Stage]) -> tuple[StageCost, ...]:
+    """The costs of all stages of the pipeline, in their order."""
+    costs = {
+        stage: cost
+        for rank, planned_rank in enumerate(ranks)
+        for stage, cost in zip(layout.stages_of(rank), planned_rank.costs, strict=True)
+    }
+    return tuple(costs[stage] for stage in range(layout.stages))
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank of the pipeline before it is planned: which stages of how many layers it has, and what
-    they leave of the memory."""
+class _Ran:
+    """What the pipeline of planned ranks does in a step, up to its last gradient."""
 
-    cluster: Cluster
-    layout: Layout
-    rank: int
-    counts: tuple[int, ...]  # layers of each of its stages
-    in_flight: int  # layers times microbatches that it holds at most
-    static_bytes: int
-    boundary_bytes: int  # of inputs that stages before have sent
-    in_pieces: bool  # the schedule has input and weight gradients apart
+    costs: tuple[StageCost, ...]  # by stage
+    rows: Rows
+    timeline: PipelineTimeline  # of few microbatches, or of all where rows are placed
+    peaks: tuple[int, ...]
+    pipeline_ns: int
+    busy_ns: int  # of the slowest rank
+    exposed_p2p_ns: int
 
     @staticmethod
     def of(
-        model: Model,
         cluster: Cluster,
         layout: Layout,
         unit: Unit,
-        schedule: Schedule,
-        rank: int,
-        layers: Sequence[int],
-    ) -> Place:
-        """With so many layers in each stage of the pipeline."""
-        mine = layout.stages_of(rank)
-        inputs = schedule.held(rank, dict.fromkeys(mine, 1)) + len(mine)
-        return Place(
-            cluster,
-            layout,
-            rank,
-            tuple(layers[stage] for stage in mine),
-            schedule.held(rank, {stage: layers[stage] for stage in mine}),
-            static_bytes(model, layout, layers)[rank],
-            unit.boundary_bytes * inputs,
-            any(action.kind == "I" for action in schedule.actions),
+        ranks: Sequence[Stage],
+        count: int,
+        static: Sequence[int],
+        place: bool,
+        known: str,
+    ) -> _Ran:
+        """`place`: rows are placed; `known` are those that were placed before."""
+        costs = _by_stage(layout, ranks)
+        slowest_ns = max(rank.microbatch_ns for rank in ranks)
+        few = Rows.of(layout, count)
+        given = simulate_pipeline(few.few, costs, trusted=True).peak_bytes
+        room = [cluster.memory_bytes - rank.peak_bytes for rank in ranks]
+        limits = [peak + more for peak, more in zip(given, room, strict=True)]
+        if known:
+            rows = Rows(parse_schedule(known))
+        else:
+            rows = Rows(layout.rows(count)) if place else few
+            rows = rows.through_time(costs, (given, limits), count, slowest_ns)
+            random = any(op.random for op in unit.problem.trace.ops)
+            rows = Rows(placed(rows.few, costs, limits, random)) if place else rows
+        timeline = simulate_pipeline(rows.few, costs, resident=static, trusted=True)
+        if ranks[0].merged is not None:
+            timeline = _merged(ranks[0], min(count, _SHOWN), static[0])
+            took_ns = slowest_ns + (count - 1) * ranks[0].merged_ns
+            return _Ran(costs, rows, timeline, (ranks[0].peak_bytes,), took_ns, took_ns, 0)
+        peaks = tuple(
+            rank.peak_bytes + new - bytes - old
+            for rank, new, bytes, old in zip(ranks, timeline.peak_bytes, static, given, strict=True)
         )
-
-    @property
-    def layers(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def room(self) -> int:
-        """What is left for what blocks save and work with, and the head's scores between."""
-        return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
-
-    @property
-    def head(self) -> int | None:
-        """Which of its stages has the head."""
-        mine = self.layout.stages_of(self.rank)
-        last = self.layout.stages - 1
-        return mine.index(last) if last in mine else None
-
-    def problem(self, unit: Unit) -> Problem:
-        """The captured blocks stand for all that the rank holds."""
-        times = Fraction(self.in_flight, unit.blocks)
-        whole = times.numerator if times.denominator == 1 else times
-        blocks = unit.problem if self.head is None else unit.with_head
-        return replace(blocks, in_flight=whole, budget_bytes=max(1, self.room))
+        took_ns = rows.last(costs, count, slowest_ns)
+        silent = [replace(cost, sent_ns=0) for cost in costs]
+        p2p_ns = took_ns - rows.last(silent, count, slowest_ns) if layout.pp > 1 else 0
+        busy_ns = count * slowest_ns
+        return _Ran(costs, rows, timeline, peaks, took_ns, busy_ns, max(0, p2p_ns))
 
 
-def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
-    """A rank's stages: their blocks under their best plan in the memory that is left, and what is
-    at their ends."""
-    problem = place.problem(unit)
-    try:
-        plan = solve(problem, solver, time_limit_s=time_limit_s)
-    except Infeasible as error:
-        smallest = error.smallest_bytes + place.boundary_bytes
-        raise Infeasible(place.cluster.memory_bytes, smallest) from None
-    return _stage(place, unit, problem, plan)
-
-
-def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
-    """The stage with each forward merged with the backward of the microbatch before, where
-    `TrainStep` would merge them."""
-    lone, merged = solve_step(stage.problem, stage.plan, count)
-    if merged is None:
-        return stage
-    alone = _stage(place, unit, stage.problem, lone)
-    timeline = simulate(merge(stage.problem), merged)
-    more = max(0, timeline.peak_bytes - alone.timeline.peak_bytes)
-    return replace(alone, merged=timeline, peak_bytes=alone.peak_bytes + more)
-
-
-def _stage(place: Place, unit: Unit, problem: Problem, plan: Plan) -> Stage:
-    cluster, layout = place.cluster, place.layout
+def _found(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    solver: str,
+    ranks: Sequence[Stage],
+    count: int,
+    ran: _Ran,
+    update: Update,
+) -> Found:
+    """The figures of a step."""
     machine = load_hardware(cluster.hardware)
-    timeline = simulate(problem, plan)
-    ran = simulate(problem, in_parts(problem.trace, plan)) if place.in_pieces else timeline
-    received = unit.received if layout.pp > 1 else ()
-    cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
-    costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
-    if place.head is not None:
-        costs[place.head] = _with_head(costs[place.head], unit.head_ran)
-    proven = plan.bound_ns or bound_ns(problem)
-    times = place.layers / unit.blocks
-    peak = place.static_bytes + place.boundary_bytes + timeline.peak_bytes
-    return Stage(problem, plan, ran, tuple(costs), proven, times, peak)
+    whole = reduced(ran.timeline, update.reduce_ns)
+    exposed_dp = whole.step_ns - ran.timeline.step_ns + update.gather_ns
+    step_ns = ran.pipeline_ns + exposed_dp + update.optimizer_ns
+    exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
+    slowest = max(ranks, key=lambda rank: rank.microbatch_ns).ran(count)
+    for plan, times in slowest:
+        for exposure in plan.exposures:
+            kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
+            exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
+    peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
+    per_s = cluster.global_batch * model.seq / step_ns * 1e9
+    least = sum(rank.bound_ns for rank in ranks)
+    return Found(
+        layout,
+        solver,
+        step_ns,
+        tokens_per_s=per_s,
+        mfu=per_s * model.flops_per_token() / (cluster.gpus * peak),
+        exposed_ns=exposed,
+        bubble=max(0.0, (ran.pipeline_ns - ran.busy_ns - ran.exposed_p2p_ns) / step_ns),
+        recompute_ns=sum(round(plan.recompute_ns * times) for plan, times in slowest),
+        recompute_hidden_ns=sum(round(_hidden_ns(plan) * times) for plan, times in slowest),
+        gap=sum(rank.timeline.step_ns for rank in ranks) / max(1, least) - 1,
+        peak_bytes=ran.peaks,
+        microbatches=count,
+        least_ns=step_ns,
+    )
 
 
 def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:
@@ -423,46 +323,6 @@ def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:
     most = tuple(min(level, stage.peak_bytes) for level in ran.memory[0])
     held = tuple(min(level, stage.peak_bytes) for level in ran.held[0])
     return replace(ran, memory=(most,), held=(held,))
-
-
-def _of_layers(cost: StageCost, times: float) -> StageCost:
-    """Of so many times the blocks."""
-    saved = round(cost.saved * times)
-    return replace(
-        cost,
-        forward_ns=round(cost.forward_ns * times),
-        input_ns=round(cost.input_ns * times),
-        weight_ns=round(cost.weight_ns * times),
-        recompute_ns=round(cost.recompute_ns * times),
-        whole_ns=round(cost.whole_ns * times),
-        saved=saved,
-        for_weights=round(cost.for_weights * times),
-        working=tuple((k, size + (saved - cost.saved) * (k == "F")) for k, size in cost.working),
-    )
-
-
-def _with_head(cost: StageCost, head: Timeline) -> StageCost:
-    forward, backward = head.phase_ns
-    # It is at work where F ends, with all of F's kept, and where the backward begins.
-    works = {"F": cost.saved + head.peak_bytes, "I": head.peak_bytes, "B": head.peak_bytes}
-    return replace(
-        cost,
-        working=tuple((kind, max(size, works.get(kind, 0))) for kind, size in cost.working),
-        forward_ns=cost.forward_ns + forward,
-        input_ns=cost.input_ns + backward // 2,
-        weight_ns=cost.weight_ns + backward - backward // 2,
-        whole_ns=cost.whole_ns + backward,
-    )
-
-
-def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:
-    if layout.pp == 1:
-        return 0
-    across = layout.tp * layout.dp >= cluster.gpus_per_node
-    # Ranks of a node send at the same time, each its part of the width.
-    apart = across and not layout.sequence
-    size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
-    return machine.collective_ns("p2p", size, 2, 1 if across else 2)
 
 
 def _hidden_ns(timeline: Timeline) -> int:

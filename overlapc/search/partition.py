@@ -6,9 +6,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cache
 
 from overlapc.errors import Infeasible
-from overlapc.search.evaluate import Place, planned
 from overlapc.search.layouts import Cluster, Layout, microbatches, stage_layers
 from overlapc.search.models import Model
+from overlapc.search.place import Place, planned
 from overlapc.search.units import Unit
 from overlapc.solvers import bound_ns
 from overlapc.solvers.partition import TOGETHER, Partition, best_partition, even

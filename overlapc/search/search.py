@@ -7,23 +7,19 @@ placed where a layout could win by it.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-import json
 import math
-import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import FileError, OptionError, OverlapcError
-from overlapc.files import read_json, write_file
+from overlapc.errors import OptionError, OverlapcError
 from overlapc.progress import stoppable
+from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
     ANY,
@@ -40,7 +36,6 @@ from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
 from overlapc.solvers import FIELD
 
-_CACHE_VERSION = 9
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
 _TRIES = 60  # layouts to look at for the least memory that works
 _OPT_SECONDS = 10.0  # that opt has for all stages where it is only compared
@@ -103,7 +98,7 @@ def search(
             f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
             "stages a multiple of pp microbatches"
         )
-    known = _Cache(cache, model, cluster, solver)
+    known = Cache(cache, model, cluster, solver)
     run = _Run(model, cluster, solver, known, prune)
     for layout in every:
         run.add(layout)
@@ -125,9 +120,7 @@ def search(
                     unit = run.unit(run.key(run.best.layout), pool)
                     run.squeeze(pool)
                     for name in rivals:
-                        rival = _Run(
-                            model, cluster, name, _Cache(cache, model, cluster, name), True
-                        )
+                        rival = _Run(model, cluster, name, Cache(cache, model, cluster, name), True)
                         rival.units = run.units
                         for layout in every:
                             rival.add(layout)
@@ -208,7 +201,7 @@ class _Run:
     """Layouts by their bounds. One whose blocks were not captured yet has a first, rough bound."""
 
     def __init__(
-        self, model: Model, cluster: Cluster, solver: str, known: _Cache, prune: bool
+        self, model: Model, cluster: Cluster, solver: str, known: Cache, prune: bool
     ) -> None:
         self.model, self.cluster, self.solver = model, cluster, solver
         self.known, self.prune = known, prune
@@ -401,51 +394,6 @@ def _evaluated(
 ) -> Found:
     where = model, cluster, layout, unit, solver
     return evaluate(*where, time_limit_s, layers, below_ns=below_ns).found
-
-
-class _Cache:
-    """Layouts that were planned before: a folder for each question, in it a file for each layout,
-    so that searches at the same time keep what all of them found."""
-
-    def __init__(self, folder: Path | None, model: Model, cluster: Cluster, solver: str) -> None:
-        from overlapc import __version__
-        from overlapc.profiler.hardware import load_hardware
-
-        self.folder: Path | None = None
-        if folder is None:
-            return
-        question = json.dumps(
-            [_CACHE_VERSION, __version__, asdict(model), asdict(cluster), solver], sort_keys=True
-        ) + repr(load_hardware(cluster.hardware))
-        name = f"{model.name[:100]}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
-        self.folder = folder / name.replace(os.sep, "_")
-
-    def get(self, layout: Layout, within: int = 0) -> Found | None:
-        """`within` so many bytes, if that is not the question's own memory."""
-        if self.folder is None:
-            return None
-        path = self._path(self.folder, layout, within)
-        if not path.exists():
-            return None
-        try:
-            return Found.parse(read_json(path, "search cache"))
-        except (FileError, ValueError, TypeError, LookupError, AttributeError):
-            return None  # of an older or a broken kind: planned again
-
-    def put(self, found: Found, within: int = 0) -> None:
-        if self.folder is None:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self._path(self.folder, found.layout, within)
-            write_file(path, json.dumps(found.as_json()))
-        except (OSError, FileError) as error:  # no reason to end a search
-            warnings.warn(f"overlapc keeps nothing of this search: {error}", stacklevel=2)
-            self.folder = None
-
-    @staticmethod
-    def _path(folder: Path, layout: Layout, within: int) -> Path:
-        return folder / (f"{layout} {within or ''}".rstrip() + ".json")
 
 
 __all__ = ["Progress", "Result", "compare", "search"]

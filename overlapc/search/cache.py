@@ -1,0 +1,63 @@
+"""What searches planned before, kept in files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+from overlapc.errors import FileError
+from overlapc.files import read_json, write_file
+from overlapc.search.evaluate import Found
+from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.models import Model
+
+VERSION = 9
+
+
+class Cache:
+    """Layouts that were planned before: a folder for each question, in it a file for each layout,
+    so that searches at the same time keep what all of them found."""
+
+    def __init__(self, folder: Path | None, model: Model, cluster: Cluster, solver: str) -> None:
+        from overlapc import __version__
+        from overlapc.profiler.hardware import load_hardware
+
+        self.folder: Path | None = None
+        if folder is None:
+            return
+        question = json.dumps(
+            [VERSION, __version__, asdict(model), asdict(cluster), solver], sort_keys=True
+        ) + repr(load_hardware(cluster.hardware))
+        name = f"{model.name[:100]}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
+        self.folder = folder / name.replace(os.sep, "_")
+
+    def get(self, layout: Layout, within: int = 0) -> Found | None:
+        """`within` so many bytes, if that is not the question's own memory."""
+        if self.folder is None:
+            return None
+        path = self._path(self.folder, layout, within)
+        if not path.exists():
+            return None
+        try:
+            return Found.parse(read_json(path, "search cache"))
+        except (FileError, ValueError, TypeError, LookupError, AttributeError):
+            return None  # of an older or a broken kind: planned again
+
+    def put(self, found: Found, within: int = 0) -> None:
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self._path(self.folder, found.layout, within)
+            write_file(path, json.dumps(found.as_json()))
+        except (OSError, FileError) as error:  # no reason to end a search
+            warnings.warn(f"overlapc keeps nothing of this search: {error}", stacklevel=2)
+            self.folder = None
+
+    @staticmethod
+    def _path(folder: Path, layout: Layout, within: int) -> Path:
+        return folder / (f"{layout} {within or ''}".rstrip() + ".json")

@@ -1,0 +1,202 @@
+"""A rank of a layout's pipeline: what it holds, and what that takes under its best plan.
+
+A stage of many blocks is planned by a few of them: its time is as many times theirs, and as many
+times more microbatches are in flight. That is exact in memory where every few blocks are treated
+alike, and leaves out what the borders between them could still hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from overlapc.errors import Infeasible
+from overlapc.ir import Plan, Problem, Timeline
+from overlapc.merge import merge
+from overlapc.pipeline import StageCost
+from overlapc.profiler.hardware import Hardware, load_hardware
+from overlapc.schedule import Schedule
+from overlapc.search.layouts import Cluster, Layout, static_bytes
+from overlapc.search.models import Model
+from overlapc.search.units import Unit
+from overlapc.simulate import simulate
+from overlapc.solvers import bound_ns, solve
+from overlapc.solvers.merging import solve_step
+from overlapc.stages import in_parts, stage_cost
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of the pipeline before it is planned: which stages of how many layers it has, and what
+    they leave of the memory."""
+
+    cluster: Cluster
+    layout: Layout
+    rank: int
+    counts: tuple[int, ...]  # layers of each of its stages
+    in_flight: int  # layers times microbatches that it holds at most
+    static_bytes: int
+    boundary_bytes: int  # of inputs that stages before have sent
+    in_pieces: bool  # the schedule has input and weight gradients apart
+
+    @staticmethod
+    def of(
+        model: Model,
+        cluster: Cluster,
+        layout: Layout,
+        unit: Unit,
+        schedule: Schedule,
+        rank: int,
+        layers: Sequence[int],
+    ) -> Place:
+        """With so many layers in each stage of the pipeline."""
+        mine = layout.stages_of(rank)
+        inputs = schedule.held(rank, dict.fromkeys(mine, 1)) + len(mine)
+        return Place(
+            cluster,
+            layout,
+            rank,
+            tuple(layers[stage] for stage in mine),
+            schedule.held(rank, {stage: layers[stage] for stage in mine}),
+            static_bytes(model, layout, layers)[rank],
+            unit.boundary_bytes * inputs,
+            any(action.kind == "I" for action in schedule.actions),
+        )
+
+    @property
+    def layers(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def room(self) -> int:
+        """What is left for what blocks save and work with, and the head's scores between."""
+        return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
+
+    @property
+    def head(self) -> int | None:
+        """Which of its stages has the head."""
+        mine = self.layout.stages_of(self.rank)
+        last = self.layout.stages - 1
+        return mine.index(last) if last in mine else None
+
+    def problem(self, unit: Unit) -> Problem:
+        """The captured blocks stand for all that the rank holds."""
+        times = Fraction(self.in_flight, unit.blocks)
+        whole = times.numerator if times.denominator == 1 else times
+        blocks = unit.problem if self.head is None else unit.with_head
+        return replace(blocks, in_flight=whole, budget_bytes=max(1, self.room))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank of the pipeline holds, planned: a few of its blocks, and what all of them take,
+    in each of the rank's stages."""
+
+    problem: Problem
+    plan: Plan
+    timeline: Timeline
+    costs: tuple[StageCost, ...]
+    bound_ns: int
+    times: float  # how many times the captured blocks
+    peak_bytes: int
+    merged: Timeline | None = None  # of a forward and the backward of the microbatch before
+
+    @property
+    def microbatch_ns(self) -> int:
+        """Forward and backward of one."""
+        return sum(cost.forward_ns + cost.takes("B") for cost in self.costs)
+
+    @property
+    def merged_ns(self) -> int:
+        """The same of two microbatches that are merged. The head is merged with nothing."""
+        if self.merged is None:
+            return self.microbatch_ns
+        saved_ns = self.timeline.step_ns - self.merged.step_ns
+        return self.microbatch_ns - round(saved_ns * self.times)
+
+    def ran(self, count: int) -> list[tuple[Timeline, float]]:
+        """What runs in a step of so many microbatches, and how often."""
+        if self.merged is None:
+            return [(self.timeline, self.times * count)]
+        return [(self.timeline, self.times), (self.merged, self.times * (count - 1))]
+
+
+def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
+    """A rank's stages: their blocks under their best plan in the memory that is left, and what is
+    at their ends."""
+    problem = place.problem(unit)
+    try:
+        plan = solve(problem, solver, time_limit_s=time_limit_s)
+    except Infeasible as error:
+        smallest = error.smallest_bytes + place.boundary_bytes
+        raise Infeasible(place.cluster.memory_bytes, smallest) from None
+    return _stage(place, unit, problem, plan)
+
+
+def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
+    """The stage with each forward merged with the backward of the microbatch before, where
+    `TrainStep` would merge them."""
+    lone, merged = solve_step(stage.problem, stage.plan, count)
+    if merged is None:
+        return stage
+    alone = _stage(place, unit, stage.problem, lone)
+    timeline = simulate(merge(stage.problem), merged)
+    more = max(0, timeline.peak_bytes - alone.timeline.peak_bytes)
+    return replace(alone, merged=timeline, peak_bytes=alone.peak_bytes + more)
+
+
+def _stage(place: Place, unit: Unit, problem: Problem, plan: Plan) -> Stage:
+    cluster, layout = place.cluster, place.layout
+    machine = load_hardware(cluster.hardware)
+    timeline = simulate(problem, plan)
+    ran = simulate(problem, in_parts(problem.trace, plan)) if place.in_pieces else timeline
+    received = unit.received if layout.pp > 1 else ()
+    cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
+    costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
+    if place.head is not None:
+        costs[place.head] = _with_head(costs[place.head], unit.head_ran)
+    proven = plan.bound_ns or bound_ns(problem)
+    times = place.layers / unit.blocks
+    peak = place.static_bytes + place.boundary_bytes + timeline.peak_bytes
+    return Stage(problem, plan, ran, tuple(costs), proven, times, peak)
+
+
+def _of_layers(cost: StageCost, times: float) -> StageCost:
+    """Of so many times the blocks."""
+    saved = round(cost.saved * times)
+    return replace(
+        cost,
+        forward_ns=round(cost.forward_ns * times),
+        input_ns=round(cost.input_ns * times),
+        weight_ns=round(cost.weight_ns * times),
+        recompute_ns=round(cost.recompute_ns * times),
+        whole_ns=round(cost.whole_ns * times),
+        saved=saved,
+        for_weights=round(cost.for_weights * times),
+        working=tuple((k, size + (saved - cost.saved) * (k == "F")) for k, size in cost.working),
+    )
+
+
+def _with_head(cost: StageCost, head: Timeline) -> StageCost:
+    forward, backward = head.phase_ns
+    # It is at work where F ends, with all of F's kept, and where the backward begins.
+    works = {"F": cost.saved + head.peak_bytes, "I": head.peak_bytes, "B": head.peak_bytes}
+    return replace(
+        cost,
+        working=tuple((kind, max(size, works.get(kind, 0))) for kind, size in cost.working),
+        forward_ns=cost.forward_ns + forward,
+        input_ns=cost.input_ns + backward // 2,
+        weight_ns=cost.weight_ns + backward - backward // 2,
+        whole_ns=cost.whole_ns + backward,
+    )
+
+
+def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:
+    if layout.pp == 1:
+        return 0
+    across = layout.tp * layout.dp >= cluster.gpus_per_node
+    # Ranks of a node send at the same time, each its part of the width.
+    apart = across and not layout.sequence
+    size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
+    return machine.collective_ns("p2p", size, 2, 1 if across else 2)
