@@ -288,6 +288,8 @@ class Exchange:
         got: dict[int, bytes] = {}
         pause_s = 0.002
         while True:
+            # Asked first: an answer that was there before a rank failed is taken all the same.
+            failure = self._failure()
             missing = [rank for rank in keys if rank not in got]
             for rank, value in zip(
                 missing, self._read([keys[rank] for rank in missing], topic), strict=True
@@ -301,7 +303,8 @@ class Exchange:
             if not missing and not working:
                 self._say(PLANNING, ())
                 return got
-            self._raise_if_failed()
+            if failure is not None:
+                raise failure
             # The guard has looked for longer than this wait.
             if (found := lost()) is not None:
                 raise RankError(found)
@@ -340,13 +343,20 @@ class Exchange:
     # Failing together
 
     def _raise_if_failed(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    def _failure(self) -> RankError | None:
+        """Why the round has failed on some rank."""
         assert self._line is not None
         record = self._line.call(
             lambda store: present(store, [f"{self._round}/failed"]), self._timeout_s
         )[0]
-        if record is not None:
-            self._failed = True
-            raise RankError(record.decode())
+        if record is None:
+            return None
+        self._failed = True
+        return RankError(record.decode())
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others that this rank left the round by `error`; never raises."""

@@ -56,8 +56,9 @@ class Watch:
         for rank in ranks:
             seen = self._seen[rank]
             at_work = seen.beat is not None and seen.beat.phase != IDLE
-            # A beat may be as old when it is seen, and who is told of it needs a moment, too.
-            if at_work and now - seen.moved > self._timeout_s - BEAT_S:
+            # A beat may be as old when it is seen, and who is told of it needs a moment, too. But
+            # one that comes late is no death, however short the timeout.
+            if at_work and now - seen.moved > max(self._timeout_s - BEAT_S, 2.5 * BEAT_S):
                 return self._still(rank)
         return None
 

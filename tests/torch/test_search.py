@@ -20,6 +20,7 @@ from overlapc.merge import merge
 from overlapc.pipeline import simulate_pipeline
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.schedule import format_schedule
+from overlapc.search.cache import Cache
 from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
@@ -38,7 +39,7 @@ from overlapc.search.own import Repeats
 from overlapc.search.partition import partitioned
 from overlapc.search.pool import planners
 from overlapc.search.replicas import Update
-from overlapc.search.search import _Cache, search
+from overlapc.search.search import search
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers.merging import solve_step
@@ -208,11 +209,11 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("in_this_process")
 def test_searches_at_the_same_time_lose_nothing(tmp_path):
     """Each knows of the cache what was there when it began, and adds what it plans."""
-    both = [_Cache(tmp_path, TINY, PAIR, "heu") for _ in range(2)]
+    both = [Cache(tmp_path, TINY, PAIR, "heu") for _ in range(2)]
     layouts = [Layout(1, 1, 2, m) for m in (1, 2)]
     for each, layout in zip(both, layouts, strict=True):
         each.put(Found(layout, "heu", step_ns=layout.microbatch))
-    for each in [*both, _Cache(tmp_path, TINY, PAIR, "heu")]:
+    for each in [*both, Cache(tmp_path, TINY, PAIR, "heu")]:
         assert [each.get(layout).step_ns for layout in layouts] == [1, 2]
 
 
