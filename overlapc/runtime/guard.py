@@ -39,14 +39,16 @@ def guarded(look: Callable[[], str | None]) -> Iterator[None]:
     _guarded.by = guard
     guard.start()
     try:
-        yield
+        try:
+            yield
+        finally:
+            guard.stop()
     except BaseException as error:
-        guard.stop()
+        guard.stop()  # an interrupt may have come just before the first could
         if guard.found is None or isinstance(error, (RankError, KeyboardInterrupt)):
             raise
         raise RankError(guard.found) from (None if isinstance(error, Lost) else error)
     else:
-        guard.stop()
         if guard.found is not None:
             raise RankError(guard.found)
     finally:
