@@ -112,7 +112,7 @@ def test_layouts_divide_everything():
     assert not any(layout.sequence for layout in layouts(odd, CLUSTER))
 
 
-@pytest.mark.parametrize("model", [TINY, EXPERTS])
+@pytest.mark.parametrize("model", [TINY, pytest.param(EXPERTS, marks=pytest.mark.slow)])
 def test_no_plan_beats_the_bounds(model):
     tried = 0
     for layout in list(layouts(model, CLUSTER))[::11]:
