@@ -72,7 +72,12 @@ def _timeline(args: argparse.Namespace) -> Any:
 
     if args.plan is not None:
         return report_on(load_problem(args.file), load_plan(args.plan), args.plan).timeline
-    schedule = parse_schedule(read_text(args.file, "schedule"))
+    text = read_text(args.file, "schedule")
+    try:
+        schedule = parse_schedule(text)
+    except FileError as error:
+        hint = "for a problem, name its plan behind it: PROBLEM PLAN"
+        raise FileError(f"{args.file!r}: {error}; {hint}") from None
     costs = [StageCost(1, 1, 1)] * schedule.stages
     if getattr(args, "costs", None) is not None:
         try:

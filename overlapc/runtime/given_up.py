@@ -21,6 +21,10 @@ from overlapc.runtime.graphs import is_models
 
 _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
 _LIMIT = "recompile limit"
+_NO_REASON = (
+    "Dynamo compiled none of it, and gave no reason; threads that compile at once are one: "
+    "call the model once before they do; TORCH_LOGS=dynamo tells more"
+)
 
 
 class GivenUp:
@@ -58,7 +62,7 @@ class GivenUp:
 
     def _first_message(self) -> str:
         new = [message for message in _messages() if message not in self._messages]
-        return _line(new[0]) if new else "Dynamo compiled none of it, and gave no reason"
+        return _line(new[0]) if new else _NO_REASON
 
     def _limit(self) -> str:
         new = [m for m in _messages() if m not in self._messages and _LIMIT in m.lower()]

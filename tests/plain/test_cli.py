@@ -263,6 +263,14 @@ def test_control_characters_in_a_file_do_not_reach_the_terminal(tmp_path, capsys
         assert all(c.isprintable() or c == "\n" for c in out + err)
 
 
+@pytest.mark.parametrize("command", ["show", "simulate"])
+def test_a_problem_without_its_plan_is_told_what_is_missing(files, capsys, command):
+    assert main([command, files["problem"]]) == USAGE
+    error = capsys.readouterr().err
+    assert files["problem"] in error
+    assert "name its plan behind it" in error
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_an_error_without_a_traceback():
     with open("/dev/full", "w") as full:
