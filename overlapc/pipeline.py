@@ -6,12 +6,13 @@ when the step ends, on the lane between the two ranks, in order; the rank that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 
 from overlapc.errors import InvalidSchedule
+from overlapc.ledger import Ledger
 from overlapc.machine import Tasks, timed
 from overlapc.schedule import Action, Schedule, Step, check_schedule, format_step
 
@@ -197,18 +198,15 @@ def simulate_pipeline(
         if begin < end
     )
     levels = [
-        [
-            (worst + beside, behind + beside)
-            for worst, behind in _levels(schedule, rank, costs, remade)
-        ]
+        _ledger(schedule, rank, costs, remade, beside).alive()
         for rank, beside in enumerate(resident or [0] * len(schedule.rows))
     ]
     return PipelineTimeline(
         ran=ran,
         transfers=transfers,
         step_ns=max((row[-1].end_ns for row in ran if row), default=0),
-        memory=tuple(tuple(worst for worst, _ in row) for row in levels),
-        held=tuple(tuple(behind for _, behind in row) for row in levels),
+        memory=tuple(tuple(row[::2]) for row in levels),
+        held=tuple(tuple(row[1::2]) for row in levels),
     )
 
 
@@ -271,33 +269,46 @@ def _takes(
     return sum(costs[a.stage].takes(a.kind, (a.stage, a.microbatch) in remade) for a in step)
 
 
-def _levels(
+def _ledger(
     schedule: Schedule,
     rank: int,
     costs: Sequence[StageCost],
     remade: Collection[tuple[int, int]],
-) -> Iterator[tuple[int, int]]:
-    """The most that a rank holds in each of its steps: what the step makes is there and nothing of
-    what it ends is gone yet; what the step before made is still on its way, and room is made for
-    what the next steps need. And what it still holds when the step has ended."""
+    resident: int,
+) -> Ledger:
+    """What a rank holds. Moment 2i is while its step i runs: what the step makes is there and
+    nothing of what it ends is gone yet; what the step before made is still on its way, and room is
+    made for what the next steps need. Moment 2i + 1 is when the step has ended."""
     row = schedule.rows[rank]
-    held = 0
+    end = 2 * len(row)
+    works = [0] * end
+    ledger = Ledger(works)
+    ledger.add(resident, -1, end)
+    read: dict[tuple[int, int], int] = {}  # stage, microbatch -> when what its forward left is
+    late: dict[tuple[int, int], int] = {}  # and what is for its weight gradients
+    for i, step in enumerate(row):
+        for action in step:
+            if action.kind in "BI":
+                read[action.stage, action.microbatch] = 2 * i
+            elif action.kind == "W":
+                late[action.stage, action.microbatch] = 2 * i
     travels = [[_travels(schedule, a, costs[a.stage]) for a in step] for step in row]
     asked = [sum(get for get, _ in step) for step in travels]
     sent = [sum(send for _, send in step) for step in travels]
     for i, step in enumerate(row):
-        behind = during = works = held
+        beside = 0  # of what the actions allocate, what is no holding
         for action in step:
-            again = (action.stage, action.microbatch) in remade
-            works += costs[action.stage].allocates(action.kind, again)
-            more = costs[action.stage].holds(action.kind, again)
-            behind += more
-            during += more if action.kind in "FR" else 0
-        yield (
-            max(during, works) + sum(asked[i + 1 : i + AHEAD]) + sum(sent[max(0, i - 1) : i]),
-            behind,
-        )
-        held = behind
+            cost, part = costs[action.stage], (action.stage, action.microbatch)
+            beside += cost.allocates(action.kind, part in remade)
+            if action.kind in "FR":
+                more = cost.saved if action.kind == "F" else cost.remade
+                ledger.add(more, 2 * i, read.get(part, end))
+                beside -= more
+            elif action.kind == "I":
+                ledger.add(cost.for_weights, 2 * i + 1, late.get(part, end))
+        coming, going = asked[i + 1 : i + AHEAD], sent[max(0, i - 1) : i]
+        works[2 * i] = max(0, beside) + sum(coming) + sum(going)
+    return ledger
 
 
 def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from overlapc.ir import (
     Timeline,
     issue,
 )
+from overlapc.ledger import Ledger
 from overlapc.machine import Tasks
 
 # What PyTorch keeps to draw the same numbers again: the state of a CPU generator. (A CUDA
@@ -148,22 +149,27 @@ def _exposures(spans: Sequence[Span], blocked: dict[str, int]) -> tuple[Exposure
 
 
 def memory_curve(problem: Problem, plan: Plan) -> list[int]:
-    """Bytes alive while each issue of the plan runs.
+    """Bytes alive while each issue of the plan runs."""
+    return ledger_of(problem, plan).alive()
+
+
+def ledger_of(problem: Problem, plan: Plan) -> Ledger:
+    """The plan's storages; its issues are the moments.
 
     A storage instance lives from the issue that allocates it to the last issue that reads a
-    value on it, or to the end if the trace hands it out. A random op that runs again keeps its
-    generator's state until then. Work on other microbatches holds `copies` more of what is saved.
-    Where the backward lags behind, what it reads of the forward is there from the start, and what
-    the forward saves stays to the end.
+    value on it, or to the end if the trace hands it out. Work on other microbatches holds `copies`
+    more of what is saved. Where the backward lags behind, what it reads of the forward is there
+    from the start, and what the forward saves stays to the end.
     """
     trace, names, costs = problem.trace, problem.trace.numbered, problem.costs
     end = len(plan.order)
     saved = {names.value[name] for name in plan.saved if name in names.value}
     lasting = {names.value[name] for name in trace.outputs if name in names.value}
     rerun = {names.op[name][0] for name in plan.recomputed}
-    size: list[int] = []  # of storage instances
-    born: list[int] = []
-    dies: list[int] = []
+    order = [names.op[text] for text in plan.order]
+    ledger = Ledger([costs[op].workspace_bytes for op, _ in order])
+    size, first, last = ledger.size, ledger.first, ledger.last
+    _add_states(ledger, problem, plan)
     # Storage instance of each value as its op made it, as it was made again, as an earlier run
     # left it:
     once = [-1] * len(names.producer)
@@ -174,53 +180,50 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
         for v in saved:
             left[v] = storages.setdefault(names.storage[v], len(size))
             if left[v] == len(size):
-                size.append(names.bytes[v])
-                born.append(0)
-                dies.append(0)
+                ledger.add(names.bytes[v], -1, 0)
     before = left if problem.lag else once
     by_backward = [
         once if not names.forward[p] else again if p in rerun and v not in saved else before
         for v, p in enumerate(names.producer)
     ]
-    order = [names.op[text] for text in plan.order]
+    stay: set[int] = set()
     for i, (op, repeated) in enumerate(order):
         backward = repeated or not names.forward[op]
-        reads: dict[int, int] = {}
+        here: dict[int, int] = {}  # storage -> its instance
         for v in names.reads[op]:
             found = (by_backward[v] if backward else once)[v]
             if found >= 0:
-                if dies[found] < i:
-                    dies[found] = i
-                reads[names.storage[v]] = found
+                last[found] = i
+                here[names.storage[v]] = found
         made = again if repeated else once
         for v in names.makes[op]:
-            found = reads.get(names.storage[v], -1)
+            found = here.get(names.storage[v], -1)
             if found < 0:
-                found = reads[names.storage[v]] = len(size)
+                found = here[names.storage[v]] = len(size)
                 size.append(names.bytes[v])
-                born.append(i)
-                dies.append(i)
+                first.append(i)
+                last.append(i)
             made[v] = found
             if v in lasting and not repeated:
-                dies[found] = end
-    random = [name for name in plan.recomputed if trace.op[name].random]
-    if random:
-        at = {text: i for i, text in enumerate(plan.order)}
-        for name in random:
-            again_at = at[issue(name, True)]
-            kept = [(0, again_at), (at[name], end)] if problem.lag else [(at[name], again_at)]
-            for first, last in (*kept, (again_at, again_at)):  # and the one put aside meanwhile
-                size.append(RNG_STATE_BYTES)
-                born.append(first)
-                dies.append(last)
-    change = [0] * (end + 2)
-    for bytes_, first, last in zip(size, born, dies, strict=True):
-        change[first] += bytes_
-        change[last + 1] -= bytes_
+                stay.add(found)
+    for found in stay:
+        last[found] = end
+    return ledger
+
+
+def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
+    """What is there throughout, and generators' states: a random op that runs again keeps its own
+    until then, and one more is put aside while it does."""
+    end = len(plan.order)
+    random = [name for name in plan.recomputed if problem.trace.op[name].random]
     copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
-    change[0] += problem.resident_bytes + ceil(problem.copies * copy)
-    held = zip(order, accumulate(change), strict=False)
-    return [alive + costs[op].workspace_bytes for (op, _), alive in held]
+    ledger.add(problem.resident_bytes + ceil(problem.copies * copy), -1, end)
+    at = {text: i for i, text in enumerate(plan.order)} if random else {}
+    for name in random:
+        again_at = at[issue(name, True)]
+        kept = [(-1, again_at), (at[name], end)] if problem.lag else [(at[name], again_at)]
+        for first, last in (*kept, (again_at, again_at)):
+            ledger.add(RNG_STATE_BYTES, first, last)
 
 
 def saved_bytes(problem: Problem, saved: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from overlapc.ir import COMPUTE, Plan, Problem, Timeline, Trace, issue, parse_issue
+from overlapc.ledger import Ledger
 from overlapc.pipeline import StageCost
 from overlapc.simulate import saved_bytes, simulate
 
@@ -131,7 +132,8 @@ def _held(
     """Bytes that are kept from the end of an action for later ones."""
     saved, again = set(plan.saved), set(plan.recomputed)
     place = {kind: i for i, kind in enumerate("FRIW")}
-    held = {kind: dict[tuple[str, str], int]() for kind in "FRI"}
+    ledger = Ledger([0] * len("FRI"))
+    known: dict[tuple[str, str], int] = {}  # storage and the action that made it -> its holding
     for text, kind in action.items():
         name, _ = parse_issue(text)
         if name not in trace.op:
@@ -149,6 +151,8 @@ def _held(
                 made = "F"
             else:
                 made = action[issue(value.producer, True)]
-            for at in "FRI"[place[made] : place[kind]]:
-                held[at][value.storage, made] = value.bytes
-    return {kind: sum(storages.values()) for kind, storages in held.items()}
+            key = value.storage, made
+            if key not in known:
+                known[key] = ledger.add(value.bytes, place[made], place[made] - 1)
+            ledger.last[known[key]] = max(ledger.last[known[key]], place[kind] - 1)
+    return dict(zip("FRI", ledger.alive(), strict=True))

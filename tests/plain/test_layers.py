@@ -44,11 +44,12 @@ LAYERS = {
     "files": Layer("errors ir text"),
     "check": Layer("errors ir"),
     "machine": Layer("ir"),
-    "simulate": Layer("errors ir machine"),
+    "ledger": Layer(),
+    "simulate": Layer("errors ir ledger machine"),
     "merge": Layer("ir"),
     "schedule": Layer("errors"),
-    "pipeline": Layer("errors machine schedule"),
-    "stages": Layer("ir pipeline simulate"),
+    "pipeline": Layer("errors ledger machine schedule"),
+    "stages": Layer("ir ledger pipeline simulate"),
     # What finds plans and schedules.
     "solvers": Layer("check errors ir merge pipeline progress schedule simulate"),
     # The road, from a captured graph to a plan. It calls what needs torch.
