@@ -363,7 +363,9 @@ class Plan:
     """Which values are saved, and in which order ops are issued.
 
     status is `optimal`, `feasible` or `baseline`; `bound_ns` a proven lower bound on the step
-    time of any legal plan (0 when none is known).
+    time of any legal plan (0 when none is known). `found_by` names what of the solver chose the
+    saved values, what ordered the issues, and how many plans were judged; empty where the
+    solver's name says it all. Plans that do the same are equal, whatever found them.
     """
 
     digest: str
@@ -372,6 +374,7 @@ class Plan:
     order: tuple[str, ...]
     status: str = "feasible"
     bound_ns: int = 0
+    found_by: str = field(default="", compare=False)
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:

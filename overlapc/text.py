@@ -7,7 +7,7 @@ r"""The text of plans, profiles, traces and problems: what users read, ranks exc
     row      = two spaces, word*
     word     = ">" | bare | JSON string         bare where nothing needs quotes: `R:mm_3`
 
-    plan     = trace solver status bound_ns, saved, order
+    plan     = trace solver status bound_ns found_by?, saved, order
     profile  = slowdown, conditions, costs
     trace    = digest, inputs, outputs, ops, values, modules?
     problem  = budget_bytes resident_bytes in_flight phases lag?, trace, profile
@@ -75,6 +75,7 @@ def format_plan(plan: Plan) -> str:
             _field("solver", plan.solver),
             _field("status", plan.status),
             _field("bound_ns", plan.bound_ns),
+            *([_field("found_by", plan.found_by)] if plan.found_by else []),
             *_wrapped("saved", plan.saved),
             *_wrapped("order", plan.order),
         ],
@@ -88,6 +89,7 @@ def parse_plan(text: str) -> Plan:
         solver=reader.string("solver"),
         status=reader.string("status"),
         bound_ns=reader.number("bound_ns"),
+        found_by=reader.string("found_by") if reader.next_is("found_by") else "",
         saved=reader.strings("saved"),
         order=reader.strings("order"),
     )

@@ -63,6 +63,7 @@ def _figures(report: Any) -> dict[str, Any]:
     timeline = report.timeline
     return {
         "solver": report.plan.solver,
+        "found_by": report.plan.found_by,
         "step_ns": timeline.step_ns,
         "bound_ns": report.bound_ns,
         "exposed_ns": timeline.exposed_ns,

@@ -58,6 +58,7 @@ def plan_captured(
             yield from torch_choices()
 
     plan = _decide(problem, options, choices(), exchange)
+    log(1, f"{name}: plan of {plan.solver}{plan.found_by and f', found by {plan.found_by}'}")
     log(2, format_plan(plan))
     return captured, judged(name, problem, plan, profiles, given=options.plan is not None)
 

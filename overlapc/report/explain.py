@@ -30,8 +30,9 @@ def explain(report: Report) -> str:
     eager = report.eager
     budget = problem.budget_bytes or 0
     sources = {problem.cost(op.name).source for op in problem.trace.ops}
+    found_by = f" ({plan.found_by})" if plan.found_by else ""
     lines = [
-        f"{report.name}: {len(problem.trace.ops)} ops, solver {plan.solver}, "
+        f"{report.name}: {len(problem.trace.ops)} ops, solver {plan.solver}{found_by}, "
         f"costs {'/'.join(sorted(sources))}; every figure below is predicted",
         f"  step {_ms(timeline.step_ns)} ms (plain order, all saved: {_ms(eager.step_ns)} ms; "
         f"lower bound: {_ms(report.bound_ns)} ms)",

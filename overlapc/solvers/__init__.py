@@ -163,7 +163,7 @@ def menu(
     steady = simple_plans(problem)
     yield from steady
     kept = keep_sets(problem, needs, 72)
-    yield from (plan_on_demand(problem, storages, solver, needs) for storages in kept)
+    yield from (plan_on_demand(problem, each, solver, needs, "hull") for each in kept)
     if problem.trace.lanes:  # otherwise there is nothing to hide, and no order is faster
         choices = [Choice(plan.saved, plan.recomputed) for plan in steady]
         yield from overlap_plans(problem, choices) if solver != "heu" else ()
@@ -177,7 +177,7 @@ def _merged(problem: Problem, solver: str) -> Plan:
             f"solver={solver!r} knows nothing of merged pieces; expected overlap, heu or opt"
         )
     needs = Needs(problem.trace)
-    choices = [needs.complete(kept) for kept in keep_sets(problem, needs, 24)]
+    choices = [needs.complete(kept, "hull") for kept in keep_sets(problem, needs, 24)]
     found = merged_plans(problem, choices)
     if found:
         check(problem, found[0].plan)
@@ -200,7 +200,8 @@ def _ladder(
         tight = rung <= 1 and len(problem.trace.ops) <= _LARGE
         groups = None if rung == 0 else False  # seconds, for what only the least memory needs
         less = replace(problem, budget_bytes=budget)
-        yield from heu_plans(less, thorough=tight, grouped=groups, worth=worth)
+        for plan in heu_plans(less, thorough=tight, grouped=groups, worth=worth):
+            yield replace(plan, found_by=f"rung {rung} of {rungs} {plan.found_by}")
 
 
 def _theirs(
@@ -251,12 +252,14 @@ class _Best:
         self.goal_ns = 0
         self.found: tuple[tuple[int, int], Plan] | None = None
         self.smallest: int | None = None
+        self.offered = 0
         self.least = Least(problem)
 
     def take(self, plans: Iterable[Plan]) -> bool:
         """Look through plans; whether one has reached the goal, with which it ends."""
         budget = self.problem.budget_bytes
         for plan in plans:
+            self.offered += 1
             peak = peak_bytes(self.problem, plan)
             self.smallest = peak if self.smallest is None else min(self.smallest, peak)
             if budget is not None and peak > budget:
@@ -278,11 +281,13 @@ class _Best:
     def plan(self) -> Plan:
         if self.found is None:
             raise Infeasible(self.problem.budget_bytes or 0, self.smallest or 0)
-        check(self.problem, self.found[1])
-        return self.found[1]
+        plan = self.found[1]
+        check(self.problem, plan)
+        found_by = plan.found_by and f"{plan.found_by}; of {self.offered} plans"
+        return replace(plan, found_by=found_by)
 
 
 def _torch(problem: Problem, saved: Sequence[str]) -> Plan:
     """The plan that saves exactly these values and recomputes the rest on demand."""
     kept = (problem.trace.value[name].storage for name in saved)
-    return plan_on_demand(problem, kept, "torch")
+    return plan_on_demand(problem, kept, "torch", found_by="torch")

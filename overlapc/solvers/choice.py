@@ -6,7 +6,7 @@ Solvers decide on storages (views of a kept storage cost nothing); a plan names 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from overlapc.ir import Op, Plan, Problem, Trace, issue
@@ -14,16 +14,18 @@ from overlapc.ir import Op, Plan, Problem, Trace, issue
 
 @dataclass(frozen=True)
 class Choice:
-    """Saved values, and the forward ops that must run again, in trace order."""
+    """Saved values, and the forward ops that must run again, in trace order; and what chose."""
 
     saved: tuple[str, ...]
     recomputed: tuple[str, ...]
+    found_by: str = field(default="", compare=False)
 
 
 def choice_of(problem: Problem, plan: Plan) -> Choice:
     """What a plan keeps and makes again, whatever its order."""
     again = set(plan.recomputed)
-    return Choice(plan.saved, tuple(op.name for op in problem.trace.ops if op.name in again))
+    recomputed = tuple(op.name for op in problem.trace.ops if op.name in again)
+    return Choice(plan.saved, recomputed, plan.found_by.partition(",")[0] or plan.solver)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Needs:
         }
         return tuple(found)
 
-    def complete(self, keep: frozenset[str]) -> Choice:
+    def complete(self, keep: frozenset[str], found_by: str = "") -> Choice:
         """The saved values and recomputed ops that follow from keeping these storages.
 
         Kept for free besides: views of inputs, and whatever may not run twice.
@@ -96,6 +98,7 @@ class Needs:
         return Choice(
             tuple(sorted(saved, key=lambda n: (position[trace.value[n].producer], n))),
             tuple(sorted(recomputed, key=position.__getitem__)),
+            found_by,
         )
 
 
@@ -130,16 +133,34 @@ def on_demand(problem: Problem, choice: Choice) -> tuple[str, ...]:
     return tuple(order)
 
 
+def plan_of(
+    problem: Problem, choice: Choice, solver: str, order: tuple[str, ...] = (), how: str = ""
+) -> Plan:
+    """The plan of a choice in an order and `how` that was found, by default on demand."""
+    return Plan(
+        problem.trace.digest,
+        solver,
+        choice.saved,
+        order or on_demand(problem, choice),
+        found_by=f"{choice.found_by}, {how or 'on demand'}",
+    )
+
+
 def plan_on_demand(
-    problem: Problem, keep: Iterable[str], solver: str, needs: Needs | None = None
+    problem: Problem,
+    keep: Iterable[str],
+    solver: str,
+    needs: Needs | None = None,
+    found_by: str = "",
 ) -> Plan:
     """Keep these storages, recompute the rest where it is needed: what eager frameworks do."""
     needs = needs or Needs(problem.trace)
-    choice = needs.complete(frozenset(keep))
+    choice = needs.complete(frozenset(keep), found_by)
     return Plan(
         digest=problem.trace.digest,
         solver=solver,
         saved=choice.saved,
         order=on_demand(problem, choice),
         status="baseline",
+        found_by=found_by and f"{found_by}, on demand",
     )

@@ -161,7 +161,8 @@ class _Search:
         state: _State,
     ) -> None:
         if len(order) == len(before):
-            self.offer(Plan(self.problem.trace.digest, "opt", tuple(saved), tuple(order)))
+            digest = self.problem.trace.digest
+            self.offer(Plan(digest, "opt", tuple(saved), tuple(order), found_by="all plans"))
             return
         for text in before:
             if text in done or not before[text] <= done:

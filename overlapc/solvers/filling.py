@@ -34,6 +34,10 @@ class Taste:
     moves: str = "RW"
     seed: int = 0
 
+    def __str__(self) -> str:
+        first = "R" if self.recompute else "W"
+        return f"{first} {'pulled' if self.pull else 'pushed'}"
+
 
 Passes = tuple[Taste, ...]  # each goes through all windows, one after the other
 PASSES: tuple[Passes, ...] = (
@@ -50,9 +54,11 @@ def filled(
     plan: Plan, work: Work, budget: int, passes: Passes, until: float = float("inf")
 ) -> Plan:
     """The plan with its windows filled as far as the budget and the clock allow."""
+    how = "refilled" if passes[0].seed else f"filled {' then '.join(map(str, passes))}"
+    found_by = plan.found_by.removesuffix(f", {how}") + f", {how}"
     for taste in passes:
         plan = _Filling(plan, work, budget, taste).run(until)
-    return plan
+    return replace(plan, found_by=found_by)
 
 
 class _Filling:

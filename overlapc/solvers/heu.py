@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -29,7 +29,7 @@ import pulp
 from overlapc.ir import Op, Plan, Problem
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.blocks import Repetition, repetition
-from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
+from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.overlap import steady_plans
@@ -53,8 +53,11 @@ class Period:
     """What the program of a trace is made of: its classes of storages and ops. What lies outside
     of the repeated blocks is a class by itself, of one block."""
 
-    def __init__(self, problem: Problem, needs: Needs, repeated: Repetition | None) -> None:
+    def __init__(
+        self, problem: Problem, needs: Needs, repeated: Repetition | None, blocks: int = 1
+    ) -> None:
         trace = problem.trace
+        self.name = "whole" if repeated is None else f"period of {blocks}"
         self.class_of: dict[str, int] = {}  # storage -> its class
         self.block_of: dict[str, int] = {}  # storage -> its block among those of its class
         self.blocks: list[int] = []  # by class
@@ -94,13 +97,13 @@ class Period:
         """All that the backward of one block reads."""
         return sum(self.bytes[c] for c in self.wanted if self.blocks[c] > 1)
 
-    def choice(self, needs: Needs, keep: dict[int, int]) -> Choice:
+    def choice(self, needs: Needs, keep: dict[int, int], how: str = "") -> Choice:
         kept = (
             storage
             for storage, number in self.class_of.items()
             if self.block_of[storage] >= self.blocks[number] - keep.get(number, 0)
         )
-        return needs.complete(frozenset(kept))
+        return needs.complete(frozenset(kept), self.name + how)
 
 
 def _place(i: int, repeated: Repetition | None) -> tuple[int, int, int]:
@@ -264,7 +267,7 @@ def _groups(
     """Periods of several blocks, and the trace as one if it is not too long or it must be."""
     for blocks in _GROUPS:
         if repeated is not None and 2 * blocks <= repeated.count:
-            yield Period(problem, needs, repeated.grouped(blocks))
+            yield Period(problem, needs, repeated.grouped(blocks), blocks)
     if repeated is not None and (whole or len(problem.trace.ops) <= _LARGE):
         yield Period(problem, needs, None)
 
@@ -288,7 +291,7 @@ def _fitting(
         for i, more in enumerate(rooms):
             if (keep := program(room + budget * more // 1000)) is None:
                 continue
-            choice = period.choice(needs, keep)
+            choice = period.choice(needs, keep, f" exposing {again:g} room {more}")
             yield choice
             if thorough and i == 0 and not choice.recomputed:
                 rooms += _MUCH_ROOM_PERMILLE  # recompute may hide what late weight gradients cannot
@@ -368,9 +371,8 @@ def schedules(
     problem: Problem, choice: Choice, budget: int | None, defer: bool = True
 ) -> Iterator[Plan]:
     """Orders of one choice; some may take more than the budget."""
-    digest = problem.trace.digest
     plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
-    plan = Plan(digest, "heu", choice.saved, on_demand(problem, choice))
+    plan = plan_of(problem, choice, "heu")
     yield plan
     large = len(problem.trace.ops) > _LARGE
     limit = NEVER if budget is None else budget
@@ -383,4 +385,5 @@ def schedules(
         for permille in (1000,) if large else (1000, 930):
             for style in _STYLES[:1] if large else _STYLES:
                 backward = list_schedule(work, limit * permille // 1000, style)
-                yield replace(plan, order=plain + backward)
+                how = str(style) if late else f"{style}, in place"
+                yield plan_of(problem, choice, "heu", plain + backward, how)

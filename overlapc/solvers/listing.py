@@ -28,6 +28,9 @@ class Style:
     by_path: bool
     fills: str = "RW"
 
+    def __str__(self) -> str:
+        return f"listed {self.overshoot:g} by {'path' if self.by_path else 'trace'}"
+
 
 def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
     """An order of all nodes of the work. It aims at `limit` bytes; only `simulate` says what it

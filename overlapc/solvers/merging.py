@@ -22,7 +22,7 @@ from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
+from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import heu_plans, schedules
 from overlapc.solvers.keep import keep_sets
@@ -41,6 +41,9 @@ class Pace:
     hurry: bool = True
     ahead: float = 0.9
     overshoot: float = 2.0
+
+    def __str__(self) -> str:
+        return f"lead {self.lead:g} ahead {self.ahead:g}{' in a hurry' if self.hurry else ''}"
 
 
 PACES = tuple(
@@ -80,16 +83,23 @@ def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
     search = _Search(problem)
     found = [merged for c in dict.fromkeys(choices) if (merged := search.listed(c)) is not None]
     found.sort(key=_step)
-    if search.budget == NEVER:
-        return found
-    found = [search.filled(merged) for merged in found[:_FILLED]] + found[_FILLED:]
-    found.sort(key=_step)
-    found = [search.polished(merged) for merged in found[:_POLISHED]] + found[_POLISHED:]
-    return sorted(found, key=_step)
+    if search.budget < NEVER:
+        found = [search.filled(merged) for merged in found[:_FILLED]] + found[_FILLED:]
+        found.sort(key=_step)
+        found = [search.polished(merged) for merged in found[:_POLISHED]] + found[_POLISHED:]
+        found.sort(key=_step)
+    effort = f"; of {search.offered} plans"
+    plans = [replace(merged.plan, found_by=merged.plan.found_by + effort) for merged in found]
+    return [replace(merged, plan=plan) for merged, plan in zip(found, plans, strict=True)]
 
 
 def _step(merged: Merged) -> int:
     return merged.step_ns
+
+
+def _how(plan: Plan) -> str:
+    """How the plan's order was found."""
+    return plan.found_by.partition(", ")[2]
 
 
 class _Search:
@@ -98,11 +108,13 @@ class _Search:
         self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
         count = max(1, len(problem.trace.ops))
         self.effort = _EVALUATIONS * min(count, _LONG) // count**2
+        self.offered = 0
         self.orders: dict[Choice, list[Merged]] = {}  # that fit
 
-    def offer(self, choice: Choice, order: tuple[str, ...]) -> Merged | None:
-        plan = Plan(self.problem.trace.digest, "merged", choice.saved, order)
+    def offer(self, choice: Choice, order: tuple[str, ...], how: str) -> Merged | None:
+        plan = plan_of(self.problem, choice, "merged", order, how)
         self.effort -= 1
+        self.offered += 1
         if peak_bytes(self.problem, plan) > self.budget:
             return None
         merged = Merged(step_ns(self.problem, plan), choice, plan)
@@ -115,8 +127,9 @@ class _Search:
             return None
         work = merged_work(self.problem, choice)
         limits = [NEVER] if self.budget == NEVER else [int(self.budget * s) for s in _SHARES]
-        orders = dict.fromkeys(merged_order(work, at, pace) for at in limits for pace in paces)
-        found = [merged for order in orders if (merged := self.offer(choice, order)) is not None]
+        orders = {merged_order(work, at, pace): str(pace) for at, pace in product(limits, paces)}
+        offers = [self.offer(choice, order, how) for order, how in orders.items()]
+        found = [merged for merged in offers if merged is not None]
         return min(found, key=_step, default=None)
 
     def filled(self, merged: Merged) -> Merged:
@@ -128,7 +141,7 @@ class _Search:
             for taste in _TASTES:
                 if self.effort > 0:
                     plan = filled(start.plan, work, self.budget, (taste,))
-                    self.offer(merged.choice, plan.order)
+                    self.offer(merged.choice, plan.order, _how(plan))
         return min(self.orders[merged.choice], key=_step)
 
     def polished(self, merged: Merged) -> Merged:
@@ -139,7 +152,7 @@ class _Search:
             seed, left = seed + 1, left - 1
             taste = Taste(seed % 3 != 0, seed % 2 != 0, "FRW", seed)
             plan = filled(merged.plan, work, self.budget, (taste,))
-            other = self.offer(merged.choice, plan.order)
+            other = self.offer(merged.choice, plan.order, _how(plan))
             if other is not None and other.step_ns < merged.step_ns:
                 merged, left = other, _IDLE
         return merged
@@ -404,7 +417,7 @@ def _thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:
     for permille in _BUDGETS:
         less = replace(problem, budget_bytes=problem.budget_bytes * permille // 1000)
         for plan in islice(heu_plans(less, needs, thorough=False), 1):
-            yield choice_of(problem, plan)
+            yield replace(choice_of(problem, plan), found_by=f"period in {permille / 1000:g}")
 
 
 def solve_step(
@@ -423,7 +436,8 @@ def solve_step(
         return lone, None  # what is merged takes as long
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, _CHOICES)
-    known = [choice_of(problem, lone), *_thrifty(problem, needs), *map(needs.complete, kept)]
+    known = [choice_of(problem, lone), *_thrifty(problem, needs)]
+    known += [needs.complete(storages, "hull") for storages in kept]
     best: tuple[int, Plan, Plan | None]
     best = step_ns(problem, lone) * microbatches, lone, None
     for merged in merged_plans(both, known)[:_POLISHED]:

@@ -23,7 +23,7 @@ from overlapc.ir import Plan, Problem
 from overlapc.progress import stoppable
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand
+from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
 from overlapc.solvers.exact import TooLarge, exact
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.heu import heu_plans
@@ -87,6 +87,7 @@ def opt(
         solver="opt",
         status="optimal" if proven else "feasible",
         bound_ns=min(search.bound, search.step),
+        found_by=f"{search.best.found_by or search.best.solver}; of {search.offered} plans",
     )
 
 
@@ -133,6 +134,7 @@ class _Search:
         self.proof: _Proof | None = None
         self.here: tuple[tuple[int, int], Plan] | None = None  # the best of the choice at hand
         self.smallest = NEVER
+        self.offered = 0
         self.tried: set[frozenset[str]] = set()  # kept storages
         self.swept: dict[float, bool] = {}  # margin -> was it better than all before?
 
@@ -169,6 +171,7 @@ class _Search:
 
     def offer(self, plan: Plan) -> bool:
         """Take the plan if it fits and is better; whether it fits."""
+        self.offered += 1
         peak = peak_bytes(self.problem, plan)
         self.smallest = min(self.smallest, peak)
         if peak > self.budget:
@@ -242,7 +245,7 @@ class _Search:
             if found.kept is None or found.kept in self.tried:
                 continue
             self.tried.add(found.kept)
-            self.schedule(needs.complete(found.kept))
+            self.schedule(needs.complete(found.kept, f"program {margin:.3g}"))
             self.swept[margin] = self.key < before
             self.tell(f"{margin:.1%} of the budget left free")
 
@@ -292,7 +295,8 @@ class _Search:
                 tried.add(more)
                 if self.done():
                     return
-                self.schedule(needs.complete(more), thorough=False)
+                base = choice_of(self.problem, self.best).found_by.removesuffix(" varied")
+                self.schedule(needs.complete(more, f"{base} varied"), thorough=False)
                 if self.key < before:
                     better = True
                     self.tell(f"one more kept: {name}")
@@ -336,7 +340,7 @@ class _Search:
         """Offer orders of this choice."""
         problem = self.problem
         self.here = None
-        plain = Plan(problem.trace.digest, "opt", choice.saved, on_demand(problem, choice))
+        plain = plan_of(problem, choice, "opt")
         fits = self.offer(plain)
         if len(problem.phases) != 2:
             return
@@ -352,7 +356,9 @@ class _Search:
         self.refill(work, _SEEDS)
         if self.best is self.here[1]:
             early = list_schedule(forward_work(problem), NEVER, Style(1.0, True))
-            self.offer(replace(self.best, order=early + self.best.order[len(early) :]))
+            order = early + self.best.order[len(early) :]
+            found_by = f"{self.best.found_by}, forward early"
+            self.offer(replace(self.best, order=order, found_by=found_by))
 
     def fill(self, plan: Plan, work: Work) -> None:
         for passes in PASSES:
@@ -371,6 +377,7 @@ class _Search:
                 return
             limit = int(self.budget * share) if self.budget < NEVER else NEVER
             backward = list_schedule(each, limit, style)
+            how = f"{style} in {share:g}{'' if each is work else ', in place'}"
             if backward not in seen:
                 seen.add(backward)
-                self.offer(Plan(problem.trace.digest, "opt", choice.saved, plain + backward))
+                self.offer(plan_of(problem, choice, "opt", plain + backward, how))

@@ -18,7 +18,7 @@ from functools import cache, partial
 
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve, simulate
-from overlapc.solvers.choice import Choice, Needs, on_demand, plan_on_demand
+from overlapc.solvers.choice import Choice, Needs, plan_of, plan_on_demand
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.work import NEVER, backward_work, forward_work
@@ -39,7 +39,8 @@ def overlap_plans(
     needs = Needs(problem.trace)
     effort = max(1, _EVALUATIONS // max(1, len(problem.trace.ops)))
     kept = keep_sets(problem, needs, at_most=min(48, max(24, effort // 3))) if own else []
-    points = _points(problem, [*map(needs.complete, kept), *choices])
+    own_choices = [needs.complete(storages, "hull") for storages in kept]
+    points = _points(problem, [*own_choices, *choices])
     ceiling = max(point.peak_bytes for point in points) * 5 // 4
     floor = min(point.peak_bytes for point in points)
     rungs = min(14, max(5, effort // 12), 2 + len(problem.trace.ops) // 4)
@@ -50,7 +51,7 @@ def overlap_plans(
     tried: set[tuple[int, int, Style]] = set()
     found: set[tuple[int, tuple[str, ...]]] = set()
     for point in points:
-        yield _plan(problem, point.choice, on_demand(problem, point.choice))
+        yield plan_of(problem, point.choice, "overlap")
     if len(problem.phases) != 2:
         return  # merged pieces: list scheduling splits the forward from the backward
     forward = _forward_orders(problem)
@@ -70,12 +71,8 @@ def overlap_plans(
                 if (chosen, backward) in found:
                     continue
                 found.add((chosen, backward))
-                for first in forward:
-                    yield _plan(problem, choice, first + backward)
-
-
-def _plan(problem: Problem, choice: Choice, order: tuple[str, ...]) -> Plan:
-    return Plan(problem.trace.digest, "overlap", choice.saved, order)
+                for how, first in forward.items():
+                    yield plan_of(problem, choice, "overlap", first + backward, f"{style}{how}")
 
 
 def steady_plans(problem: Problem) -> list[Plan]:
@@ -87,7 +84,8 @@ def steady_plans(problem: Problem) -> list[Plan]:
     }
     alike = replace(problem, profile=replace(problem.profile, costs=costs))
     needs = Needs(problem.trace)
-    return [plan_on_demand(problem, kept, "overlap", needs) for kept in keep_sets(alike, needs, 24)]
+    kept = keep_sets(alike, needs, 24)
+    return [plan_on_demand(problem, each, "overlap", needs, "sizes") for each in kept]
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def _points(problem: Problem, choices: Iterable[Choice]) -> list[_Point]:
     the first that fits a level recomputes least."""
     points = []
     for choice in choices:
-        plan = _plan(problem, choice, on_demand(problem, choice))
+        plan = plan_of(problem, choice, "overlap")
         costs = [problem.cost(name) for name in choice.recomputed]
         ns = sum(cost.compute_ns + cost.comm_ns for cost in costs)
         points.append(_Point(choice, max(memory_curve(problem, plan), default=0), ns))
@@ -113,12 +111,12 @@ def _points(problem: Problem, choices: Iterable[Choice]) -> list[_Point]:
     return best
 
 
-def _forward_orders(problem: Problem) -> list[tuple[str, ...]]:
+def _forward_orders(problem: Problem) -> dict[str, tuple[str, ...]]:
     """The trace's own forward order, and one that starts collectives as early as it can, if that
-    is any faster."""
+    is any faster; each by what it is called."""
     plain = plan_on_demand(problem, Needs(problem.trace).storages, "plain")
     first = tuple(op.name for op in problem.trace.ops if op.is_forward)
     early = list_schedule(forward_work(problem), NEVER, Style(1.0, True))
     hurried = replace(plain, order=early + plain.order[len(early) :])
     gain = simulate(problem, plain).phase_ns[0] - simulate(problem, hurried).phase_ns[0]
-    return [first, early] if gain > 0 else [first]
+    return {"": first, ", forward early": early} if gain > 0 else {"": first}

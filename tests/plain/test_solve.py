@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from random import Random
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
 from overlapc.simulate import simulate
-from overlapc.solvers import BASELINES, bound_ns, solve
+from overlapc.solvers import BASELINES, bound_ns, smallest_bytes, solve
 from tests.plain.strategies import problems, random_problem
 from tests.plain.tiny import tiny
 
@@ -46,6 +47,17 @@ def test_solve_is_legal_never_worse_and_monotone(problem):
 def test_unknown_solver_is_named():
     with pytest.raises(OptionError, match="expected one of overlap"):
         solve(None, "magic")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("solver", ["overlap", "heu", "opt"])
+def test_every_plan_says_what_found_it(solver):
+    """Where a baseline did, its name is the solver's."""
+    for seed in range(30):
+        problem = replace(random_problem(Random(seed), 9), budget_bytes=None)
+        for limited in (problem, replace(problem, budget_bytes=smallest_bytes(problem))):
+            plan = solve(limited, solver)
+            if plan.solver not in BASELINES:
+                assert re.fullmatch(r"[^;]+; of [1-9]\d* plans", plan.found_by), plan.found_by
 
 
 def asked_too_much():

@@ -125,6 +125,15 @@ def test_plan_text() -> None:
     assert parse_plan(PLAN) == a_plan()
 
 
+def test_a_plan_says_what_found_it() -> None:
+    """In a line that may be left out, and by which plans do not differ."""
+    plan = replace(a_plan(), found_by="hull, listed 4 by path; of 7 plans")
+    text = format_plan(plan)
+    assert '\nbound_ns 1200\nfound_by "hull, listed 4 by path; of 7 plans"\nsaved\n' in text
+    assert parse_plan(text).found_by == plan.found_by
+    assert parse_plan(text) == a_plan()
+
+
 def test_problem_text() -> None:
     assert body(format_problem(a_problem())) == body(PROBLEM)
     assert parse_problem(seal(body(PROBLEM))) == a_problem()
