@@ -25,7 +25,7 @@ from overlapc.ir import Plan, Problem
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers import baselines
 from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, plan_on_demand
+from overlapc.solvers.choice import Choice, Needs, choice_of, plan_on_demand
 from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import merged_plans
@@ -39,6 +39,7 @@ __all__ = [
     "Progress",
     "best_baseline",
     "bound_ns",
+    "generators",
     "menu",
     "simple_plans",
     "smallest_bytes",
@@ -97,55 +98,58 @@ def solve(
         return _best(problem, theirs)
     if solver in FIELD:
         return _best(problem, [FIELD[solver](problem)])
-    cheap = [make(problem) for make in BASELINES.values()]
-    rivals = (FIELD[name](problem) for name in _QUICK)
-    small = len(problem.trace.ops) <= _SMALL
-    if solver == "heu" and not small:
-        try:
-            hopeful = any(baselines.fits(problem, plan) for plan in cheap)
-            return _best(problem, chain(cheap, rivals, heu_plans(problem, hopeful=hopeful)))
-        except Infeasible:
-            return _best(problem, [*cheap, *steady_plans(problem)])
     best = _Best(problem)
     if solver == "overlap":
         best.goal_ns = int(simple_bound_ns(problem) * _AT_BOUND)
-        if best.take(cheap):
+        if best.take(make(problem) for make in BASELINES.values()):
             return best.plan()
         unlimited = replace(problem, budget_bytes=None)  # the same goal for every budget
         best.goal_ns = int(bound_ns(unlimited) * _AT_BOUND)
-    steady = [*cheap, *steady_plans(problem)]
-    ladder = _ladder(problem, steady, best.worth)
-    choices = [Choice(plan.saved, plan.recomputed) for plan in steady]
+    tried = generators(problem, solver, torch_choices, best.worth)
     try:
-        if solver == "heu":
-            return _best(problem, [*steady, *ladder])
-        if solver == "overlap":
-            menu = overlap_plans(problem, choices, worth=best.worth)
-            last = _theirs(problem, torch_choices, best.worth)
-            best.take(chain(steady, menu, ladder, last))
+        if solver != "opt":
+            best.take(chain.from_iterable(tried.values()))
             return best.plan()
-
-        def others() -> Iterator[Plan]:
-            theirs = [_torch(problem, names) for names in torch_choices]
-            yield from theirs
-            more = [Choice(plan.saved, plan.recomputed) for plan in theirs]
-            yield from overlap_plans(problem, [*choices, *more])
-            yield from ladder if small else ()
-            yield from heu_plans(problem, grouped=True)
-
+        known = chain(tried.pop("baselines"), tried.pop("sizes"), tried.pop("others'"))
+        start = () if len(problem.trace.ops) <= _SMALL else tried.pop("ladder")
+        others = chain.from_iterable(tried.values())
         found = opt(
-            problem,
-            [*steady, *rivals],
-            others(),
-            () if small else ladder,
-            time_limit_s=time_limit_s,
-            gap=gap,
-            progress=progress,
+            problem, known, start, others, time_limit_s=time_limit_s, gap=gap, progress=progress
         )
     except Infeasible:
-        return _best(problem, steady)  # names a budget that works in every run
+        return _best(problem, simple_plans(problem))  # names a budget that works in every run
     check(problem, found)
     return found
+
+
+def generators(
+    problem: Problem,
+    solver: str,
+    torch_choices: Iterable[tuple[str, ...]] = (),
+    worth: Callable[[Choice], bool] = lambda _: True,
+) -> dict[str, Iterable[Plan]]:
+    """What overlap, heu or opt tries, by name and in this order: plans that may not fit, made when
+    they are asked for. A choice that is not `worth` it is not scheduled."""
+    cheap = [make(problem) for make in BASELINES.values()]
+    found: dict[str, Iterable[Plan]] = {"baselines": cheap}
+    rivals = (FIELD[name](problem) for name in _QUICK)
+    if solver == "heu" and len(problem.trace.ops) > _SMALL:
+        hopeful = any(baselines.fits(problem, plan) for plan in cheap)
+        return found | {"others'": rivals, "blocks": heu_plans(problem, hopeful=hopeful)}
+    found["sizes"] = sizes = steady_plans(problem)
+    simple = [*cheap, *sizes]
+    if solver == "heu":
+        return found | {"ladder": _ladder(problem, simple, worth)}
+    choices = [choice_of(problem, plan) for plan in simple]
+    if solver == "overlap":
+        found["menu"] = overlap_plans(problem, choices, worth=worth)
+        found["ladder"] = _ladder(problem, simple, worth)
+        return found | {"torch": _theirs(problem, torch_choices, worth)}
+    found["others'"] = rivals
+    found["torch"] = _theirs(problem, torch_choices, lambda _: True)
+    found["menu"] = overlap_plans(problem, choices)
+    found["ladder"] = _ladder(problem, simple, lambda _: True)
+    return found | {"blocks": heu_plans(problem, grouped=True)}
 
 
 def menu(
@@ -165,7 +169,7 @@ def menu(
     kept = keep_sets(problem, needs, 72)
     yield from (plan_on_demand(problem, each, solver, needs, "hull") for each in kept)
     if problem.trace.lanes:  # otherwise there is nothing to hide, and no order is faster
-        choices = [Choice(plan.saved, plan.recomputed) for plan in steady]
+        choices = [choice_of(problem, plan) for plan in steady]
         yield from overlap_plans(problem, choices) if solver != "heu" else ()
         yield from _ladder(problem, steady, lambda _: True)
 
@@ -215,7 +219,7 @@ def _theirs(
         plans = [_torch(problem, names) for names in torch_choices]
         yield from plans
         if plans:
-            choices = [Choice(plan.saved, plan.recomputed) for plan in plans]
+            choices = [choice_of(problem, plan) for plan in plans]
             yield from overlap_plans(problem, choices, own=False, worth=worth)
 
 
