@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.problems import Case, build, cases
+from overlapc.files import load_problem
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers import generators
@@ -107,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=6, help="only each n-th case of the set")
     parser.add_argument("--solvers", default=",".join(SOLVED))
+    parser.add_argument("--problems", type=Path, help="where `problems.py --write` has put them")
     parser.add_argument("--json", type=Path, help="keep what is found here, and go on from it")
     args = parser.parse_args()
     chosen: list[Case] = list(cases())[:: args.every]
@@ -116,7 +118,9 @@ def main() -> None:
         for solver in args.solvers.split(","):
             if (case.name, solver) in known:
                 continue
-            row = {"case": case.name, "solver": solver} | measure(build(case), solver)
+            text = args.problems / f"{case.name}.txt" if args.problems else None
+            problem = load_problem(text) if text else build(case)
+            row = {"case": case.name, "solver": solver} | measure(problem, solver)
             rows.append(row)
             if args.json:
                 write(args.json, rows)
