@@ -2,15 +2,23 @@
 
     holding   so many bytes, from the first moment that has them to the last
     Ledger    the whole of one order: all holdings, and what is there for one moment only
+    Flow      what issues do to holdings, in whatever order they come
+    Balance   a Flow's issues one after the other: what one would add; run it; take it back
 
 `simulate` writes down the storages of a plan, whose issues are the moments; `pipeline` what a
-rank's steps hold, work with and send; `stages` what actions leave to later ones.
+rank's steps hold, work with and send; `stages` what actions leave to later ones. What puts issues
+in order asks a Balance, which says of each what the Ledger says when all are known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Hashable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeVar
+
+H = TypeVar("H", bound=Hashable)
+NO_LIMIT = 1 << 62
 
 
 @dataclass(slots=True)
@@ -39,3 +47,116 @@ class Ledger:
         change[1] += change[0]
         held = accumulate(change[1:])
         return [there + works for there, works in zip(held, self.works, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What issues do to holdings, both as numbers. A holding goes with the last issue that reads
+    it, whichever that is, unless it stays."""
+
+    allocates: list[int]  # by issue: while it runs
+    makes: list[int]  # by issue: what is there more once it has run, unless what it reads goes
+    frees: list[list[int]]  # by issue: the holdings it reads that go with their last reader
+    size: list[int]  # by holding
+    users: list[list[int]]  # by holding: the issues that read it
+
+    @staticmethod
+    def of(
+        count: int,
+        issues: Iterable[tuple[int, int, Collection[H], Collection[H]]],
+        size: Callable[[H], int],
+        stays: Callable[[H], bool],
+    ) -> Flow:
+        """Of some of `count` issues: number, bytes it works with, holdings that it makes and those
+        that it reads."""
+        allocates, makes = [0] * count, [0] * count
+        frees: list[list[int]] = [[] for _ in range(count)]
+        sizes: list[int] = []
+        users: list[list[int]] = []
+        number: dict[H, int] = {}  # of what goes; -1 of what stays
+        issues = list(issues)
+        for n, _, _, reads in issues:
+            for holding in reads:
+                at = number.get(holding)
+                if at is None:
+                    at = -1 if stays(holding) else len(sizes)
+                    number[holding] = at
+                    if at >= 0:
+                        sizes.append(size(holding))
+                        users.append([])
+                if at >= 0:
+                    frees[n].append(at)
+                    users[at].append(n)
+        for n, works, made, _ in issues:
+            allocates[n] = works
+            for holding in made:
+                more = size(holding)
+                allocates[n] += more
+                if holding in number or stays(holding):
+                    makes[n] += more
+        return Flow(allocates, makes, frees, sizes, users)
+
+    def during(self, issues: Iterable[int], held: Iterable[int]) -> list[int]:
+        """Bytes while each of the issues runs, with that many held before it."""
+        return [before + self.allocates[n] for n, before in zip(issues, held, strict=False)]
+
+
+class Balance:
+    """What is held after some issues of a Flow, that many bytes having been there before.
+
+    `left` says how many readers of each holding are still to come, by default all of them.
+    """
+
+    __slots__ = ("flow", "held", "left")
+
+    def __init__(
+        self, flow: Flow, held: int = 0, left: list[int] | MutableMapping[int, int] | None = None
+    ) -> None:
+        self.flow, self.held = flow, held
+        self.left = [len(users) for users in flow.users] if left is None else left
+
+    def adds(self, n: int) -> int:
+        """Bytes held more (or less) once the issue has run."""
+        flow, left = self.flow, self.left
+        more = flow.makes[n]
+        for holding in flow.frees[n]:
+            if left[holding] == 1:
+                more -= flow.size[holding]
+        return more
+
+    def run(self, n: int) -> None:
+        flow, left = self.flow, self.left
+        more = flow.makes[n]
+        for holding in flow.frees[n]:
+            left[holding] -= 1
+            if not left[holding]:
+                more -= flow.size[holding]
+        self.held += more
+
+    def along(self, issues: Iterable[int], most: int = NO_LIMIT) -> list[int]:
+        """Run the issues, as far as none has more than `most` while it runs: what is held after
+        each."""
+        flow, left, held = self.flow, self.left, self.held
+        allocates, makes, frees, size = flow.allocates, flow.makes, flow.frees, flow.size
+        after = []
+        for n in issues:
+            if held + allocates[n] > most:
+                break
+            held += makes[n]
+            for holding in frees[n]:
+                now = left[holding] - 1
+                left[holding] = now
+                if not now:
+                    held -= size[holding]
+            after.append(held)
+        self.held = held
+        return after
+
+    def undo(self, n: int) -> None:
+        """Take back the issue that ran last."""
+        flow, left = self.flow, self.left
+        self.held -= flow.makes[n]
+        for holding in flow.frees[n]:
+            if not left[holding]:
+                self.held += flow.size[holding]
+            left[holding] += 1

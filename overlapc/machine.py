@@ -31,6 +31,18 @@ class Tasks:
     slowdown: Slowdown = Slowdown()  # noqa: RUF009 (frozen)
 
 
+@dataclass(slots=True)
+class Lane:
+    """A lane that is given its tasks one by one: what `run` says where nothing slows anything."""
+
+    free_ns: int = 0  # when the last of them ends
+
+    def put(self, work_ns: int, ready_ns: int = 0) -> int:
+        """When one more task ends, of which all that it comes after has ended at `ready_ns`."""
+        self.free_ns = max(self.free_ns, ready_ns) + work_ns
+        return self.free_ns
+
+
 def timed(tasks: Tasks) -> tuple[list[int], list[int], list[int]]:
     """When each task begins, when it ends, and all in the order in which they end."""
     end_ns, ended = run(tasks, whole=True)

@@ -7,13 +7,13 @@ when the step ends, on the lane between the two ranks, in order; the rank that n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 
 from overlapc.errors import InvalidSchedule
 from overlapc.ledger import Ledger
-from overlapc.machine import Tasks, timed
+from overlapc.machine import Lane, Tasks, timed
 from overlapc.schedule import Action, Schedule, Step, check_schedule, format_step
 
 _WAYS = {"F": 1, "B": -1, "I": -1}  # to the stage behind or before
@@ -89,6 +89,28 @@ class StageCost:
             rest = self.for_weights - self.saved - self.remade
             return max(works.get("I", 0), works.get("W", 0) + rest)
         return works.get(kind, 0)
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank that is given its actions one by one: its times and what it holds between them are
+    those of `simulate_pipeline`, if it is told when what an action needs is there."""
+
+    costs: Sequence[StageCost]  # by stage
+    lane: Lane = field(default_factory=Lane)
+    held: int = 0
+
+    def during(self, action: Action, remade: bool = False) -> int:
+        """Bytes that it would hold while it runs the action, but for what travels."""
+        cost = self.costs[action.stage]
+        more = {"F": cost.saved, "R": cost.remade}.get(action.kind, 0)
+        return self.held + max(more, cost.allocates(action.kind, remade))
+
+    def run(self, action: Action, ready_ns: int = 0, remade: bool = False) -> int:
+        """When the action ends. `remade`: its recompute is an action of its own."""
+        cost = self.costs[action.stage]
+        self.held += cost.holds(action.kind, remade)
+        return self.lane.put(cost.takes(action.kind, remade), ready_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +239,11 @@ def reduced(timeline: PipelineTimeline, takes_ns: Sequence[int]) -> PipelineTime
     found = []
     for rank, row in enumerate(timeline.ran):
         there = {a.stage: ran.end_ns for ran in row for a in ran.step if a.kind in "BW"}
-        free = 0
+        lane = Lane()
         for stage in sorted(there, reverse=True):
-            start = max(there[stage], free)
-            free = start + takes_ns[stage]
+            end = lane.put(takes_ns[stage], there[stage])
             if takes_ns[stage]:
-                found.append(Reduction(stage, rank, start, free))
+                found.append(Reduction(stage, rank, end - takes_ns[stage], end))
     end = max((reduction.end_ns for reduction in found), default=0)
     return replace(timeline, step_ns=max(timeline.step_ns, end), reductions=tuple(found))
 

@@ -25,7 +25,7 @@ from overlapc.ir import (
     Timeline,
     issue,
 )
-from overlapc.ledger import Ledger
+from overlapc.ledger import Flow, Ledger
 from overlapc.machine import Tasks
 
 # What PyTorch keeps to draw the same numbers again: the state of a CPU generator. (A CUDA
@@ -150,11 +150,41 @@ def _exposures(spans: Sequence[Span], blocked: dict[str, int]) -> tuple[Exposure
 
 def memory_curve(problem: Problem, plan: Plan) -> list[int]:
     """Bytes alive while each issue of the plan runs."""
-    return ledger_of(problem, plan).alive()
+    return _written(problem, plan)[0].alive()
 
 
-def ledger_of(problem: Problem, plan: Plan) -> Ledger:
-    """The plan's storages; its issues are the moments.
+def flow_of(problem: Problem, plan: Plan) -> tuple[Flow, int, int]:
+    """What the plan's issues, numbered by its order, do to memory in any legal order; how much is
+    held before the first; and how much more, which nobody reads, is there until the first ends."""
+    names, end = problem.trace.numbered, len(plan.order)
+    ledger, once, by_backward = _written(problem, plan)
+    makes = [set[int]() for _ in plan.order]
+    reads = [set[int]() for _ in plan.order]
+    held = idle = 0
+    for i, size in enumerate(ledger.size):
+        first, last = ledger.first[i], ledger.last[i]
+        if first >= 0:
+            makes[first].add(i)
+        elif last >= 0:
+            held += size
+        else:
+            idle += size
+        if first < last < end:
+            reads[last].add(i)
+    for at, text in enumerate(plan.order):
+        op, repeated = names.op[text]
+        backward = repeated or not names.forward[op]
+        found = {(by_backward[v] if backward else once)[v] for v in names.reads[op]}
+        reads[at] |= found - makes[at] - {-1}
+    works = [ledger.works[0] - idle, *ledger.works[1:]] if ledger.works else []
+    issues = zip(range(end), works, makes, reads, strict=True)
+    flow = Flow.of(end, issues, ledger.size.__getitem__, lambda i: ledger.last[i] == end)
+    return flow, held, idle
+
+
+def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list[int]]]:
+    """The plan's storages, its issues being the moments; and where a value's storage is found: as
+    its op made it, by value, and for who reads it in the backward, a list of that kind by value.
 
     A storage instance lives from the issue that allocates it to the last issue that reads a
     value on it, or to the end if the trace hands it out. Work on other microbatches holds `copies`
@@ -174,32 +204,33 @@ def ledger_of(problem: Problem, plan: Plan) -> Ledger:
     # left it:
     once = [-1] * len(names.producer)
     again, left = list(once), list(once)
+    storages: dict[int, int] = {}
     if problem.lag:
         lasting |= saved
-        storages: dict[int, int] = {}
         for v in saved:
             left[v] = storages.setdefault(names.storage[v], len(size))
             if left[v] == len(size):
-                ledger.add(names.bytes[v], -1, 0)
+                ledger.add(names.bytes[v], -1, -1)
     before = left if problem.lag else once
     by_backward = [
         once if not names.forward[p] else again if p in rerun and v not in saved else before
         for v, p in enumerate(names.producer)
     ]
     stay: set[int] = set()
+    forward, storage, reads, makes = names.forward, names.storage, names.reads, names.makes
     for i, (op, repeated) in enumerate(order):
-        backward = repeated or not names.forward[op]
+        where = by_backward if repeated or not forward[op] else None
         here: dict[int, int] = {}  # storage -> its instance
-        for v in names.reads[op]:
-            found = (by_backward[v] if backward else once)[v]
+        for v in reads[op]:
+            found = once[v] if where is None else where[v][v]
             if found >= 0:
                 last[found] = i
-                here[names.storage[v]] = found
+                here[storage[v]] = found
         made = again if repeated else once
-        for v in names.makes[op]:
-            found = here.get(names.storage[v], -1)
+        for v in makes[op]:
+            found = here.get(storage[v], -1)
             if found < 0:
-                found = here[names.storage[v]] = len(size)
+                found = here[storage[v]] = len(size)
                 size.append(names.bytes[v])
                 first.append(i)
                 last.append(i)
@@ -208,7 +239,9 @@ def ledger_of(problem: Problem, plan: Plan) -> Ledger:
                 stay.add(found)
     for found in stay:
         last[found] = end
-    return ledger
+    if problem.lag and order:  # what nobody reads goes with the first issue
+        ledger.works[0] += sum(size[found] for found in storages.values() if last[found] < 0)
+    return ledger, once, by_backward
 
 
 def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from overlapc.ir import Op, Plan, Problem, issue, parse_issue
-from overlapc.simulate import memory_curve, simulate
+from overlapc.ledger import Balance
+from overlapc.machine import Lane
+from overlapc.simulate import flow_of, simulate
 from overlapc.solvers.choice import Needs
 
 MOST_VALUES = 10  # that could be saved: there are 2**10 sets of them
@@ -29,6 +31,7 @@ class TooLarge(Exception):
 
 def exact(problem: Problem, steps: int = 100_000, best: Plan | None = None) -> Plan | None:
     """The fastest plan within the budget, of the smallest peak among equals; None if none fits.
+    Of problems whose backward does not lag behind.
 
     TooLarge after `steps` issues tried. `best` is a legal plan to beat, if one is known.
     """
@@ -129,6 +132,8 @@ class _Search:
     key: tuple[int, int] = (1 << 62, 1 << 62)
     candidates: tuple[str, ...] = ()
     seen: dict[frozenset[str], list[tuple[int, ...]]] = field(default_factory=dict)
+    balance: Balance = field(init=False)  # what the issues so far hold
+    number: dict[str, int] = field(init=False)  # of each issue in it
 
     def __post_init__(self) -> None:
         self.candidates = saveable(self.problem)
@@ -150,6 +155,10 @@ class _Search:
         self.seen = {}
         left = sum(self.problem.cost(parse_issue(text)[0]).compute_ns for text in before)
         state = _State(0, left, {}, {})
+        plan = Plan("", "", tuple(saved), tuple(_any_order(before)))
+        self.number = {text: n for n, text in enumerate(plan.order)}
+        flow, held, _ = flow_of(self.problem, plan)
+        self.balance = Balance(flow, held)
         self.extend(saved, before, [], frozenset(), state)
 
     def extend(
@@ -174,10 +183,13 @@ class _Search:
             # A plan as fast as the best may still have the smaller peak.
             if reached.at_least() > self.key[0]:
                 continue
-            order.append(text)
             now_done = done | {text}
-            if not self.known(now_done, reached) and self.fits(saved, before, order, now_done):
-                self.extend(saved, before, order, now_done, reached)
+            if self.known(now_done, reached) or not self.fits(text):
+                continue
+            order.append(text)
+            self.balance.run(self.number[text])
+            self.extend(saved, before, order, now_done, reached)
+            self.balance.undo(self.number[text])
             order.pop()
 
     def known(self, done: frozenset[str], state: _State) -> bool:
@@ -194,19 +206,11 @@ class _Search:
         others.append(point)
         return False
 
-    def fits(
-        self,
-        saved: Sequence[str],
-        before: dict[str, set[str]],
-        order: Sequence[str],
-        done: frozenset[str],
-    ) -> bool:
+    def fits(self, text: str) -> bool:
+        """May the issue run next, for all that the budget says?"""
         budget = self.problem.budget_bytes
-        if budget is None:
-            return True
-        rest = _any_end(before, done)
-        plan = Plan(self.problem.trace.digest, "opt", tuple(saved), (*order, *rest))
-        return max(memory_curve(self.problem, plan)[: len(order)]) <= budget
+        more = self.balance.flow.allocates[self.number[text]]
+        return budget is None or self.balance.held + more <= budget
 
 
 @dataclass(frozen=True)
@@ -221,13 +225,13 @@ class _State:
     def after(self, problem: Problem, text: str) -> _State:
         name, recomputed = parse_issue(text)
         op, cost = problem.trace.op[name], problem.cost(name)
-        now, free, ends = self.now, self.free, self.ends
+        free, ends, ready = self.free, self.ends, 0
         if op.role == "wait":
             # The start stays: a collective of several outputs is waited for more than once.
-            now = max(now, ends[issue(problem.trace.start_of[name], recomputed)])
-        now += cost.compute_ns
+            ready = ends[issue(problem.trace.start_of[name], recomputed)]
+        now = Lane(self.now).put(cost.compute_ns, ready)
         if op.role == "start":
-            end = max(now, free.get(op.lane, 0)) + cost.comm_ns
+            end = Lane(free.get(op.lane, 0)).put(cost.comm_ns, now)
             free, ends = {**free, op.lane: end}, {**ends, text: end}
         return _State(now, self.left - cost.compute_ns, free, ends)
 
@@ -242,8 +246,9 @@ class _State:
         )
 
 
-def _any_end(before: dict[str, set[str]], done: frozenset[str]) -> Iterator[str]:
-    reached = set(done)
+def _any_order(before: dict[str, set[str]]) -> Iterator[str]:
+    """A legal order of all issues."""
+    reached: set[str] = set()
     while len(reached) < len(before):
         for text, needed in before.items():
             if text not in reached and needed <= reached:

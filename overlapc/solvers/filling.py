@@ -11,11 +11,12 @@ would take more than the budget is not made. What a window takes:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from overlapc.ir import Plan
+from overlapc.ledger import Balance
 from overlapc.solvers.work import Work
 
 _LOOK = 120  # issues before and after a collective that are looked through
@@ -76,7 +77,7 @@ class _Filling:
         self.took = {n: work.compute[n % work.count] for n in work.nodes}
         self.at = {n: i for i, n in enumerate(self.order)}
         # before the i-th of the order, beside what it makes:
-        self.held = [work.held_bytes, *self.flow.along(self.order, work.held_bytes)[0]]
+        self.held = [work.held_bytes, *Balance(self.flow, work.held_bytes).along(self.order)]
 
     def run(self, until: float) -> Plan:
         starts = [n for n in self.order if self.role[n] == "start"]
@@ -163,8 +164,9 @@ class _Filling:
         early = [n for n in self.order[low:end] if n not in going]
         late = [n for n in self.order[end:high] if n not in going]
         part = [*early, *group, *late]
-        held = self.walk(low, part)
-        if held is None:
+        readers = _Readers(self.flow.users, self.at, low)
+        held = Balance(self.flow, self.held[low], readers).along(part, self.budget)
+        if len(held) < len(part):
             return False
         self.order[low:high] = part
         self.held[low + 1 : high + 1] = held
@@ -172,22 +174,14 @@ class _Filling:
             self.at[self.order[i]] = i
         return True
 
-    def walk(self, low: int, part: Sequence[int]) -> list[int] | None:
-        """What is held after each node of a part of the order that begins at place `low`; None if
-        that is more than the budget on the way."""
-        flow, at = self.flow, self.at
-        readers: dict[int, int] = {}  # of a place, still to come
-        now = self.held[low]
-        held = []
-        for n in part:
-            if now + flow.allocates[n] > self.budget:
-                return None
-            now += flow.makes[n]
-            for place in flow.frees[n]:
-                if place not in readers:
-                    readers[place] = sum([at[user] >= low for user in flow.users[place]])
-                readers[place] -= 1
-                if not readers[place]:
-                    now -= flow.size[place]
-            held.append(now)
-        return held
+
+class _Readers(dict[int, int]):
+    """How many of a holding's readers stand at place `low` of the order or behind, counted when it
+    is asked for."""
+
+    def __init__(self, users: Sequence[Sequence[int]], at: Mapping[int, int], low: int) -> None:
+        self.users, self.at, self.low = users, at, low
+
+    def __missing__(self, holding: int) -> int:
+        at, low = self.at, self.low
+        return sum([at[user] >= low for user in self.users[holding]])

@@ -11,6 +11,8 @@ It is a minimum cut in other words, so its corners are whole numbers. Views coun
 Raising the price walks down the convex hull of (recompute time, bytes kept). Between two corners
 of the hull all layers change at once, so sets that take the one's choice for the first part of
 the forward and the other's for the rest are added.
+
+A byte has its price whether or not it is alive at the peak: when it is, only a plan's ledger knows.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import heapq
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
+from overlapc.ledger import Balance
+from overlapc.machine import Lane
 from overlapc.solvers.work import NEVER, Work
 
 _SOON = 2  # windows
@@ -41,6 +43,8 @@ def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
 class Listing:
     """The state of one scheduling: time, lanes, bytes alive, and what could run now.
 
+    Time is the machine's where nothing slows anything; else a guess: of an op that begins beside a
+    collective all is slowed, and collectives are not.
     With `look`, what the plain order of a backward would hold is a guide for going ahead.
     """
 
@@ -50,14 +54,13 @@ class Listing:
         self.style = style
         self.order: list[int] = []
         self.done: set[int] = set()
-        self.now = 0
-        self.memory = work.held_bytes
+        self.clock = Lane()  # of compute
         self.missing = dict(work.needs)
         self.asked: set[int] = set()  # lazy recompute whose weight gradient lacks nothing else
         self.flow = work.flow
-        self.readers = [len(users) for users in self.flow.users]  # of each place, still to come
+        self.balance = Balance(self.flow, work.held_bytes)
         self.ends: dict[int, int] = {}  # start node -> when its collective ends
-        self.lane_free: dict[str, int] = {}
+        self.lanes: dict[str, Lane] = {}  # of collectives
         # What could run now, by kind:
         self.views: list[int] = []  # weight gradients' and recompute's that allocate nothing
         self.ready: list[tuple[int, int]] = []  # (rank, node) on the way to the result
@@ -90,9 +93,9 @@ class Listing:
                 self.ahead.passed = n
             self.issue(n)
         elif window := [end for end, n in self.flying if self.work.deadline[n] < NEVER]:
-            filler = self.filler(min(window) - self.now)
+            filler = self.filler(min(window) - self.clock.free_ns)
             if filler is None:
-                self.now = min(window)
+                self.clock.put(0, min(window))
             else:
                 self.issue(filler)
         elif self.refill:
@@ -102,7 +105,7 @@ class Listing:
         elif self.spare:
             self.issue(heapq.heappop(self.spare)[1])
         elif self.flying:
-            self.now = max(self.now, self.flying[0][0])
+            self.clock.put(0, self.flying[0][0])
 
     def consider(self, n: int) -> None:
         """Take note that the node lacks less than before."""
@@ -141,46 +144,37 @@ class Listing:
         work = self.work
         op = work.ops[n % work.count]
         took = work.compute[n % work.count]
-        if any(end > self.now for end in self.lane_free.values()):
+        now = self.clock.free_ns
+        if any([lane.free_ns > now for lane in self.lanes.values()]):
             took = took * work.problem.profile.slowdown.compute_permille // 1000
-        self.now += took
-        self.memory += self.growth(n)
+        self.clock.put(took)
+        self.balance.run(n)
         self.order.append(n)
         self.done.add(n)
-        for place in self.flow.frees[n]:
-            self.readers[place] -= 1
         if op.role == "start":
-            begin = max(self.now, self.lane_free.get(op.lane, 0))
-            self.ends[n] = self.lane_free[op.lane] = begin + work.comm[n % work.count]
+            lane = self.lanes.setdefault(op.lane, Lane())
+            self.ends[n] = lane.put(work.comm[n % work.count], self.clock.free_ns)
         for user in work.after[n]:
             self.missing[user] -= 1
             self.consider(user)
 
-    def growth(self, n: int) -> int:
-        """Bytes alive more (or less) once the node has run."""
-        change = self.flow.makes[n]
-        for place in self.flow.frees[n]:
-            if self.readers[place] == 1:
-                change -= self.flow.size[place]
-        return change
-
     def land(self) -> None:
         """Waits whose collective has ended cost nothing: take them at once."""
-        while self.flying and self.flying[0][0] <= self.now:
+        while self.flying and self.flying[0][0] <= self.clock.free_ns:
             self.issue(heapq.heappop(self.flying)[1])
 
     def relieve(self, more: int) -> None:
         """Run weight gradients until `more` bytes fit, and what the largest of those left will
         allocate fits as well; or until none is left that helps."""
         while self.spare:
-            if self.memory + more > self.limit:
+            if self.balance.held + more > self.limit:
                 oldest = heapq.nsmallest(_LOOK, self.spare)
-                growth, key, n = min((self.growth(n), key, n) for key, n in oldest)
+                growth, key, n = min((self.balance.adds(n), key, n) for key, n in oldest)
                 if growth >= 0:
                     key, n = oldest[0]
                     if n < self.work.count:
                         return
-            elif self.memory + self.largest > self.limit:
+            elif self.balance.held + self.largest > self.limit:
                 key, n = max(self.spare, key=lambda item: self.flow.allocates[item[1]])
             else:
                 return
@@ -208,7 +202,7 @@ class Listing:
         best: tuple[tuple[int, bool], int] | None = None
         for key, n in heapq.nsmallest(_LOOK if self.style.by_path else 1, self.spare):
             took = self.compute(n)
-            if took > longest or self.memory + self.flow.allocates[n] > self.limit:
+            if took > longest or self.balance.held + self.flow.allocates[n] > self.limit:
                 continue
             if best is None or took > self.compute(best[1]):
                 best = (key, n)
@@ -236,9 +230,9 @@ class Listing:
         """May the node's result be held until its deadline?"""
         if self.ahead is None:
             return True
-        if self.memory + self.flow.allocates[n] > self.limit:
+        if self.balance.held + self.flow.allocates[n] > self.limit:
             return False
-        return self.ahead.most(deadline, self.memory) + self.growth(n) <= self.limit
+        return self.ahead.most(deadline, self.balance.held) + self.balance.adds(n) <= self.limit
 
 
 class _Ahead:

@@ -12,10 +12,9 @@ saves, the backward empties it. Weight gradients run when both chains wait.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, product
+from itertools import islice, product
 from typing import Any
 
 from overlapc.ir import Plan, Problem
@@ -27,7 +26,8 @@ from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import heu_plans, schedules
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Listing, Style
-from overlapc.solvers.work import NEVER, Place, Work, merged_work
+from overlapc.solvers.room import Room
+from overlapc.solvers.work import NEVER, Work, merged_work
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Merging(Listing):
         self.distance: dict[int, int] = {}  # compute until the chain's next collective, ns
         for chain in (forward, backward):
             self.measure(chain)
-        self.room = _Room(work, forward, backward) if limit < NEVER else None
+        self.room = Room(work, forward, backward) if limit < NEVER else None
 
     def measure(self, chain: Sequence[int]) -> None:
         total = sum(map(self.compute, chain)) or 1
@@ -201,10 +201,10 @@ class _Merging(Listing):
             super().arrive(n)
 
     def issue(self, n: int) -> None:
-        growth = self.growth(n)
+        before = self.balance.held
         super().issue(n)
         if self.room is not None:
-            self.room.passed(n, growth)
+            self.room.passed(n, self.balance.held - before)
 
     def advance(self) -> None:
         found = self.choose()
@@ -254,7 +254,8 @@ class _Merging(Listing):
             due, n = self.refill[0]
             waiting = any(w not in self.forward and not self.is_spare(w) for _, w in self.flying)
             early = ready is None and waiting
-            if not early or self.memory + self.flow.allocates[n] <= self.limit * self.pace.ahead:
+            during = self.balance.held + self.flow.allocates[n]
+            if not early or during <= self.limit * self.pace.ahead:
                 found.insert(0 if ready is None or due < ready else 1, n)
         return found
 
@@ -269,30 +270,31 @@ class _Merging(Listing):
         return n
 
     def is_fronts_turn(self, front: int, back: int) -> bool:
-        lane_ends = min(self.lane_free.values(), default=0)
+        lane_ends = min([lane.free_ns for lane in self.lanes.values()], default=0)
         near, other = self.distance[front], self.distance[back]
-        if self.pace.hurry and near != other and lane_ends <= self.now + min(near, other):
+        left = lane_ends - self.clock.free_ns
+        if self.pace.hurry and near != other and left <= min(near, other):
             return near < other
         return self.share[front] - self.pace.lead <= self.share[back]
 
     def is_safe(self, n: int) -> bool:
         """Does the node fit, and may both chains go on to their ends after it?"""
-        if self.memory + self.flow.allocates[n] > self.limit:
+        if self.balance.held + self.flow.allocates[n] > self.limit:
             return False
         if self.room is None:
             return True
-        return self.room.suffices(n, self.growth(n), self.limit - self.memory)
+        return self.room.suffices(n, self.balance.adds(n), self.limit - self.balance.held)
 
     def fill_or_wait(self) -> None:
         """No chain can go on: a weight gradient, else time goes on; else what memory forbids."""
         window = [end for end, n in self.flying if not self.is_spare(n)]
-        filler = self.filler(min(window) - self.now) if window else None
+        filler = self.filler(min(window) - self.clock.free_ns) if window else None
         if filler is None and not window:
             filler = self.in_plain_order()
         if filler is not None:
             self.go(filler)
         elif self.flying:
-            self.now = max(self.now, self.flying[0][0])
+            self.clock.put(0, self.flying[0][0])
         else:
             heaps: tuple[list[Any], ...] = (self.spare, self.ready, self.refill)
             left = [heap[0][1] for heap in heaps if heap] + self.front[:1]
@@ -301,113 +303,6 @@ class _Merging(Listing):
 
     def take_refill(self, longest_ns: float) -> int | None:
         return None  # recompute has its turn among the chains
-
-
-class _Room:
-    """How much memory the chains still need, as a guide: each in its plain order.
-
-    Things are safe while the forward can go on to some place of its own, and the backward then
-    to its end. (What the forward needs after that is the less for what the backward has freed.)
-    """
-
-    def __init__(self, work: Work, forward: Sequence[int], backward: Sequence[int]) -> None:
-        self.chains = forward, backward
-        self.is_forward = set(forward)
-        self.done: set[int] = set()
-        self.late: set[int] = set()  # passed over
-        self.held_by: dict[Place, int] = {}  # place -> how many of these hold it
-        self.late_bytes = 0
-        self.work = work
-        self.spare = {n for n in backward if work.deadline[n] == NEVER}
-        self.at, self.back_at = 0, 0  # the first of each chain that is still to come
-        self.held, self.during = work.flow.along(forward)
-        self.back_now = 0  # what the backward really holds, more or less than at the start
-        back_held, during = work.flow.along(backward)
-        self.back_held = [0, *back_held]
-        self.back_most = [*[*accumulate(reversed(during), max)][::-1], -NEVER]
-        last = len(forward) - 1
-        self.lows = [
-            i
-            for i in range(len(forward))
-            if i == last or (self.held[i] < self.held[i + 1] and self.held[i] <= self.held[i - 1])
-        ]
-        self.most_to_low = list(self.during)  # from each place on to the next low
-        lows = set(self.lows)
-        for i in range(last - 1, -1, -1):
-            if i not in lows:
-                self.most_to_low[i] = max(self.during[i], self.most_to_low[i + 1])
-
-    def passed(self, n: int, growth: int) -> None:
-        self.done.add(n)
-        if n not in self.is_forward:
-            self.back_now += growth
-        if n in self.late:
-            self.late.remove(n)
-            self.count(n, -1)
-        self.at, back_at = self.first(self.at), self.first_back(self.back_at)
-        for other in self.chains[1][self.back_at : back_at]:
-            if other not in self.done:
-                self.late.add(other)
-                self.count(other, 1)
-        self.back_at = back_at
-
-    def count(self, n: int, change: int) -> None:
-        """One more (or less) of those passed over holds what the node reads."""
-        for place in self.work.reads[n]:
-            before = self.held_by.get(place, 0)
-            self.held_by[place] = before + change
-            if not before or not before + change:
-                self.late_bytes += change * self.work.size[place[0]]
-
-    def first(self, at: int) -> int:
-        forward = self.chains[0]
-        while at < len(forward) and forward[at] in self.done:
-            at += 1
-        return at
-
-    def first_back(self, at: int) -> int:
-        """Weight gradients may be late: what they hold is in what memory is taken."""
-        backward = self.chains[1]
-        while at < len(backward) and (backward[at] in self.done or backward[at] in self.spare):
-            at += 1
-        return at
-
-    def held_late(self, back_at: int, n: int) -> int:
-        """What weight gradients that have been passed over hold until they run."""
-        coming = self.chains[1][self.back_at : back_at]
-        changes = [(other, 1) for other in coming if other not in self.done and other != n]
-        if n in self.late:
-            changes.append((n, -1))
-        for other, change in changes:
-            self.count(other, change)
-        held = self.late_bytes
-        for other, change in changes:
-            self.count(other, -change)
-        return held
-
-    def suffices(self, n: int, growth: int, left: int) -> bool:
-        """With `left` bytes free before the node runs, is all safe after it?"""
-        self.done.add(n)
-        at, back_at = self.first(self.at), self.first_back(self.back_at)
-        self.done.discard(n)
-        left -= growth
-        back_now = self.back_now + (0 if n in self.is_forward else growth)
-        more = max(self.held_late(back_at, n), back_now - self.back_held[back_at])
-        need = self.back_most[back_at] + more - back_now
-        here = self.held[at - 1] if at else 0
-        if need <= left:
-            return True
-        most = 0
-        begin = at
-        first = bisect_left(self.lows, at)
-        for low in self.lows[first : first + 2]:
-            most = max(most, self.most_to_low[begin])
-            begin = low + 1
-            if most - here > left:
-                return False
-            if self.held[low] - here + need <= left:
-                return True
-        return False
 
 
 def _thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:

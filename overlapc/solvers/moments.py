@@ -9,7 +9,8 @@ descendants and for what its slot decides; for the rest it is a column between 0
     what n does in earlier windows <= done_n <= its all - what it does in later windows
     bytes of a storage >= done_maker - done_reader   it is there once made, until it is read
 
-The sum of those bytes, and of what the op itself touches, is at most the budget.
+The sum of those bytes, and of what the op itself touches, is at most the budget. It is never more
+than what a legal plan's ledger has at that moment: rows ask for what all orders have in common.
 """
 
 from __future__ import annotations

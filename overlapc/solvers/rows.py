@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from random import Random
 
-from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.pipeline import PipelineTimeline, Rank, StageCost, simulate_pipeline
 from overlapc.schedule import Action, Schedule, Step, steps_of
 
 _ROUNDS = 8
@@ -84,7 +84,11 @@ def _through_time(
 
 class _Clock:
     """Goes through time: a rank that is free takes input gradients, a forward that fits, or a
-    weight gradient, unless something better comes within what `patience` allows."""
+    weight gradient, unless something better comes within what `patience` allows.
+
+    Its time is a guess: what a rank sends waits for nothing that was sent before, and goes when I
+    ends, also where W joins that.
+    """
 
     def __init__(
         self,
@@ -100,8 +104,7 @@ class _Clock:
             for rank in range(len(schedule.rows))
         ]
         self.rows: list[list[Action]] = [[] for _ in schedule.rows]
-        self.held = [0] * len(schedule.rows)
-        self.free = [0] * len(schedule.rows)
+        self.ranks = [Rank(costs) for _ in schedule.rows]
         self.next = {(s, kind): 0 for s in schedule.rank_of for kind in "FIW"}
         self.there: dict[tuple[int, str, int], int] = {}  # when an action's inputs have come
         self.coming: list[list[int]] = [[] for _ in schedule.rows]  # when any will, a heap
@@ -115,13 +118,14 @@ class _Clock:
         wake = [(0, rank) for rank in range(len(self.rows))]
         while wake:
             now, rank = heapq.heappop(wake)
-            if now < self.free[rank]:
+            if now < self.ranks[rank].lane.free_ns:
                 continue
             action = self.choose(rank, now)
             if action is None:
                 continue
-            self.do(rank, action, now)
-            end = self.free[rank]
+            self.rows[rank].append(action)
+            self.next[action.stage, action.kind] += 1
+            end = self.ranks[rank].run(action, now)
             heapq.heappush(wake, (end, rank))
             for stage, kind in self.leads_to(action):
                 other = schedule.rank_of[stage]
@@ -181,18 +185,10 @@ class _Clock:
         return self.there.get((action.stage, action.kind, action.microbatch), math.inf)
 
     def fits(self, rank: int, action: Action) -> bool:
-        cost = self.costs[action.stage]
-        more = max(cost.saved if action.kind == "F" else 0, cost.allocates(action.kind))
+        during = self.ranks[rank].during(action)
         if action.kind == "F":  # a later stage of this rank must be able to follow
-            more += sum(self.costs[s].saved for s in self.stages[rank] if s > action.stage)
-        return self.held[rank] + more <= self.limits[rank]
-
-    def do(self, rank: int, action: Action, now: int) -> None:
-        cost = self.costs[action.stage]
-        self.rows[rank].append(action)
-        self.next[action.stage, action.kind] += 1
-        self.free[rank] = now + cost.takes(action.kind)
-        self.held[rank] += cost.holds(action.kind)
+            during += sum(self.costs[s].saved for s in self.stages[rank] if s > action.stage)
+        return during <= self.limits[rank]
 
 
 class _Search:
@@ -320,12 +316,13 @@ class _Row:
     arrivals: Mapping[tuple[int, str, int], int]
     split: bool  # weight gradients may be late
     early: bool  # recompute may come before the gradient
-    now: int = 0
-    held: int = 0
     row: list[Action] = field(default_factory=list)
     owed: deque[Action] = field(default_factory=deque)
     remade: set[Action] = field(default_factory=set)  # the I's whose recompute is done
     done: set[Action] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.rank = Rank(self.costs)
 
     def run(self) -> tuple[Step, ...]:
         main = [
@@ -337,11 +334,11 @@ class _Row:
         for at, action in enumerate(main):
             ready = self.arrivals[action.stage, action.kind, action.microbatch]
             backward = [a for a in main[at:] if a.kind == "I"]
-            while self.now < ready and self.fill(ready - self.now, backward):
+            lane = self.rank.lane
+            while lane.free_ns < ready and self.fill(ready - lane.free_ns, backward):
                 pass
             self.make_room(action)
-            self.now = max(self.now, ready)
-            self.do(action)
+            self.do(action, ready)
             if action.kind == "I":
                 late = Action(action.stage, "W", action.microbatch)
                 if self.split:
@@ -378,16 +375,10 @@ class _Row:
             self.do(self.owed.popleft())
 
     def fits(self, action: Action) -> bool:
-        cost = self.costs[action.stage]
-        more = {"F": cost.saved, "R": cost.remade}.get(action.kind, 0)
-        works = cost.allocates(action.kind, action in self.remade)
-        return self.held + max(more, works) <= self.limit
+        return self.rank.during(action, action in self.remade) <= self.limit
 
-    def do(self, action: Action) -> None:
-        cost = self.costs[action.stage]
-        again = action.kind == "I" and action in self.remade
-        self.now += cost.takes(action.kind, again)
-        self.held += cost.holds(action.kind, again)
+    def do(self, action: Action, ready_ns: int = 0) -> None:
+        self.rank.run(action, ready_ns, action in self.remade)
         self.done.add(action)
         self.row.append(action)
 

@@ -116,8 +116,9 @@ def _in_turn(order: Sequence[Action], back: Sequence[Action], warmup: int) -> li
 def _through_time(
     name: str, placement: Mapping[int, int], microbatches: int, limit: int
 ) -> Schedule:
-    """Every action takes one unit. A rank holds at most `limit` microbatches of any of its stages
-    whose weight gradients are not done; those that could block the others are held back."""
+    """Every action takes one unit, so that ranks go on in rounds. A rank holds at most `limit`
+    microbatches of any of its stages whose weight gradients are not done; those that could block
+    the others are held back."""
     stages, ranks = len(placement), max(placement.values()) + 1
     mine = [[s for s in placement if placement[s] == r] for r in range(ranks)]
     rows: list[list[Action]] = [[] for _ in range(ranks)]
@@ -128,11 +129,10 @@ def _through_time(
             raise OptionError(f"{name}: {limit} microbatches are too few to be held at a time")
         for row, action in zip(rows, chosen, strict=True):
             if action is not None:
+                if action.kind == "I":
+                    done.inputs_at[action.stage].append(len(row))
                 row.append(action)
                 done.count[action.kind][action.stage] += 1
-                if action.kind == "I":
-                    done.inputs_at[action.stage].append(done.now)
-        done.now += 1
     return Schedule(name, tuple(map(steps_of, rows)))
 
 
@@ -142,8 +142,7 @@ class _Done:
     def __init__(self, stages: int, microbatches: int) -> None:
         self.stages, self.microbatches = stages, microbatches
         self.count = {kind: [0] * stages for kind in "FIW"}
-        self.inputs_at: list[list[int]] = [[] for _ in range(stages)]  # when each I ran
-        self.now = 0
+        self.inputs_at: list[list[int]] = [[] for _ in range(stages)]  # place in its row of each I
 
     def next_of(self, mine: Sequence[int], limit: int) -> Action | None:
         """What a rank does now: input gradients of its last stage first, then forwards of its last,

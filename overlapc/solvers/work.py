@@ -15,59 +15,13 @@ from itertools import pairwise
 from math import ceil
 
 from overlapc.ir import Op, Plan, Problem, issue
+from overlapc.ledger import Flow
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, saved_bytes
 from overlapc.solvers.choice import Choice, on_demand
 
 NEVER = 1 << 60
 Place = tuple[str, int]
 _FORWARD = -1  # the maker of what the forward left, in a Place
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What nodes do to memory, with places as numbers."""
-
-    allocates: list[int]  # by node: while it runs
-    makes: list[int]  # by node: what is there more once it has run, unless what it reads dies
-    frees: list[list[int]]  # by node: the places it reads that die with their last reader
-    size: list[int]  # by place
-    users: list[list[int]]  # by place: the nodes that read it
-
-    @staticmethod
-    def of(work: Work) -> Flow:
-        nodes = 2 * work.count
-        flow = Flow([0] * nodes, [0] * nodes, [[] for _ in range(nodes)], [], [])
-        number: dict[Place, int] = {}
-        for n in work.nodes:
-            made = sum(work.size[storage] for storage, _ in work.makes[n])
-            unread = (p for p in work.makes[n] if not work.readers.get(p) and not work.lasts(p))
-            flow.allocates[n] = made + work.space[n % work.count]
-            flow.makes[n] = made - sum(work.size[storage] for storage, _ in unread)
-            for place in work.reads[n]:
-                if work.lasts(place):
-                    continue
-                at = number.setdefault(place, len(number))
-                if at == len(flow.size):
-                    flow.size.append(work.size[place[0]])
-                    flow.users.append([])
-                flow.frees[n].append(at)
-                flow.users[at].append(n)
-        return flow
-
-    def along(self, nodes: Iterable[int], held: int = 0) -> tuple[list[int], list[int]]:
-        """What is held after each of the nodes, of which each reader of a place is one, and while
-        it runs."""
-        left = [len(users) for users in self.users]
-        after, during = [], []
-        for n in nodes:
-            during.append(held + self.allocates[n])
-            held += self.makes[n]
-            for place in self.frees[n]:
-                left[place] -= 1
-                if not left[place]:
-                    held -= self.size[place]
-            after.append(held)
-        return after, during
 
 
 @dataclass
@@ -82,7 +36,6 @@ class Work:
     after: dict[int, list[int]] = field(default_factory=dict)
     reads: dict[int, set[Place]] = field(default_factory=dict)
     makes: dict[int, set[Place]] = field(default_factory=dict)
-    readers: dict[Place, int] = field(default_factory=dict)
     deadline: dict[int, int] = field(default_factory=dict)  # place in the trace, or NEVER
     tail: dict[int, int] = field(default_factory=dict)  # longest way to the end, ns
     # A weight gradient and the recompute that only it needs run one after the other:
@@ -138,7 +91,10 @@ class Work:
 
     @cached_property
     def flow(self) -> Flow:
-        return Flow.of(self)
+        """Of the nodes. Generators' states are not in it: `held_bytes` has room for the most that
+        they may take."""
+        issues = [(n, self.space[n % self.count], self.makes[n], self.reads[n]) for n in self.nodes]
+        return Flow.of(2 * self.count, issues, lambda place: self.size[place[0]], self.lasts)
 
     @cached_property
     def plain(self) -> list[tuple[str, int]]:
@@ -229,9 +185,6 @@ def _link(work: Work) -> dict[int, set[int]]:
             home[name, n] = alias or (storage, n)
             if alias is None:
                 work.makes[n].add((storage, n))
-    for n in work.nodes:
-        for place in work.reads[n]:
-            work.readers[place] = work.readers.get(place, 0) + 1
     # Ops that draw random numbers or may run only once keep their order.
     single = [n for n in work.nodes if n < count and _keeps_place(work.ops[n])]
     pairs = [p for p in pairwise(single) if work.ops[p[0]].is_forward == work.ops[p[1]].is_forward]

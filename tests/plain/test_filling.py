@@ -48,10 +48,7 @@ def test_memory_on_the_way_is_that_of_simulate():
             continue  # generators' states are not followed on the way
         filling = _Filling(filled(plan, work, NEVER, PASSES[0]), work, NEVER, PASSES[0][0])
         expected = memory_curve(problem, filling.plan)[len(filling.head) :]
-        found = [
-            held + work.flow.allocates[n]
-            for n, held in zip(filling.order, filling.held[:-1], strict=True)
-        ]
+        found = work.flow.during(filling.order, filling.held)
         # What is saved and never read is let go by the forward, and held on the way.
         assert all(a >= b for a, b in zip(found, expected, strict=True)), seed
         compared += found == expected

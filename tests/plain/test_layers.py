@@ -51,7 +51,7 @@ LAYERS = {
     "pipeline": Layer("errors ledger machine schedule"),
     "stages": Layer("ir ledger pipeline simulate"),
     # What finds plans and schedules.
-    "solvers": Layer("check errors ir merge pipeline progress schedule simulate"),
+    "solvers": Layer("check errors ir ledger machine merge pipeline progress schedule simulate"),
     # The road, from a captured graph to a plan. It calls what needs torch.
     "planning": Layer(
         "check errors files flags ir merge pipeline progress schedule simulate solvers text",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from overlapc.errors import InvalidSchedule
 from overlapc.ir import Plan, Problem, Profile, Slowdown, issue, parse_issue
-from overlapc.machine import Tasks, run, timed
+from overlapc.machine import Lane, Tasks, run, timed
 from overlapc.pipeline import StageCost, simulate_pipeline
 from overlapc.schedule import Action, Schedule, check_schedule, parse_schedule, steps_of
 from overlapc.simulate import simulate, step_ns
@@ -124,6 +125,27 @@ def test_lanes_go_on_from_event_to_event(rng):
     assert [task for task in ended if some_ns[task] >= 0] == some
     assert [end_ns[task] for task in some] == [some_ns[task] for task in some]
     assert max(some_ns, default=0) == max(end_ns, default=0)
+
+
+@settings(max_examples=300)
+@given(st.randoms(use_true_random=False))
+def test_lanes_that_are_given_their_tasks_one_by_one_go_on_alike(rng):
+    """Where nothing slows anything, in any order in which what a task waits for comes before."""
+    tasks = replace(random_tasks(rng), slowdown=Slowdown())
+    end_ns, ended = run(tasks, whole=True)
+    lanes = [Lane() for _ in tasks.first[1:]]
+    put: dict[int, int] = {}
+    while len(put) < len(ended):
+        free = [t for t in range(len(end_ns)) if t not in put and put.keys() >= needs(tasks, t)]
+        task = rng.choice(free)
+        ready_ns = max((put[need] for need in tasks.after.get(task, ())), default=0)
+        put[task] = lanes[bisect_right(tasks.first, task) - 1].put(tasks.work_ns[task], ready_ns)
+    assert put == dict(enumerate(end_ns))
+
+
+def needs(tasks: Tasks, task: int) -> set[int]:
+    before = set() if task in tasks.first else {task - 1}
+    return before.union(tasks.after.get(task, ()))
 
 
 def test_what_waits_for_what_never_ends_has_no_end():
