@@ -20,6 +20,12 @@ def declare_search(command: Declare) -> None:
     )
     add("--gpus", type=positive, required=True, help="how many there are")
     add("--hardware", default="a100-sxm-80", help="a profile (see `overlapc hardware`) or a .toml")
+    add(
+        "--costs",
+        type=Path,
+        help="file of op times measured on this hardware, as training keeps them with cache=FILE: "
+        "they take the place of estimates",
+    )
     add("--memory", help='of one GPU that may be used, as "72GB"; by default 92%% of what it has')
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 a GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")

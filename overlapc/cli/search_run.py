@@ -49,6 +49,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         machine.gpus_per_node,
         parse_budget(most, 0, 0),
         args.batch or 8 * args.gpus,
+        "" if args.costs is None else str(args.costs),
     )
     decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
     fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)
@@ -110,7 +111,7 @@ def _judged(
         with doing(f"comparing {', '.join(compared) or 'nothing'}"), stoppable():
             if best is not None and unit is not None and not result.interrupted:
                 where = model, cluster, best.layout, unit, solver
-                outcome = evaluate(*where, layers=best.layers, known=best.rows)
+                outcome = result.outcome or evaluate(*where, layers=best.layers, known=best.rows)
                 rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
     except KeyboardInterrupt:
         result.interrupted = True  # what was found is told

@@ -128,18 +128,20 @@ def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -
 def profile_captured(
     captured: Captured, options: Options, primals: Sequence[Any] | None
 ) -> tuple[Profile, Mapping[str, int]]:
+    from overlapc.profiler.cache import Cache
+
+    path = None if isinstance(options.cache, bool) else options.cache
+    cache = Cache(path) if options.cache else None
     if options.profile == "measure":
-        from overlapc.profiler.cache import Cache
         from overlapc.profiler.measure import measure
 
-        path = None if isinstance(options.cache, bool) else options.cache
         with doing(f"measuring {len(captured.trace.ops)} ops", this_rank()):
-            return measure(captured, primals, cache=Cache(path) if options.cache else None)
+            return measure(captured, primals, cache=cache)
     if options.profile == "estimate":
         from overlapc.profiler.estimate import estimate
         from overlapc.profiler.hardware import load_hardware
 
-        return estimate(captured, load_hardware(options.hardware)), {}
+        return estimate(captured, load_hardware(options.hardware), known=cache), {}
     raise OptionError(f'profile={options.profile!r}: expected "measure" or "estimate"')
 
 

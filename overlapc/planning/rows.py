@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from overlapc.pipeline import PipelineTimeline, StageCost, simulate_pipeline
+from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.planning.report import StepReport
 from overlapc.schedule import Schedule, Step, is_pair
 from overlapc.solvers.rows import placed
@@ -19,16 +19,19 @@ _CHOICES = 9  # of plans for all stages that are tried one by one
 @dataclass(frozen=True)
 class StageFigures:
     """What ranks tell each other of a planned stage: what a microbatch takes, what a merged step
-    takes (0: nothing is merged), how much memory all microbatches may hold, and whether its forward
-    draws random numbers."""
+    takes (0: nothing is merged), how much memory all microbatches may hold, whether its forward
+    draws random numbers, and how long replicas take to sum its gradients."""
 
     cost: StageCost
     merged_ns: int
     limit: int
     random: bool = False
+    reduce_ns: int = 0
 
     @staticmethod
-    def of(cost: StageCost, report: StepReport, beside_bytes: int) -> StageFigures:
+    def of(
+        cost: StageCost, report: StepReport, beside_bytes: int, reduce_ns: int = 0
+    ) -> StageFigures:
         """The gradients are held beside what counts against the limit."""
         problem = report.lone.problem
         return StageFigures(
@@ -36,6 +39,7 @@ class StageFigures:
             0 if report.merged is None else report.merged.timeline.step_ns,
             (problem.budget_bytes or 0) - problem.resident_bytes + beside_bytes,
             any(op.random for op in problem.trace.ops),
+            reduce_ns,
         )
 
     @staticmethod
@@ -73,7 +77,8 @@ def _placed(
     schedule: Schedule, figures: Sequence[StageFigures], place: bool
 ) -> tuple[Schedule, PipelineTimeline]:
     """The rows with recompute and weight gradients in their places, and what all ranks are
-    predicted to do. A rank may hold what its stages' budgets allow, or what it holds anyway.
+    predicted to do, replicas' sums of gradients included. A rank may hold what its stages' budgets
+    allow, or what it holds anyway.
     Where several stages share a rank's random numbers they keep the order in which they draw."""
     costs = [stage.cost for stage in figures]
     remade = {(a.stage, a.microbatch) for a in schedule.actions if a.kind == "R"}
@@ -91,4 +96,5 @@ def _placed(
             limits[rank] = max(limits[rank], sum(mine))
         shared = schedule.stages > len(schedule.rows) and any(f.random for f in figures)
         schedule = placed(schedule, costs, limits, keep_order=shared)
-    return schedule, simulate_pipeline(schedule, costs, merged_ns)
+    timeline = simulate_pipeline(schedule, costs, merged_ns)
+    return schedule, reduced(timeline, [figure.reduce_ns for figure in figures])

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,11 @@ def default_path() -> Path:
     """`profile.json` in the folder OVERLAPC_CACHE names, else in ~/.cache/overlapc."""
     folder = os.environ.get("OVERLAPC_CACHE")
     return (Path(folder) if folder else Path.home() / ".cache" / "overlapc") / "profile.json"
+
+
+def cache_key(signature: str, sizes: Iterable[object] = ()) -> str:
+    """An op's key, from its signature and the sizes that this leaves open."""
+    return f"{signature} | {','.join(map(str, sizes))}"
 
 
 class Cache:

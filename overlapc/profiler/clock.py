@@ -67,3 +67,8 @@ def conditions_of(device: torch.device) -> Mapping[str, str]:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
+
+
+def section_of(device: torch.device) -> str:
+    """The section of a cache that holds what was measured under such conditions."""
+    return " ".join(f"{key}={text}" for key, text in conditions_of(device).items())

@@ -21,6 +21,8 @@ from overlapc.errors import OptionError
 from overlapc.ir import Cost, Op, Profile, Slowdown, Trace
 from overlapc.passes.storages import UNBACKED_HINT, hint
 from overlapc.passes.trace import Captured
+from overlapc.profiler.cache import Cache, cache_key
+from overlapc.profiler.clock import section_of
 from overlapc.profiler.hardware import Hardware
 from overlapc.profiler.links import collective_of, hinted_bytes, tensors
 
@@ -40,8 +42,12 @@ def estimate(
     captured: Captured,
     hardware: Hardware,
     group_sizes: Mapping[str, int] | None = None,
+    known: Cache | None = None,
 ) -> Profile:
     """Costs of all ops on `hardware`; nothing is run, so fake tensors and fake groups will do.
+
+    What `known` has, as `measure` found it on this machine, is taken from there: all but how long
+    collectives are on their way.
 
     `group_sizes` gives the ranks of each process group by name; without it they are asked of
     `torch.distributed`. A group is taken to be within a node if it fits into one, unless
@@ -50,22 +56,27 @@ def estimate(
     groups = {lane: _group(lane, hardware, group_sizes) for lane in captured.trace.lanes}
     nodes = {node.name: node for node in captured.joint.graph.nodes}
     roofline = _Roofline(hardware, captured.trace)
-    known: dict[tuple[str, str, bool], Cost] = {}
+    section = section_of(_device(captured)) if known is not None else ""
+    found: dict[tuple[str, str, bool], Cost] = {}
     costs: dict[str, Cost] = {}
     for op in captured.trace.ops:
         key = (op.signature, op.lane, roofline.is_view(op))
-        if key not in known:
+        if key not in found:
             node = nodes[op.name]
             if op.role == "start":
                 call = collective_of(node)
                 ranks, per_node = groups[op.lane]
                 comm_ns = hardware.collective_ns(call.kind, call.bytes, ranks, per_node)
-                known[key] = Cost(hardware.launch_ns, comm_ns, 0, "estimated")
+                found[key] = Cost(hardware.launch_ns, comm_ns, 0, "estimated")
             elif op.role == "wait" or key[2]:
-                known[key] = Cost(source="estimated")
+                found[key] = Cost(source="estimated")
             else:
-                known[key] = Cost(roofline.time_ns(node), source="estimated")
-        costs[op.name] = known[key]
+                found[key] = Cost(roofline.time_ns(node), source="estimated")
+            measured = None if known is None else known.get(section, cache_key(op.signature))
+            if measured is not None:
+                took_ns, workspace = measured
+                found[key] = Cost(took_ns, found[key].comm_ns, workspace, "measured")
+        costs[op.name] = found[key]
     across = [name for name, (ranks, per_node) in groups.items() if ranks > per_node]
     slowdown = Slowdown()
     if groups:
@@ -78,6 +89,13 @@ def estimate(
         "workspace": "not estimated",
     }
     return Profile(costs, slowdown, conditions)
+
+
+def _device(captured: Captured) -> torch.device:
+    """Of the graph's tensors."""
+    values = (node.meta.get("val") for node in captured.joint.graph.nodes)
+    devices = (tensor.device for value in values for tensor in tensors(value))
+    return next(devices, torch.device("cpu"))
 
 
 def _group(name: str, hardware: Hardware, group_sizes: Mapping[str, int] | None) -> tuple[int, int]:
@@ -95,8 +113,7 @@ def _group(name: str, hardware: Hardware, group_sizes: Mapping[str, int] | None)
         raise OptionError(
             f"torch.distributed knows no process group {name!r}: pass group_sizes={{{name!r}: n}}"
         ) from error
-    nodes = [rank // hardware.gpus_per_node for rank in ranks]
-    return len(ranks), max(nodes.count(node) for node in set(nodes))
+    return len(ranks), hardware.most_in_a_node(ranks)
 
 
 class _Roofline:

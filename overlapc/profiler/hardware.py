@@ -11,7 +11,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -94,6 +95,24 @@ class Hardware:
 
     def memory_ns(self, moved_bytes: float) -> float:
         return moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e9
+
+    @property
+    def add_ns_per_kib(self) -> float:
+        """To add a KiB of a gradient to another of its kind: two are read, one is written."""
+        return self.memory_ns(3 * 1024)
+
+    def average_ns(self, sizes: Iterable[int], ranks: int, per_node: int) -> int:
+        """To average gradients of so many bytes over ranks, at most `per_node` of them on a node:
+        each is summed, then divided in place."""
+        if ranks <= 1:
+            return 0
+        sizes = list(sizes)
+        summed = sum(self.collective_ns("all_reduce", size, ranks, per_node) for size in sizes)
+        return summed + round(self.memory_ns(2 * sum(sizes)))
+
+    def most_in_a_node(self, ranks: Iterable[int]) -> int:
+        """How many of these ranks share a node at most, where nodes are filled one by one."""
+        return max(Counter(rank // self.gpus_per_node for rank in ranks).values())
 
     def matmul_part(self, smallest_dimension: int) -> float:
         return interpolate(self.matmul_efficiency, smallest_dimension)

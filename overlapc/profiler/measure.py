@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overlapc.errors import OptionError
 from overlapc.ir import Cost, Profile, Slowdown
 from overlapc.passes.trace import Captured
-from overlapc.profiler.cache import Cache
-from overlapc.profiler.clock import Clock, conditions_of
+from overlapc.profiler.cache import Cache, cache_key
+from overlapc.profiler.clock import Clock, conditions_of, section_of
 from overlapc.profiler.link_model import LinkModel
 from overlapc.profiler.links import agree, agree_sizes, measure_links, tensors
 from overlapc.profiler.replay import Replay, Step
@@ -369,13 +369,9 @@ def _keys(replay: Replay) -> Mapping[str, str | None]:
         sizes = [n for v in values for t in tensors(v) for n in t.shape if not isinstance(n, int)]
         signature = replay.captured.trace.op[step.node.name].signature
         known = all(n.node.expr.free_symbols <= replay.symbols.keys() for n in sizes)
-        numbers = ",".join(str(replay.number(n)) for n in sizes)
-        keys[step.node.name] = f"{signature} | {numbers}" if known else None
+        numbers = map(replay.number, sizes)
+        keys[step.node.name] = cache_key(signature, numbers) if known else None
     return keys
-
-
-def _section(replay: Replay) -> str:
-    return " ".join(f"{key}={text}" for key, text in conditions_of(replay.device).items())
 
 
 def _from_cache(
@@ -384,7 +380,7 @@ def _from_cache(
     if cache is None:
         return None
     costs: dict[str, Cost] = {}
-    section = _section(replay)
+    section = section_of(replay.device)
     for name, key in keys.items():
         found = cache.get(section, key) if key is not None else None
         if found is None or len(found) != 2:
@@ -406,7 +402,7 @@ def _into_cache(
 ) -> None:
     if cache is None:
         return
-    section = _section(replay)
+    section = section_of(replay.device)
     for name, key in keys.items():
         if key is not None:
             cost = found.costs[name]

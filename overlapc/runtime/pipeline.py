@@ -11,7 +11,6 @@ gradients in the rows. `row.py` runs them.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,23 +24,20 @@ from overlapc.files import StrPath
 from overlapc.passes.joint import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
-from overlapc.pipeline import AHEAD, PipelineTimeline, StageCost, describe
+from overlapc.pipeline import PipelineTimeline, StageCost, describe
 from overlapc.planning.options import Options, check_solver, schedule_of
 from overlapc.planning.report import StepReport
-from overlapc.planning.road import plan_step
 from overlapc.planning.rows import StageFigures, plan_rows
-from overlapc.profiler.hardware import load_hardware
+from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.runtime.exchange import Exchange, busy
+from overlapc.runtime.link_times import averaging_ns, sent_ns
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.stage import Shapes, Stage, blank
 from overlapc.runtime.train_step import Given, adding, alike, code
 from overlapc.schedule import Schedule, format_schedule
-from overlapc.stages import stage_cost
 
-_PINGS = 5
-_FURTHER = 2  # microbatches in flight for which stages are planned, too
 Budget = int | float | str | None
 
 
@@ -125,6 +121,7 @@ class Pipeline:
         self._budgets = _by_stage(memory_budget, mine)
         self._stages: dict[int, Stage] = {}
         self._held: dict[int, int] = {}  # bytes, by stage, whatever its plan
+        self._average_ns: dict[int, int] = {}  # of each stage's gradients over the replicas
         self._asked = schedule
         self._planned_for: Any = None
 
@@ -206,12 +203,19 @@ class Pipeline:
         self._links.width = max(1, *map(len, shapes.values()))
         figures: dict[int, Any] = {}
         planned: dict[int, list[StepReport]] = {}
-        sent_ns = {s: self._sent_ns(s, shapes[s]) for s in range(self.schedule.stages - 1)}
+        links, options = self._links, self._options
+        ends = range(self.schedule.stages - 1)
+        sent = {s: sent_ns(self.schedule, s, _bytes(shapes[s]), links, options) for s in ends}
+        for stage in sorted(self.modules.keys() - self._average_ns.keys()):
+            # Once: when a stage has changed, replicas may have nothing to plan again.
+            trained = [p for p in self.modules[stage].parameters() if p.requires_grad]
+            took_ns = averaging_ns(self.schedule, stage, trained, links, options)
+            self._average_ns[stage] = took_ns
         for stage in self._stages:
             with busy("planning its stages"):
-                sent = max((sent_ns.get(end, 0) for end in (stage - 1, stage)), default=0)
+                slower = max(sent.get(end, 0) for end in (stage - 1, stage))
                 try:
-                    planned[stage], figures[stage] = self._figured(stage, shapes, sent)
+                    planned[stage], figures[stage] = self._figured(stage, shapes, slower)
                 except Infeasible as error:  # the others must know
                     figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
         chosen = self._placed(figures)
@@ -252,12 +256,8 @@ class Pipeline:
         made = self._stages[stage]
         held = self._held[stage] = self._beside(stage, shapes)
         reports = self._planned(stage, made.captured, made.primals)
-        figures = []
-        for report in reports:
-            problem, plan = report.lone.problem, report.lone.plan
-            cost = stage_cost(problem, plan, made.form.received, sent_ns)
-            figures.append(asdict(StageFigures.of(cost, report, held)))
-        return reports, figures
+        figures = stage_figures(reports, made.form.received, sent_ns, held, self._average_ns[stage])
+        return reports, list(map(asdict, figures))
 
     def _placed(self, figures: Mapping[int, Any]) -> tuple[int, ...]:
         """Tell the other ranks what this one's stages take, and place the rows of all; returns
@@ -283,13 +283,11 @@ class Pipeline:
         return Exchange(dist.get_process_group_ranks(self.group), self._links.timeout_s)
 
     def _beside(self, stage: int, shapes: Mapping[int, Shapes]) -> int:
-        """Bytes that a stage holds whatever its plan: inputs of the microbatches in flight, and
-        what is on its way in and out."""
         coming, going = (
             _bytes(shapes[end]) if 0 <= end < self.schedule.stages - 1 else 0
             for end in (stage - 1, stage)
         )
-        return self.schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
+        return beside_bytes(self.schedule, stage, coming, going)
 
     def _stage(self, stage: int, count: int, incoming: Shapes) -> Stage:
         """A stage whose module takes so many arguments."""
@@ -305,48 +303,21 @@ class Pipeline:
         return made
 
     def _planned(self, stage: int, captured: Captured, primals: Sequence[Any]) -> list[StepReport]:
-        """With as many microbatches in flight as the schedule has, and with a few more: recompute
-        makes room for rows that stand still less."""
-        lag, held = self.schedule.lag(stage), self.schedule.in_flight(stage)
-        further = min(_FURTHER, self.schedule.microbatches - held) if self._place else 0
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
-            _, reports = plan_step(
+            reports = plan_stage(
                 captured,
                 replace(self._options, memory_budget=self._budgets[stage]),
-                self.schedule.microbatches,
-                lag=lag,
-                gradients=list(parameter_gradients(captured)),
-                add_ns_per_kib=adding(self.modules[stage]),
-                primals=primals,
-                in_flight=lag or held,
-                further=0 if lag else further,
+                self.schedule,
+                stage,
+                place=self._place,
                 beside_bytes=self._held[stage],
+                gradients=list(parameter_gradients(captured)),
+                add_ns_per_kib=adding(self.modules[stage], self._options),
+                primals=primals,
                 exchange=joined,
             )
             warn_of_seeds(captured, primals, joined)
         return reports
-
-    def _sent_ns(self, stage: int, shapes: Shapes) -> int:
-        """How long what a stage makes is on its way to the next; measured by the two of them."""
-        here, there = (self.schedule.rank_of[s] for s in (stage, stage + 1))
-        if here == there:
-            return 0
-        tensor = torch.zeros(_bytes(shapes), dtype=torch.uint8)
-        if self._options.profile == "estimate":
-            machine = load_hardware(self._options.hardware)
-            return machine.collective_ns("p2p", tensor.nbytes, 2, machine.gpus_per_node)
-        if self.rank not in (here, there):
-            return 0
-        peer = there if self.rank == here else here
-        run = Run(self.schedule, (), {}, {}, self._links)
-        run.at = f"measuring the link to rank {peer}"
-        times = []
-        for i in range(_PINGS):
-            start = time.perf_counter_ns()
-            for how in (dist.isend, dist.irecv) if self.rank == here else (dist.irecv, dist.isend):
-                run.wait(run.post(how, tensor, i, peer, "a ping"), "a ping")
-            times.append((time.perf_counter_ns() - start) // 2)
-        return min(times[1:])
 
 
 def _by_stage(budget: Budget | Mapping[int, Budget], stages: Collection[int]) -> dict[int, Budget]:

@@ -142,9 +142,7 @@ class Run:
             self.at = "the end of the step"
             for which, names in enumerate(self.links.tied):
                 self.add_tied(which, names)
-            for work, gradient, what in self.averaging:
-                self.wait(work, what)
-                gradient /= dist.get_world_size(self.links.replicas)
+            self.end_averages()
             for parameter, gradient in before:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
             self.guarded(lambda: self.sent.wait(self.links.patience_s), "waiting for what was sent")
@@ -271,10 +269,10 @@ class Run:
         later = {id(p) for s in self.owed for p in self.modules[s].parameters()}
         for name, parameter in self.modules[stage].named_parameters():
             if name not in tied and id(parameter) not in later:
-                self.average(parameter, f"stage {stage}'s {name}")
+                self.average(parameter.grad, f"stage {stage}'s {name}")
 
-    def average(self, parameter: nn.Parameter, name: str) -> None:
-        gradient = parameter.grad
+    def average(self, gradient: Tensor | None, name: str) -> None:
+        """Begin to sum a gradient over the replicas."""
         if self.links.replicas is None or gradient is None:
             return
         work = self.guarded(
@@ -282,6 +280,12 @@ class Run:
             f"averaging the gradient of {name}",
         )
         self.averaging.append((work, gradient, f"the replicas' gradients of {name}"))
+
+    def end_averages(self) -> None:
+        for work, gradient, what in self.averaging:
+            self.wait(work, what)
+            gradient /= dist.get_world_size(self.links.replicas)
+        self.averaging.clear()
 
     def lay_by_tied(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Gradients that tied weights have from before: not this step's to sum."""
@@ -322,7 +326,7 @@ class Run:
         for stage in mine:
             parameter = self.modules[stage].get_parameter(names[stage])
             parameter.grad = total.clone() if len(mine) > 1 else total
-            self.average(parameter, f"the tied {names[stage]}")
+            self.average(parameter.grad, f"the tied {names[stage]}")
 
     # --- waiting
 

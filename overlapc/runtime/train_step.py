@@ -30,6 +30,7 @@ from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options, check_solver
 from overlapc.planning.report import StepReport
 from overlapc.planning.road import plan_step
+from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds
@@ -235,7 +236,7 @@ class TrainStep:
                     count,
                     lag=int(self._merge),
                     gradients=list(parameter_gradients(captured)),
-                    add_ns_per_kib=adding(self.model),
+                    add_ns_per_kib=adding(self.model, self._options),
                     primals=primals,
                     exchange=exchange,
                 )
@@ -406,8 +407,10 @@ def alike(each: Sequence[Given]) -> Any:
     return first
 
 
-def adding(module: nn.Module) -> float:
+def adding(module: nn.Module, options: Options) -> float:
     """Nanoseconds that adding a KiB of gradients takes, measured on the largest parameter."""
+    if options.profile == "estimate":
+        return load_hardware(options.hardware).add_ns_per_kib
     largest = max(module.parameters(), key=Tensor.numel, default=None)
     if largest is None:
         return 0.0

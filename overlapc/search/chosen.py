@@ -33,6 +33,8 @@ class Chosen:
 
     or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`, or, where
     microbatches are `merged`, `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`.
+    Where the search planned the model whole (`Repeats` with its ends) these predict what it did, if
+    they are given its hardware and costs, with `profile="estimate"`.
     """
 
     tp: int
@@ -58,7 +60,7 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])
         layout, layers = found.layout, found.layers
-        schedule = found.schedule
+        schedule = found.asked
         if (len(schedule.rows), schedule.stages) != (layout.pp, layout.stages):
             raise ValueError(f"rows of {schedule.stages} stages, expected {layout.stages}")
         if len(layers) != layout.stages:

@@ -55,6 +55,8 @@ class Found:
     least_ns: int = 0  # of a step with rows placed, where they are not yet; else the step
     rows: str = ""  # as they were placed, a schedule's text
     merged: bool = False  # each forward with the backward of the microbatch before
+    gradients_ns: int = 0  # until all gradients are summed: what `Pipeline` predicts of a step
+    whole: bool = False  # planned by the calls that `Pipeline` makes, not by a few blocks
 
     @property
     def fits(self) -> bool:
@@ -71,6 +73,14 @@ class Found:
         if self.rows:
             return parse_schedule(self.rows)
         return self.layout.rows(self.microbatches)
+
+    @property
+    def asked(self) -> Schedule:
+        """What `Pipeline` is given. It places the rows of what was planned whole as the search did,
+        from the schedule as it is."""
+        if self.whole and self.merged:
+            return merged_rows(1, self.microbatches)
+        return self.layout.rows(self.microbatches) if self.whole else self.schedule
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -199,8 +209,8 @@ def evaluate(
     if finish and layout.pp == 1:
         ranks[0] = merging(places[0], unit, ranks[0], count)
     static = static_bytes(model, layout, layers)
-    ran = _Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
-    found = _found(model, cluster, layout, solver, ranks, count, ran, update)
+    ran = Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
+    found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
     found = replace(found, bound_ns=bound, layers=layers)
     if (finish and layout.pp > 1) or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
@@ -222,7 +232,7 @@ def _by_stage(layout: Layout, ranks: Sequence[Stage]) -> tuple[StageCost, ...]:
 
 
 @dataclass(frozen=True)
-class _Ran:
+class Ran:
     """What the pipeline of planned ranks does in a step, up to its last gradient."""
 
     costs: tuple[StageCost, ...]  # by stage
@@ -243,7 +253,7 @@ class _Ran:
         static: Sequence[int],
         place: bool,
         known: str,
-    ) -> _Ran:
+    ) -> Ran:
         """`place`: rows are placed; `known` are those that were placed before."""
         costs = _by_stage(layout, ranks)
         slowest_ns = max(rank.microbatch_ns for rank in ranks)
@@ -262,7 +272,7 @@ class _Ran:
         if ranks[0].merged is not None:
             timeline = _merged(ranks[0], min(count, _SHOWN), static[0])
             took_ns = slowest_ns + (count - 1) * ranks[0].merged_ns
-            return _Ran(costs, rows, timeline, (ranks[0].peak_bytes,), took_ns, took_ns, 0)
+            return Ran(costs, rows, timeline, (ranks[0].peak_bytes,), took_ns, took_ns, 0)
         peaks = tuple(
             rank.peak_bytes + new - bytes - old
             for rank, new, bytes, old in zip(ranks, timeline.peak_bytes, static, given, strict=True)
@@ -271,33 +281,36 @@ class _Ran:
         silent = [replace(cost, sent_ns=0) for cost in costs]
         p2p_ns = took_ns - rows.last(silent, count, slowest_ns) if layout.pp > 1 else 0
         busy_ns = count * slowest_ns
-        return _Ran(costs, rows, timeline, peaks, took_ns, busy_ns, max(0, p2p_ns))
+        return Ran(costs, rows, timeline, peaks, took_ns, busy_ns, max(0, p2p_ns))
 
 
-def _found(
+def figures_of(
     model: Model,
     cluster: Cluster,
     layout: Layout,
     solver: str,
-    ranks: Sequence[Stage],
+    ranks: Sequence[Sequence[Stage]],
     count: int,
-    ran: _Ran,
+    ran: Ran,
     update: Update,
 ) -> Found:
-    """The figures of a step."""
+    """The figures of a step of ranks, each with what was planned of it."""
     machine = load_hardware(cluster.hardware)
     whole = reduced(ran.timeline, update.reduce_ns)
     exposed_dp = whole.step_ns - ran.timeline.step_ns + update.gather_ns
-    step_ns = ran.pipeline_ns + exposed_dp + update.optimizer_ns
+    gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
+    step_ns = gradients_ns + update.after_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
-    slowest = max(ranks, key=lambda rank: rank.microbatch_ns).ran(count)
+    stages = max(ranks, key=lambda rank: sum(stage.microbatch_ns for stage in rank))
+    slowest = [ran_of for stage in stages for ran_of in stage.ran(count)]
     for plan, times in slowest:
         for exposure in plan.exposures:
             kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
             exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
     peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
     per_s = cluster.global_batch * model.seq / step_ns * 1e9
-    least = sum(rank.bound_ns for rank in ranks)
+    planned_ns = sum(stage.timeline.step_ns for rank in ranks for stage in rank)
+    least = sum(stage.bound_ns for rank in ranks for stage in rank)
     return Found(
         layout,
         solver,
@@ -308,10 +321,11 @@ def _found(
         bubble=max(0.0, (ran.pipeline_ns - ran.busy_ns - ran.exposed_p2p_ns) / step_ns),
         recompute_ns=sum(round(plan.recompute_ns * times) for plan, times in slowest),
         recompute_hidden_ns=sum(round(_hidden_ns(plan) * times) for plan, times in slowest),
-        gap=sum(rank.timeline.step_ns for rank in ranks) / max(1, least) - 1,
+        gap=planned_ns / max(1, least) - 1,
         peak_bytes=ran.peaks,
         microbatches=count,
         least_ns=step_ns,
+        gradients_ns=gradients_ns,
     )
 
 

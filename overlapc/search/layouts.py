@@ -65,6 +65,7 @@ class Cluster:
     gpus_per_node: int
     memory_bytes: int  # of one, as much of it as may be used
     global_batch: int
+    costs: str = ""  # a file of op times measured on one of them, which are known then
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,11 @@ def rank_parameters(
 
 def static_bytes(model: Model, layout: Layout, layers_of: Sequence[int] | None = None) -> list[int]:
     """What weights, gradients and optimizer take on each rank of the pipeline. The optimizer's part
-    is divided over all replicas that hold the same weights (a distributed optimizer)."""
-    replicas = expert_replicas(model, layout)
+    is divided over all replicas that hold the same weights (a distributed optimizer), but for a
+    model that is run whole, by the user's own."""
+    dp, replicas = (1, 1) if model.whole else (layout.dp, expert_replicas(model, layout))
     return [
-        dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // layout.dp
+        dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // dp
         + experts * (WEIGHT_BYTES + GRADIENT_BYTES) + experts * OPTIMIZER_BYTES // replicas
         for dense, experts in rank_parameters(model, layout, layers_of)
     ]  # fmt: skip

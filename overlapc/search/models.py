@@ -54,6 +54,10 @@ class Transformer:
             )
 
     @property
+    def whole(self) -> bool:
+        return False  # its ends are not those of a user's module
+
+    @property
     def kv_width(self) -> int:
         return self.width // self.heads * (self.kv_heads or self.heads)
 

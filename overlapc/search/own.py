@@ -4,17 +4,18 @@
         return overlapc.Repeats(Block(config, tensor), layers=32, width=4096, seq=2048, vocab=51200)
 
 `tensor` and `expert` are process groups, or None for one rank. The embedding before the blocks, and
-norm, scores and loss behind them, are thought to be a GPT's.
+norm, scores and loss behind them, are thought to be a GPT's, unless the function gives them, too:
+then the winner is planned whole, as `Pipeline` would plan it (`search/whole.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
@@ -31,7 +32,8 @@ EXAMPLE = "examples.gpt.model:for_search"
 class Repeats:
     """What the function returns: a block, from (batch, seq, width) to the same, as this rank holds
     it, and how many of them the model has. Tensor-parallel ranks must divide `heads`; the ranks
-    that `experts` are divided over are replicas."""
+    that `experts` are divided over are replicas. `first` makes a block's input of tokens (batch,
+    seq), `last` makes of its output what `loss(output, targets)` takes, the targets as many."""
 
     block: nn.Module
     layers: int
@@ -41,8 +43,16 @@ class Repeats:
     heads: int = 1
     experts: int = 0
     tied: bool = False
+    first: nn.Module | None = None
+    last: nn.Module | None = None
+    loss: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
+        if len({self.first is None, self.last is None, self.loss is None}) > 1:
+            raise OptionError(
+                "Repeats: expected first, last and loss, or none of them; found "
+                f"first={self.first!r:.60}, last={self.last!r:.60}, loss={self.loss!r:.60}"
+            )
         if not isinstance(self.block, nn.Module):
             raise OptionError(
                 f"Repeats: the block is a {type(self.block).__name__}, expected an nn.Module"
@@ -71,6 +81,7 @@ class OwnModel:
     source: str = "the function's own block; embedding and head as a GPT's"
     period: int = 1
     gated: bool = False
+    whole: bool = False  # with its ends
 
     @staticmethod
     def find(where: str) -> OwnModel:
@@ -114,6 +125,36 @@ class OwnModel:
         assert not sequence
         return nn.Sequential(*(_made(self.name, tensor, expert).block for _ in range(count)))
 
+    def stage(
+        self,
+        layers: int,
+        is_first: bool,
+        is_last: bool,
+        tokens: Tensor,
+        tensor: ProcessGroup | None,
+        expert: ProcessGroup | None,
+    ) -> tuple[nn.Module, Tensor]:
+        """So many blocks, and the ends that the stage has; and what a block is given."""
+        made = _made(self.name, tensor, expert)
+        assert made.first is not None
+        assert made.last is not None
+        blocks = [made.block, *(_made(self.name, tensor, expert).block for _ in range(layers - 1))]
+        parts = [*[made.first][:is_first], *blocks, *[made.last][:is_last]]
+        return _Stage(parts, made.loss if is_last else None), made.first(tokens).detach()
+
+
+class _Stage(nn.Module):  # type: ignore[misc]
+    """Parts one after the other; with a loss behind them, of what they make and the targets."""
+
+    def __init__(self, parts: Sequence[nn.Module], loss: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.parts, self.loss = nn.ModuleList(parts), loss
+
+    def forward(self, x: Tensor, *targets: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x.contiguous() if self.loss is None else self.loss(x, *targets)
+
 
 def _made(where: str, tensor: ProcessGroup | None, expert: ProcessGroup | None) -> Repeats:
     make = find_function(where, EXAMPLE)
@@ -152,7 +193,8 @@ def _sizes(where: str, seq: int = 0) -> tuple[OwnModel, int]:
             )
         flops = forward_flops(capture(made.block, x))
     known = {field.name for field in fields(OwnModel)} & {field.name for field in fields(Repeats)}
-    model = OwnModel(name=where, **{key: getattr(made, key) for key in known})
+    sizes = {key: getattr(made, key) for key in known}
+    model = OwnModel(name=where, whole=made.first is not None, **sizes)
     return model, 3 * flops // x.shape[1]
 
 

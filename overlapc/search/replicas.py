@@ -26,7 +26,8 @@ _OPTIMIZER_MOVES = 2 * 12 + 4 + 2
 class Update:
     """Gradients are summed by stage, each by a reduce-scatter in float32 that begins when the last
     of them is there. The optimizer begins when all ranks' are: it may scale by the norm of all.
-    Each rank then gathers its weights in bf16."""
+    Each rank then gathers its weights in bf16. Of a model that is run whole all replicas get the
+    sums, and have all of the optimizer."""
 
     reduce_ns: tuple[int, ...]  # by stage
     optimizer_ns: int
@@ -56,7 +57,9 @@ class Update:
         groups = (layout.dp, here), (expert_replicas(model, layout), alike)
 
         def takes(
-            kind: Literal["reduce_scatter", "all_gather"], parameters: tuple[int, int], size: int
+            kind: Literal["all_reduce", "reduce_scatter", "all_gather"],
+            parameters: tuple[int, int],
+            size: int,
         ) -> int:
             each = [
                 machine.collective_ns(kind, count * size, ranks, max(1, min(ranks, near)))
@@ -67,6 +70,9 @@ class Update:
         of_rank = rank_parameters(model, layout, layers)
         of_stage = stage_parameters(model, layout, layers)
         most = max(map(sum, of_rank))
+        if model.whole:
+            optimizer_ns = round(machine.memory_ns(most * _OPTIMIZER_MOVES))
+            return Update(tuple(takes("all_reduce", held, 4) for held in of_stage), optimizer_ns, 0)
         return Update(
             tuple(takes("reduce_scatter", held, 4) for held in of_stage),
             round(machine.memory_ns(most * _OPTIMIZER_MOVES / layout.dp)),

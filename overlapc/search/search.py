@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import OptionError, OverlapcError
+from overlapc.errors import Infeasible, OptionError, OverlapcError
 from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
-from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
+from overlapc.search.evaluate import Found, Outcome, evaluate, first_bound, lower_bound
 from overlapc.search.layouts import (
     ANY,
     Cluster,
@@ -34,6 +34,7 @@ from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.search.whole import as_it_runs
 from overlapc.solvers import FIELD
 
 _LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
@@ -64,6 +65,7 @@ class Result:
     rivals: list[Found] = field(default_factory=list)
     planned: list[Found] = field(default_factory=list)  # all that the rivals tried
     unit: Unit | None = None  # what was captured for the best
+    outcome: Outcome | None = None  # how the best came about, unless it was known before
     pruned: int = 0
     bound_ns: int = 0  # on every layout, tried or not
     seconds: float = 0.0
@@ -116,6 +118,7 @@ def search(
                     run.neighbours(pool, shown)
                     if run.best.layout.stages == run.best.layout.pp > 1:
                         run.divide(pool)
+                    run.look_again(pool)
                     run.complete = True
                     unit = run.unit(run.key(run.best.layout), pool)
                     run.squeeze(pool)
@@ -143,6 +146,7 @@ def search(
         found,
         planned,
         unit,
+        run.outcome,
         len(every) - len(run.tried),
         run.bound(),
         certain=run.best is not None or run.certain,
@@ -211,6 +215,7 @@ class _Run:
         self.running: dict[Future[Any], tuple[int, Layout | UnitKey]] = {}
         self.passed: list[tuple[int, Layout]] = []  # that cannot win
         self.best: Found | None = None
+        self.outcome: Outcome | None = None  # of the best
         self.tried: list[Found] = []
         self.less: list[Found] = []
         self.interrupted = self.complete = False
@@ -233,10 +238,16 @@ class _Run:
             bound = first_bound(self.model, self.cluster, layout)
             heapq.heappush(self.heap, (bound, layout))
 
-    def take(self, found: Found) -> None:
+    def take(self, found: Found, outcome: Outcome | None = None) -> None:
         self.tried.append(found)
         if found.fits and (self.best is None or rank(found) < rank(self.best)):
-            self.best = found
+            self.best, self.outcome = found, outcome
+
+    def improve(self, outcome: Outcome) -> None:
+        """The best layout has become this."""
+        assert self.best is not None
+        self.tried[self.tried.index(self.best)] = self.best = outcome.found
+        self.outcome = outcome
 
     def go(self, pool: ProcessPoolExecutor, workers: int) -> Iterator[None]:
         while self.heap or self.running:
@@ -270,7 +281,7 @@ class _Run:
             return
         where = self.model, self.cluster, layout, unit, self.solver
         most = math.inf if self.best is None else self.best.step_ns
-        self.running[pool.submit(_evaluated, *where, below_ns=most)] = bound, layout
+        self.running[pool.submit(_tried, *where, below_ns=most)] = bound, layout
 
     def end(self, future: Future[Any]) -> None:
         bound, what = self.running.pop(future)
@@ -280,8 +291,9 @@ class _Run:
             for layout in self.waiting.pop(what):
                 heapq.heappush(self.heap, (bound, layout))
         else:
-            self.take(result)
-            self.known.put(result)
+            found, outcome = result
+            self.take(found, outcome)
+            self.known.put(found)
 
     def neighbours(self, pool: ProcessPoolExecutor, count: int) -> None:
         """Plan the next by their bounds until so many fit, to be shown beside the winner."""
@@ -309,10 +321,19 @@ class _Run:
         layers = stage_counts(self.model, division)
         if division.slowest_ns is None or layers == even.layers:
             return
-        found: Found = pool.submit(_evaluated, *where, self.solver, layers).result()
-        if found.fits and found.step_ns < even.step_ns:
+        found, outcome = pool.submit(_tried, *where, self.solver, layers).result()
+        if outcome is not None and found.fits and found.step_ns < even.step_ns:
             found = replace(found, bound_ns=min(found.bound_ns, even.bound_ns))
-            self.tried[self.tried.index(even)] = self.best = found
+            self.improve(replace(outcome, found=found))
+
+    def look_again(self, pool: ProcessPoolExecutor) -> None:
+        """Until here the best was planned by a few of its blocks. Where the model has all of them
+        it is planned whole, if that fits."""
+        assert self.best is not None
+        if self.model.whole and self.solver not in FIELD:
+            outcome = pool.submit(_whole, self.model, self.cluster, self.best).result()
+            if outcome is not None:
+                self.improve(outcome)
 
     def squeeze(self, pool: ProcessPoolExecutor) -> None:
         """What less memory would cost the best layout."""
@@ -394,6 +415,28 @@ def _evaluated(
 ) -> Found:
     where = model, cluster, layout, unit, solver
     return evaluate(*where, time_limit_s, layers, below_ns=below_ns).found
+
+
+def _tried(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    solver: str,
+    layers: Sequence[int] | None = None,
+    below_ns: float = math.inf,
+) -> tuple[Found, Outcome | None]:
+    """How it came about is told of what may be the best: it is much to send."""
+    where = model, cluster, layout, unit, solver
+    outcome = evaluate(*where, layers=layers, below_ns=below_ns)
+    return outcome.found, outcome if outcome.found.step_ns < below_ns else None
+
+
+def _whole(model: Any, cluster: Cluster, found: Found) -> Outcome | None:
+    try:
+        return as_it_runs(model, cluster, found)
+    except Infeasible:
+        return None
 
 
 __all__ = ["Progress", "Result", "compare", "search"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
 from overlapc.merge import merge
+from overlapc.profiler.hardware import load_hardware
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 from overlapc.simulate import simulate
@@ -30,12 +31,14 @@ class UnitKey:
     expert_ranks: int
     microbatch: int
     sequence: bool = False
+    costs: str = ""
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
         experts = expert_ranks(model, layout.dp)
         where = model, cluster.hardware, cluster.gpus
-        return UnitKey(*where, layout.tp, experts, layout.microbatch, layout.sequence)
+        how = layout.microbatch, layout.sequence, cluster.costs
+        return UnitKey(*where, layout.tp, experts, *how)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,6 @@ def make_unit(key: UnitKey) -> Unit:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from overlapc.profiler.hardware import load_hardware
     from overlapc.search.groups import fake_groups
     from overlapc.search.modules import Head
 
@@ -107,7 +109,8 @@ def make_unit(key: UnitKey) -> Unit:
     machine = load_hardware(key.hardware)
     dtype = torch.bfloat16 if "bfloat16" in machine.peak_flops else torch.float16
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    if not model.whole:
+        torch.set_default_dtype(dtype)
     try:
         with fake_groups(key.gpus, key.tp, key.expert_ranks) as (tensor, expert), FakeTensorMode():
             count = min(model.layers, max(BLOCKS // model.period, 1) * model.period)
@@ -115,8 +118,8 @@ def make_unit(key: UnitKey) -> Unit:
             if key.sequence:
                 shape = (model.seq // key.tp, key.microbatch)
             x = torch.zeros(*shape, model.width, requires_grad=True)
-            blocks = _problem(model.blocks(count, tensor, expert, key.sequence), x, machine)
-            head, _ = _problem(Head(model, tensor, key.sequence), x, machine)
+            blocks = _problem(key, model.blocks(count, tensor, expert, key.sequence), x)
+            head, _ = _problem(key, Head(model, tensor, key.sequence), x)
     finally:
         torch.set_default_dtype(before)
     problem, received = blocks
@@ -124,16 +127,19 @@ def make_unit(key: UnitKey) -> Unit:
     return Unit(count, problem, received, head, x.nbytes, Least.of(problem), head_ran)
 
 
-def _problem(module: Any, x: Any, machine: Any) -> tuple[Problem, tuple[str, ...]]:
+def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:
     from overlapc.merge import accumulate
     from overlapc.passes.capture import capture
     from overlapc.passes.parts import parameter_gradients
+    from overlapc.profiler.cache import Cache
     from overlapc.profiler.estimate import estimate
 
     captured = capture(module, x)
-    problem = Problem(captured.trace, estimate(captured, machine))
+    machine = load_hardware(key.hardware)
+    known = Cache(key.costs) if key.costs else None
+    problem = Problem(captured.trace, estimate(captured, machine, known=known))
     # A gradient is read once, the float32 sum is read and written: five times its bytes.
-    add_ns = machine.memory_ns(5 * 1024)
+    add_ns = machine.add_ns_per_kib if key.model.whole else machine.memory_ns(5 * 1024)
     problem = accumulate(problem, list(parameter_gradients(captured)), add_ns)
     static = set(captured.static_inputs)
     placeholders = captured.joint.graph.find_nodes(op="placeholder")

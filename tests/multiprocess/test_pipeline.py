@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,13 +20,16 @@ from examples.gpt.model import Block as ParallelBlock
 from examples.gpt.model import GPTConfig, Shard
 from examples.moe.model import Block as ExpertBlock
 from examples.moe.model import MoEConfig
+from overlapc.emulate import Link, init_link
 from overlapc.errors import OptionError
+from overlapc.passes.parts import Part
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime import pipeline as runtime
 from overlapc.runtime.hosted import PipelineSchedule
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.schedule import Schedule
 from overlapc.search.chosen import load_search
+from overlapc.solvers import merging
 from overlapc.solvers.schedules import make_schedule
 from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import run_ranks
@@ -236,6 +240,43 @@ def test_tensor_and_expert_parallel_stages(kind: str, name: str) -> None:
     assert [wrong for wrong, _ in everyone] == [[]] * 4
     # With a link this quick, merging may not pay everywhere.
     assert name == "merged" or not any(merged for _, merged in everyone)
+
+
+def merged_on_rank(rank: int, ranks: int) -> Any:
+    """A stage over both ranks, on a link so slow that merging pays, in a pipeline of its own."""
+    merging._EVALUATIONS = 20_000  # a quick search finds enough
+    init_link(Link(alpha_s=2e-3, bytes_per_s=1e8))
+    alone = [dist.new_group([each]) for each in range(ranks)][rank]
+    module, twin = (make(1, 1, 0.0, dist.group.WORLD) for _ in range(2))
+    given = list(torch.randn(4, 2, ROWS, WIDTH, generator=torch.Generator().manual_seed(5)))
+    _, targets = batches(4)
+    pipeline = Pipeline(
+        {0: module}, "merged", 4, loss, group=alone, memory_budget="1GB", solver="heu", timeout_s=30
+    )
+    ran: list[Part] = []
+    run = Part.run
+
+    def noted(part: Part, *states: Any) -> None:
+        ran.append(part)
+        run(part, *states)
+
+    with mock.patch.object(Part, "run", noted):
+        pipeline(given, targets)
+    for x, target in zip(given, targets, strict=True):
+        loss(twin(x), target).backward()
+    pairs = zip(module.named_parameters(), twin.parameters(), strict=True)
+    wrong = [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)]
+    form = pipeline._stages[0].form
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong, form.merged is not None, [part is form.merged for part in ran]
+
+
+def test_merged_graphs_run_in_a_pipeline() -> None:
+    for wrong, is_merged, ran in run_ranks(merged_on_rank, 2, timeout_s=280):
+        assert wrong == []
+        assert is_merged
+        assert ran == [False, True, True, True, False]
 
 
 class Tied(nn.Module):

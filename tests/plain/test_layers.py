@@ -54,7 +54,7 @@ LAYERS = {
     "solvers": Layer("check errors ir ledger machine merge pipeline progress schedule simulate"),
     # The road, from a captured graph to a plan. It calls what needs torch.
     "planning": Layer(
-        "check errors files flags ir merge pipeline progress schedule simulate solvers text",
+        "check errors files flags ir merge pipeline progress schedule simulate solvers stages text",
         "passes profiler report runtime",
     ),
     "shares": Layer("errors ir planning simulate solvers", "passes runtime"),

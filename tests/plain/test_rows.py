@@ -185,3 +185,7 @@ def test_gradients_of_replicas_are_reduced_as_soon_as_a_stages_last_are_there():
     late = reduced(given, [0, 0, 200, 0])  # nothing of it is hidden behind the end
     assert late.step_ns == there[2] + 200
     assert reduced(given, [0] * 4) == given
+    figures = [
+        [StageFigures(cost, 0, 0, reduce_ns=ns)] for cost, ns in zip(costs, takes, strict=True)
+    ]
+    assert plan_rows(schedule, figures, place=False)[2] == found

@@ -1,0 +1,79 @@
+"""A stage of a pipeline, planned: the same calls for a rank that runs it and for a search."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from overlapc.pipeline import AHEAD
+from overlapc.planning.options import Options
+from overlapc.planning.report import StepReport
+from overlapc.planning.road import plan_step
+from overlapc.planning.rows import StageFigures
+from overlapc.schedule import Schedule
+from overlapc.stages import stage_cost
+
+if TYPE_CHECKING:
+    from overlapc.passes.trace import Captured
+    from overlapc.runtime.exchange import Exchange
+
+_FURTHER = 2  # microbatches in flight for which stages are planned, too
+
+
+def plan_stage(
+    captured: Captured,
+    options: Options,
+    schedule: Schedule,
+    stage: int,
+    *,
+    place: bool = True,
+    beside_bytes: int = 0,
+    gradients: Sequence[str],
+    add_ns_per_kib: float,
+    primals: Sequence[Any] | None = None,
+    exchange: Exchange | None = None,
+) -> list[StepReport]:
+    """Plan a stage for as many microbatches in flight as the schedule has and, where rows are
+    placed, for a few more: recompute makes room for rows that stand still less."""
+    lag, held = schedule.lag(stage), schedule.in_flight(stage)
+    further = min(_FURTHER, schedule.microbatches - held) if place else 0
+    _, reports = plan_step(
+        captured,
+        options,
+        schedule.microbatches,
+        lag=lag,
+        in_flight=lag or held,
+        further=0 if lag else further,
+        beside_bytes=beside_bytes,
+        gradients=gradients,
+        add_ns_per_kib=add_ns_per_kib,
+        primals=primals,
+        exchange=exchange,
+    )
+    return reports
+
+
+def beside_bytes(schedule: Schedule, stage: int, coming: int, going: int) -> int:
+    """Bytes that a stage holds whatever its plan: inputs of the microbatches in flight, and what
+    is on its way in and out. A microbatch brings `coming` bytes and sends `going`."""
+    return schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
+
+
+def stage_figures(
+    reports: Sequence[StepReport],
+    received: Collection[str],
+    sent_ns: int,
+    beside: int,
+    reduce_ns: int,
+) -> list[StageFigures]:
+    """What each plan of a stage means for the rows of all ranks. `received` are inputs that other
+    ranks send, `sent_ns` is how long what the stage sends is on its way."""
+    return [
+        StageFigures.of(
+            stage_cost(report.lone.problem, report.lone.plan, received, sent_ns),
+            report,
+            beside,
+            reduce_ns,
+        )
+        for report in reports
+    ]

@@ -1,0 +1,79 @@
+"""How long what a pipeline sends is on its way: measured by the ranks at its ends, or estimated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlapc.planning.options import Options
+from overlapc.profiler.hardware import load_hardware
+from overlapc.runtime.exchange import Exchange
+from overlapc.runtime.row import Links, Run
+from overlapc.schedule import Schedule
+
+_PINGS = 5
+
+
+def sent_ns(schedule: Schedule, stage: int, size: int, links: Links, options: Options) -> int:
+    """How long `size` bytes that a stage makes are on their way to the next; ranks that are at
+    neither end need not know, and have 0."""
+    here, there = (schedule.rank_of[s] for s in (stage, stage + 1))
+    if here == there:
+        return 0
+    if options.profile == "estimate":
+        machine = load_hardware(options.hardware)
+        ends = [dist.get_global_rank(links.group, rank) for rank in (here, there)]
+        return machine.collective_ns("p2p", size, 2, machine.most_in_a_node(ends))
+    if links.rank not in (here, there):
+        return 0
+    peer = there if links.rank == here else here
+    run = Run(schedule, (), {}, {}, links)
+    run.at = f"measuring the link to rank {peer}"
+    tensor = torch.zeros(size, dtype=torch.uint8)
+
+    def ping() -> None:
+        for how in (dist.isend, dist.irecv) if links.rank == here else (dist.irecv, dist.isend):
+            run.wait(run.post(how, tensor, 0, peer, "a ping"), "a ping")
+
+    return _timed(ping) // 2
+
+
+def averaging_ns(
+    schedule: Schedule, stage: int, trained: Sequence[Tensor], links: Links, options: Options
+) -> int:
+    """How long the replicas take to average the gradients of a stage's parameters, all of them on
+    their way at a time; the same on all replicas, which call this together."""
+    if links.replicas is None:
+        return 0
+    ranks = dist.get_process_group_ranks(links.replicas)
+    if options.profile == "estimate":
+        machine = load_hardware(options.hardware)
+        sizes = [parameter.nbytes for parameter in trained]
+        return machine.average_ns(sizes, len(ranks), machine.most_in_a_node(ranks))
+    run = Run(schedule, (), {}, {}, links)
+    run.at = "measuring the link to the replicas"
+    gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in trained]
+
+    def average() -> None:
+        for gradient in gradients:
+            run.average(gradient, "nothing")
+        run.end_averages()
+
+    with Exchange(ranks, links.timeout_s) as exchange:
+        what = f"averaging gradients of stage {stage}"
+        mine = exchange.during(what, lambda: _timed(average))
+        return max(map(int, exchange.gather(what, str(mine).encode())))
+
+
+def _timed(run: Callable[[], None]) -> int:
+    """The quickest of a few runs behind a first one."""
+    times = []
+    for _ in range(_PINGS):
+        start = time.perf_counter_ns()
+        run()
+        times.append(time.perf_counter_ns() - start)
+    return min(times[1:])

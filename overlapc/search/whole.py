@@ -1,0 +1,210 @@
+"""A layout as it runs: its stages captured whole, and planned by the calls that `Pipeline` makes.
+
+`evaluate` plans a few blocks and thinks of all the others as of these, so that many layouts can be
+tried. Where the user's function gives what is before and behind the blocks, too, the winner is then
+looked at once more by `as_it_runs`. Given the same costs, `Pipeline` and `TrainStep` predict what
+this predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
+from overlapc.planning.options import Options
+from overlapc.planning.report import StepReport
+from overlapc.planning.rows import StageFigures, plan_rows
+from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
+from overlapc.profiler.hardware import load_hardware
+from overlapc.schedule import Schedule, format_schedule
+from overlapc.search.chosen import memory_budgets
+from overlapc.search.evaluate import Found, Outcome, Ran, figures_of
+from overlapc.search.layouts import Cluster, Layout, expert_ranks, static_bytes
+from overlapc.search.place import Stage
+from overlapc.search.replicas import Update
+from overlapc.search.rows import Rows
+
+if TYPE_CHECKING:
+    from overlapc.passes.trace import Captured
+    from overlapc.search.own import OwnModel
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A stage captured, what comes from and goes to other stages, and its parameters' bytes."""
+
+    captured: Captured
+    gradients: list[str]
+    received: tuple[str, ...]  # inputs that other stages make
+    coming: int  # bytes of them that are activations
+    going: int
+    parameters: tuple[int, ...]
+
+
+def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
+    """What `Pipeline` will plan for what was found: its layout and its split of the layers. The
+    process has no process groups before and after. Infeasible where that does not fit after all."""
+    from overlapc.search.groups import fake_groups
+
+    layout = found.layout
+    experts = expert_ranks(model, layout.dp)
+    joined = layout.tp > 1 or experts > 1
+    found = replace(
+        found, whole=True, rows="", merged=joined and layout.pp == 1 and found.microbatches > 1
+    )
+    schedule = found.asked
+    budgets = memory_budgets(model, cluster, found)
+    reports: list[list[StepReport]] = []
+    figures: list[list[StageFigures]] = []
+    with fake_groups(cluster.gpus, layout.tp, experts) as groups:
+        for stage, budget in enumerate(budgets):
+            captured = _captured(model, layout, stage, found.layers[stage], groups)
+            planned = _planned(cluster, found.solver, layout, schedule, stage, captured, budget)
+            reports.append(planned[0])
+            figures.append(planned[1])
+    which, rows, _ = plan_rows(schedule, figures)
+    return _outcome(
+        model,
+        cluster,
+        found,
+        rows,
+        [of[i] for of, i in zip(reports, which, strict=True)],
+        [of[i] for of, i in zip(figures, which, strict=True)],
+    )
+
+
+def _captured(model: OwnModel, layout: Layout, stage: int, layers: int, groups: Any) -> _Whole:
+    """The stage on fake tensors, traced as on a rank that runs it."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from overlapc.passes.as_eager import as_eager
+    from overlapc.passes.capture import capture
+    from overlapc.passes.parts import parameter_gradients
+
+    is_first, is_last = stage == 0, stage == layout.stages - 1
+    with FakeTensorMode(), as_eager():
+        tokens = torch.zeros(layout.microbatch, model.seq, dtype=torch.long)
+        part, x = model.stage(layers, is_first, is_last, tokens, *groups)
+        given = tokens if is_first else torch.zeros_like(x, requires_grad=True)
+        captured = capture(part, given, *([tokens] if is_last else []))
+    static = set(captured.static_inputs)
+    placeholders = captured.joint.graph.find_nodes(op="placeholder")
+    inputs = [node.name for i, node in enumerate(placeholders) if i not in static]
+    tangents = [name for name in inputs if name.startswith("tangents")]
+    return _Whole(
+        captured,
+        list(parameter_gradients(captured)),
+        (*inputs[: not is_first], *([] if is_last else tangents)),
+        0 if is_first else x.nbytes,
+        0 if is_last else x.nbytes,
+        tuple(p.nbytes for p in part.parameters() if p.requires_grad),
+    )
+
+
+def _planned(
+    cluster: Cluster,
+    solver: str,
+    layout: Layout,
+    schedule: Schedule,
+    stage: int,
+    whole: _Whole,
+    budget: int,
+) -> tuple[list[StepReport], list[StageFigures]]:
+    machine = load_hardware(cluster.hardware)
+    beside = beside_bytes(schedule, stage, whole.coming, whole.going)
+    options = Options(
+        budget,
+        solver,
+        profile="estimate",
+        hardware=cluster.hardware,
+        cache=cluster.costs or None,
+    )
+    reports = plan_stage(
+        whole.captured,
+        options,
+        schedule,
+        stage,
+        beside_bytes=beside,
+        gradients=whole.gradients,
+        add_ns_per_kib=machine.add_ns_per_kib,
+    )
+    rank = schedule.rank_of[stage]
+    near = 1 if layout.tp * layout.dp >= cluster.gpus_per_node else 2
+    sent_ns = max(
+        0 if schedule.rank_of.get(other, rank) == rank
+        else machine.collective_ns("p2p", size, 2, near)
+        for other, size in ((stage - 1, whole.coming), (stage + 1, whole.going))
+    )  # fmt: skip
+    here = max(1, min(layout.dp, machine.gpus_per_node // layout.tp))
+    average_ns = machine.average_ns(whole.parameters, layout.dp, here)
+    return reports, stage_figures(reports, whole.received, sent_ns, beside, average_ns)
+
+
+def _outcome(
+    model: OwnModel,
+    cluster: Cluster,
+    found: Found,
+    rows: Schedule,
+    reports: Sequence[StepReport],
+    figures: Sequence[StageFigures],
+) -> Outcome:
+    """The figures of the planned stages in their rows."""
+    layout = found.layout
+    costs = tuple(figure.cost for figure in figures)
+    stages = [_stage(report, figure) for report, figure in zip(reports, figures, strict=True)]
+    ranks = [[stages[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pp)]
+    static = static_bytes(model, layout, found.layers)
+
+    def simulated(costs: Sequence[StageCost]) -> PipelineTimeline:
+        """Without the replicas' sums. Steps are merged where one rank has one stage."""
+        return simulate_pipeline(rows, costs, lambda step: stages[0].merged_ns, static)
+
+    timeline = simulated(costs)
+    silent_ns = simulated([replace(cost, sent_ns=0) for cost in costs]).step_ns
+    peaks = [
+        max(peak, *(beside + stage.peak_bytes for stage in mine))
+        for peak, beside, mine in zip(timeline.peak_bytes, static, ranks, strict=True)
+    ]
+    ran = Ran(
+        costs,
+        Rows(rows),
+        timeline,
+        tuple(peaks),
+        timeline.step_ns,
+        max(map(timeline.busy_ns, range(layout.pp))),
+        timeline.step_ns - silent_ns,
+    )
+    update = replace(
+        Update.of(model, cluster, layout, found.layers),
+        reduce_ns=tuple(figure.reduce_ns for figure in figures),
+    )
+    count = found.microbatches
+    told = figures_of(model, cluster, layout, found.solver, ranks, count, ran, update)
+    told = replace(
+        told,
+        whole=True,
+        layers=found.layers,
+        bound_ns=min(found.bound_ns, told.step_ns),
+        rows=format_schedule(rows) if layout.pp > 1 else "",
+        merged=any(stage.merged is not None for stage in stages),
+    )
+    return Outcome(told, reduced(timeline, update.reduce_ns), tuple(stages), costs)
+
+
+def _stage(report: StepReport, figure: StageFigures) -> Stage:
+    """The stage as the search knows them. Its peak is that of its merged pieces alone, beside what
+    its rank holds throughout."""
+    lone, merged = report.lone, report.merged
+    return Stage(
+        lone.problem,
+        lone.plan,
+        lone.timeline,
+        (figure.cost,),
+        lone.bound_ns,
+        1,
+        0 if merged is None else merged.timeline.peak_bytes - lone.problem.resident_bytes,
+        None if merged is None else merged.timeline,
+    )

@@ -1,0 +1,127 @@
+"""What `search` says of a layout is what `Pipeline` and `TrainStep` plan for it and predict."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from examples.gpt.model import Block, GPTConfig, Shard, cross_entropy
+from overlapc import Repeats
+from overlapc.runtime.pipeline import Pipeline
+from overlapc.runtime.train_step import TrainStep
+from overlapc.schedule import format_schedule
+from overlapc.search.chosen import memory_budgets
+from overlapc.search.evaluate import Found
+from overlapc.search.layouts import Cluster, Fixed
+from overlapc.search.models import find_model
+from overlapc.search.search import search
+from overlapc.solvers import merging
+from tests.multiprocess.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+SIZE = GPTConfig(vocab=64, layers=2, width=64, heads=4, max_seq=32)
+BATCH = 8
+CLUSTER = Cluster("cpu-gloo", 2, 2, 10**9, BATCH)
+WHERE = f"{__name__}:own"
+EFFORT = 20_000  # to merge microbatches with: any will do, if it is the same for both
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(SIZE.vocab, SIZE.width)
+        self.places = nn.Embedding(SIZE.max_seq, SIZE.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE.width)
+        self.words = nn.Linear(SIZE.width, SIZE.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(self.norm(x))
+
+
+def own(tensor: Any, expert: Any) -> Repeats:
+    block = Block(SIZE, Shard(tensor))
+    size = SIZE.layers, SIZE.width, SIZE.max_seq, SIZE.vocab, SIZE.heads
+    return Repeats(block, *size, first=Embed(), last=Scores(), loss=cross_entropy)
+
+
+def found_by(fixed: Fixed, cluster: Cluster) -> Found:
+    best = search(find_model(WHERE), cluster, fixed, workers=1).best
+    assert best is not None
+    assert best.whole
+    return best
+
+
+def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> Any:
+    """The step that a rank predicts of this layout; the rows it runs."""
+    merging._EVALUATIONS = EFFORT
+    dist.init_process_group("gloo")
+    alone = [dist.new_group([each]) for each in range(ranks)][rank]
+    model, layout = find_model(WHERE), found.layout
+    torch.manual_seed(0)
+    drawn = torch.randint(0, SIZE.vocab, (found.microbatches, layout.microbatch, SIZE.max_seq))
+    batches = list(drawn)
+    how: Any = {"solver": found.solver, "profile": "estimate", "timeout_s": 30}
+    if layout.tp == 2:
+        part, _ = model.stage(SIZE.layers, True, True, drawn[0], dist.group.WORLD, None)
+        step = TrainStep(part, memory_budget=budgets[0], **how)
+        report = step.plan([(batch, batch) for batch in batches])
+        assert report is not None
+        return report.step_ns, "", report.merged is not None
+    stage = rank if layout.pp == 2 else 0
+    last = stage == layout.pp - 1
+    part, _ = model.stage(found.layers[stage], stage == 0, last, drawn[0], None, None)
+    loss, part.loss = part.loss, None
+    pipeline = Pipeline(
+        {stage: part},
+        found.asked,
+        found.microbatches,
+        loss,
+        group=dist.group.WORLD if layout.pp == 2 else alone,
+        data_parallel=dist.group.WORLD if layout.dp == 2 else None,
+        memory_budget=dict(enumerate(budgets)),
+        **how,
+    )
+    pipeline(batches, batches)
+    assert pipeline.timeline is not None
+    assert bool(pipeline.timeline.reductions) == (layout.dp == 2)
+    return pipeline.timeline.step_ns, format_schedule(pipeline.schedule), False
+
+
+@pytest.mark.parametrize(
+    ("fixed", "memory"),
+    [
+        (Fixed(tp=2, pp=1, dp=1, microbatch=2, sequence=False), 10**9),
+        (Fixed(tp=1, pp=2, dp=1, microbatch=2, schedule="1f1b"), 10**9),
+        (Fixed(tp=1, pp=1, dp=2, microbatch=2), 10**9),
+    ],
+    ids=["tp", "pp", "dp"],
+)
+def test_a_search_predicts_what_is_planned_on_the_ranks(
+    fixed: Fixed, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overlapc.search.search.planners", lambda count: ThreadPoolExecutor(1))
+    monkeypatch.setattr("overlapc.search.search._LESS", ())  # memory is not asked about here
+    monkeypatch.setattr(merging, "_EVALUATIONS", EFFORT)
+    cluster = replace(CLUSTER, memory_bytes=memory)
+    found = found_by(fixed, cluster)
+    budgets = memory_budgets(find_model(WHERE), cluster, found)
+    assert found.merged == (fixed.tp == 2)
+    for told_ns, rows, merged in run_ranks(planned_on_rank, 2, found, budgets, timeout_s=280):
+        assert told_ns == found.gradients_ns
+        assert merged == found.merged
+        assert rows in ("", format_schedule(found.schedule))
