@@ -30,6 +30,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
+from overlapc.files import write_file
+
 RESULTS = Path(__file__).parent / "results"
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = "29511"
@@ -186,7 +188,7 @@ def write_results(stem: str, document: Mapping[str, Any]) -> None:
     """What was measured, with its conditions, under benchmarks/results/."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{stem}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_file(path, json.dumps(document, indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)
 
 
