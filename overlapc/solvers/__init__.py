@@ -26,6 +26,7 @@ from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers import baselines
 from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_on_demand
+from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
 from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import merged_plans
@@ -61,10 +62,6 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
 }
 SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
 _QUICK = ("uniform", "block", "megatron", "lancet")  # found in tenths of a second
-_SMALL = 64  # ops up to which heu, too, tries the same budgets whatever it is given
-_LARGE = 1500  # ops up to which the smallest budgets of the ladder get all of HEU's effort
-_RUNGS = 12
-_AT_BOUND = 1 + 1e-4  # times the bound: nothing that is worth a search is faster
 
 
 def solve(
@@ -100,18 +97,18 @@ def solve(
         return _best(problem, [FIELD[solver](problem)])
     best = _Best(problem)
     if solver == "overlap":
-        best.goal_ns = int(simple_bound_ns(problem) * _AT_BOUND)
+        best.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
         if best.take(make(problem) for make in BASELINES.values()):
             return best.plan()
         unlimited = replace(problem, budget_bytes=None)  # the same goal for every budget
-        best.goal_ns = int(bound_ns(unlimited) * _AT_BOUND)
+        best.goal_ns = int(bound_ns(unlimited) * AT_BOUND)
     tried = generators(problem, solver, torch_choices, best.worth)
     try:
         if solver != "opt":
             best.take(chain.from_iterable(tried.values()))
             return best.plan()
         known = chain(tried.pop("baselines"), tried.pop("sizes"), tried.pop("others'"))
-        start = () if len(problem.trace.ops) <= _SMALL else tried.pop("ladder")
+        start = () if len(problem.trace.ops) <= SMALL else tried.pop("ladder")
         others = chain.from_iterable(tried.values())
         found = opt(
             problem, known, start, others, time_limit_s=time_limit_s, gap=gap, progress=progress
@@ -133,7 +130,7 @@ def generators(
     cheap = [make(problem) for make in BASELINES.values()]
     found: dict[str, Iterable[Plan]] = {"baselines": cheap}
     rivals = (FIELD[name](problem) for name in _QUICK)
-    if solver == "heu" and len(problem.trace.ops) > _SMALL:
+    if solver == "heu" and len(problem.trace.ops) > SMALL:
         hopeful = any(baselines.fits(problem, plan) for plan in cheap)
         return found | {"others'": rivals, "blocks": heu_plans(problem, hopeful=hopeful)}
     found["sizes"] = sizes = steady_plans(problem)
@@ -166,7 +163,7 @@ def menu(
     needs = Needs(problem.trace)
     steady = simple_plans(problem)
     yield from steady
-    kept = keep_sets(problem, needs, 72)
+    kept = keep_sets(problem, needs, 2 * FEW * RUNGS)
     yield from (plan_on_demand(problem, each, solver, needs, "hull") for each in kept)
     if problem.trace.lanes:  # otherwise there is nothing to hide, and no order is faster
         choices = [choice_of(problem, plan) for plan in steady]
@@ -181,7 +178,7 @@ def _merged(problem: Problem, solver: str) -> Plan:
             f"solver={solver!r} knows nothing of merged pieces; expected overlap, heu or opt"
         )
     needs = Needs(problem.trace)
-    choices = [needs.complete(kept, "hull") for kept in keep_sets(problem, needs, 24)]
+    choices = [needs.complete(kept, "hull") for kept in keep_sets(problem, needs, 2 * RUNGS)]
     found = merged_plans(problem, choices)
     if found:
         check(problem, found[0].plan)
@@ -198,10 +195,10 @@ def _ladder(
     problem's own is."""
     peaks = [peak_bytes(problem, plan) for plan in steady]
     least, most = min(peaks), max(peaks)
-    rungs = max(3, min(_RUNGS, 9000 // max(1, len(problem.trace.ops))))
+    rungs = max(FEW, min(RUNGS, LADDER // max(1, len(problem.trace.ops))))
     for rung in reversed(range(rungs + 1)):
         budget = least + (most - least) * rung // rungs
-        tight = rung <= 1 and len(problem.trace.ops) <= _LARGE
+        tight = rung <= 1 and len(problem.trace.ops) <= LARGE
         groups = None if rung == 0 else False  # seconds, for what only the least memory needs
         less = replace(problem, budget_bytes=budget)
         for plan in heu_plans(less, thorough=tight, grouped=groups, worth=worth):

@@ -37,6 +37,7 @@ from overlapc.ir import Op, Plan, Problem, Slowdown, Trace, parse_issue
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.blocks import layers, made_inside
 from overlapc.solvers.choice import Choice, Needs, plan_on_demand
+from overlapc.solvers.constants import GAP, OVERSHOOT
 from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.program import Program
@@ -218,7 +219,7 @@ def checkmate(problem: Problem) -> Plan:
     for percent in range(0, 60, 4) if budget is not None else (0,):
         limit = budget * (100 - percent) // 100 if budget is not None else 1 << 60
         try:
-            found = program.solve(3.0, 0.002, program.thrifty(limit))
+            found = program.solve(3.0, GAP, program.thrifty(limit))
         except Infeasible:
             break
         if found.kept is None:
@@ -252,7 +253,7 @@ def lancet(problem: Problem) -> Plan:
     forward = tuple(op.name for op in problem.trace.ops if op.is_forward)
     found = [plan]
     if len(problem.phases) > 1:
-        for style in (Style(2.0, True, "W"), Style(2.0, False, "W")):
+        for style in (Style(OVERSHOOT, True, "W"), Style(OVERSHOOT, False, "W")):
             found.append(replace(plan, order=forward + list_schedule(work, NEVER, style)))
     return _fastest_fitting(problem, found, "lancet")
 

@@ -19,9 +19,8 @@ from itertools import pairwise, takewhile
 from weakref import WeakKeyDictionary
 
 from overlapc.ir import Trace
+from overlapc.solvers.constants import LEAST, PERIODS
 
-_PERIODS = 32  # the commonest distances between like ops, which are tried as periods
-_LEAST = 4  # a repetition of less than this part of the forward is something inside of a layer
 _SYMBOL = re.compile(r"\bd\d+\b")
 
 
@@ -64,7 +63,7 @@ _known: WeakKeyDictionary[Trace, Repetition | None] = WeakKeyDictionary()
 def find_repetition(trace: Trace) -> Repetition | None:
     """As `repetition`, but found anew."""
     flow = _Flow(trace)
-    return _largest(flow, range(len(flow.ops)), len(flow.ops) // _LEAST)
+    return _largest(flow, range(len(flow.ops)), len(flow.ops) // LEAST)
 
 
 def layers(trace: Trace) -> list[range]:
@@ -189,7 +188,7 @@ def _runs(signatures: list[str], low: int) -> Iterator[_Run]:
         if signature in last:
             distances[i - last[signature]] += 1
         last[signature] = i
-    for period, _ in distances.most_common(_PERIODS):
+    for period, _ in distances.most_common(PERIODS):
         length = 0
         alike = [a == b for a, b in zip(signatures, signatures[period:], strict=False)]
         for i, same in enumerate([*alike, False]):

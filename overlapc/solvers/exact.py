@@ -17,6 +17,7 @@ from overlapc.ledger import Balance
 from overlapc.machine import Lane
 from overlapc.simulate import flow_of, simulate
 from overlapc.solvers.choice import Needs
+from overlapc.solvers.constants import EXACT
 
 MOST_VALUES = 10  # that could be saved: there are 2**10 sets of them
 
@@ -29,7 +30,7 @@ class TooLarge(Exception):
         self.best = best
 
 
-def exact(problem: Problem, steps: int = 100_000, best: Plan | None = None) -> Plan | None:
+def exact(problem: Problem, steps: int = EXACT, best: Plan | None = None) -> Plan | None:
     """The fastest plan within the budget, of the smallest peak among equals; None if none fits.
     Of problems whose backward does not lag behind.
 

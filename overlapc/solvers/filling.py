@@ -17,11 +17,8 @@ from random import Random
 
 from overlapc.ir import Plan
 from overlapc.ledger import Balance
+from overlapc.solvers.constants import OVERSHOOT, REACH, RUNGS, UNSURE
 from overlapc.solvers.work import Work
-
-_LOOK = 120  # issues before and after a collective that are looked through
-_UNSURE = 0.25  # how often a seeded taste changes its mind
-_TRIES = 12  # candidates tried for one place in a window
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class _Filling:
                 return
             moves = [m for m in self.moves(begin, end) if m[0] not in refused]
             moves.sort(key=lambda m: self.rank(m, left, begin))
-            for n, group in moves[:_TRIES]:
+            for n, group in moves[:RUNGS]:
                 if self.move(group, end):
                     break
                 refused.add(n)
@@ -110,7 +107,7 @@ class _Filling:
         """(node, all that has to move with it), for each that may run in the window."""
         at, order, took, may_move = self.at, self.order, self.took, self.may_move
         pushed: dict[int, set[int]] = {}  # with what needs it before the end; empty: may not move
-        for i in range(begin - 1, max(-1, begin - _LOOK), -1):
+        for i in range(begin - 1, max(-1, begin - REACH), -1):
             n = order[i]
             if self.role[n] in ("start", "wait"):
                 continue
@@ -126,7 +123,7 @@ class _Filling:
                 if group and took[n]:
                     yield n, group
         pulled: dict[int, set[int]] = {}  # with what it needs; empty: has to wait
-        for i in range(end + 1, min(len(order), end + _LOOK)):
+        for i in range(end + 1, min(len(order), end + REACH)):
             n = order[i]
             group = {n} if may_move[n] else set()
             for other in self.before[n]:
@@ -149,12 +146,12 @@ class _Filling:
         recompute, pull = self.taste.recompute, self.taste.pull
         far = 1.0
         if self.taste.seed:
-            recompute ^= self.random.random() < _UNSURE
-            pull ^= self.random.random() < _UNSURE
+            recompute ^= self.random.random() < UNSURE
+            pull ^= self.random.random() < UNSURE
             far = self.random.uniform(0.3, 3.0)
         wanted = (self.letter[n] == "R") == recompute
         pulled = self.at[n] > begin
-        return took > 2 * left, not wanted, pulled != pull, abs(self.at[n] - begin) * far
+        return took > OVERSHOOT * left, not wanted, pulled != pull, abs(self.at[n] - begin) * far
 
     def move(self, going: set[int], end: int) -> bool:
         """Put the group right before place `end` of the order, if memory allows."""

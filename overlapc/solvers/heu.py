@@ -30,23 +30,17 @@ from overlapc.ir import Op, Plan, Problem
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.blocks import Repetition, repetition
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
+from overlapc.solvers.constants import EXPOSED, FEW, GAP, LARGE, OVERSHOOT, ROOM, SECONDS
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.overlap import steady_plans
 from overlapc.solvers.work import NEVER, backward_work
 
-_STYLES = (Style(4.0, False), Style(2.0, True))
-_STEPS, _HALVINGS = 20, 3  # in which the room is looked for that makes a choice fit
-_AGAIN = (0.5, 0.1)  # shares of recomputed collectives that may turn out to be exposed
-_ROOM_PERMILLE = (0, 15, 40)  # of the budget left to the schedule besides
-_MUCH_ROOM_PERMILLE = (100, 200, 350)  # where nothing would have to run again
-_FEWEST = 3  # blocks that take like choices: with two, a program of both knows more
-_GROUPS = (2, 3, 4)  # blocks that are taken as one where memory is scarce
-_MOST = 6  # choices of several such periods that are worth all schedules
+_STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True))
+_STEPS = 20  # in which the room is looked for that makes a choice fit
+_ROOMS = (0.0, ROOM**2)  # of the budget, left to the schedule besides
 _PASSES = (PASSES[0], PASSES[1], PASSES[3])
 _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
-_LARGE = 1500  # ops from which on fewer schedules are tried for a choice
-_SECONDS = 2.0  # for one program; it takes hundredths
 
 
 class Period:
@@ -142,12 +136,9 @@ class Totals:
         return Totals(compute, comm, weights, there)
 
 
-def policy(
-    problem: Problem, period: Period, totals: Totals, room: int, again: float = 0.5
-) -> dict[int, int] | None:
+def policy(problem: Problem, period: Period, totals: Totals, room: int) -> dict[int, int] | None:
     """In how many of its blocks to keep each class of storage, if `room` bytes are to stay free;
-    None if that cannot be. `again` is the share of a recomputed collective that is thought to be
-    exposed."""
+    None if that cannot be."""
     unit = max(1, totals.compute) / 1000
     program = pulp.LpProblem("period", pulp.LpMinimize)
     keep = [
@@ -167,9 +158,9 @@ def policy(
         # What the last block recomputes has no window before it.
         hidden.append(cost.compute_ns / unit * (blocks - 1) / blocks * run[op.name])
     # Less recompute and fewer collectives run again, if windows have room for either.
-    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * again + idle
+    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * EXPOSED + idle
     gap = (totals.comm - totals.weights) / unit
-    program += idle + pulp.lpSum(hidden) - 2 * again * pulp.lpSum(comm) >= gap
+    program += idle + pulp.lpSum(hidden) - 2 * EXPOSED * pulp.lpSum(comm) >= gap
     for c in period.wanted:
         terms = keep[c] + run[period.maker[c].name] if c in period.maker else keep[c] + 0
         program += terms >= period.blocks[c]
@@ -201,7 +192,7 @@ def _limit_memory(
 
 def _engine() -> pulp.LpSolver:
     """HiGHS, or CBC where HiGHS is missing: one that is installed, or the one PuLP 3 brings."""
-    options = {"msg": False, "timeLimit": _SECONDS, "threads": 1, "gapRel": 0.002}
+    options = {"msg": False, "timeLimit": SECONDS, "threads": 1, "gapRel": GAP}
     for make in (pulp.HiGHS, pulp.COIN_CMD):
         if (engine := make(**options)).available():
             return engine
@@ -231,8 +222,8 @@ def heu_plans(
     if len(problem.phases) != 2:
         return
     repeated = repetition(problem.trace)
-    if repeated is not None and repeated.count < _FEWEST:
-        repeated = None
+    if repeated is not None and repeated.count < FEW:
+        repeated = None  # a program of both knows more
     totals = Totals.of(problem)
     period = Period(problem, needs, repeated)
     budget = problem.budget_bytes
@@ -242,7 +233,7 @@ def heu_plans(
             yield from schedules(problem, choice, None, defer)
         return
     tried: list[Choice] = []
-    for choice in _fitting(problem, period, needs, totals, budget, thorough, _AGAIN):
+    for choice in _fitting(problem, period, needs, totals, budget, thorough):
         if choice not in tried:
             tried.append(choice)
             if worth(choice):
@@ -254,7 +245,7 @@ def heu_plans(
     if not hopeful and not tried and not others:
         return
     for several in _groups(problem, needs, repeated, whole=not tried):
-        for choice in _fitting(problem, several, needs, totals, budget, thorough, _AGAIN[:1]):
+        for choice in _fitting(problem, several, needs, totals, budget, thorough):
             if choice not in tried:
                 tried.append(choice)
                 others.append(choice)
@@ -265,10 +256,10 @@ def _groups(
     problem: Problem, needs: Needs, repeated: Repetition | None, whole: bool
 ) -> Iterator[Period]:
     """Periods of several blocks, and the trace as one if it is not too long or it must be."""
-    for blocks in _GROUPS:
+    for blocks in range(2, FEW + 2):
         if repeated is not None and 2 * blocks <= repeated.count:
             yield Period(problem, needs, repeated.grouped(blocks), blocks)
-    if repeated is not None and (whole or len(problem.trace.ops) <= _LARGE):
+    if repeated is not None and (whole or len(problem.trace.ops) <= LARGE):
         yield Period(problem, needs, None)
 
 
@@ -279,22 +270,20 @@ def _fitting(
     totals: Totals,
     budget: int,
     thorough: bool,
-    shares: Sequence[float],
 ) -> Iterator[Choice]:
     """The period's choices that just fit, and if `thorough` those with more room left."""
-    for again in shares if thorough else shares[:1]:
-        program = cache(partial(policy, problem, period, totals, again=again))
-        room = _least_room(problem, period, needs, program, budget)
-        if room is None:
+    program = cache(partial(policy, problem, period, totals))
+    room = _least_room(problem, period, needs, program, budget)
+    if room is None:
+        return
+    rooms = list(_ROOMS if thorough else _ROOMS[:1])
+    for i, more in enumerate(rooms):
+        if (keep := program(room + int(budget * more))) is None:
             continue
-        rooms = list(_ROOM_PERMILLE if thorough else _ROOM_PERMILLE[:1])
-        for i, more in enumerate(rooms):
-            if (keep := program(room + budget * more // 1000)) is None:
-                continue
-            choice = period.choice(needs, keep, f" exposing {again:g} room {more}")
-            yield choice
-            if thorough and i == 0 and not choice.recomputed:
-                rooms += _MUCH_ROOM_PERMILLE  # recompute may hide what late weight gradients cannot
+        choice = period.choice(needs, keep, f" room {more:g}")
+        yield choice
+        if thorough and i == 0 and not choice.recomputed:
+            rooms.append(ROOM)  # recompute hides what late weight gradients cannot
 
 
 def _most_promising(
@@ -311,7 +300,7 @@ def _most_promising(
         first = list(islice(more, 2))
         yield from first
         found.append((min(step_ns(problem, plan) for plan in first), len(found), more))
-    for _, i, more in sorted(found)[:_MOST]:
+    for _, i, more in sorted(found)[: 2 * FEW]:
         if worth(choices[i]):
             yield from more
 
@@ -330,7 +319,7 @@ def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:
     for plan in steady_plans(problem):
         if peak_bytes(problem, plan) <= budget:
             fitting.append((step_ns(problem, plan), len(fitting), choice_of(problem, plan)))
-    return [choice for *_, choice in sorted(fitting)[: len(_ROOM_PERMILLE)]]
+    return [choice for *_, choice in sorted(fitting)[:FEW]]
 
 
 def _least_room(
@@ -356,7 +345,7 @@ def _least_room(
             break
         least, most = most, most + max(excess // 2, budget // 50)
     found = None if excess is None or excess > 0 else most
-    for _ in range(_HALVINGS if least < most else 0):
+    for _ in range(FEW if least < most else 0):
         middle = (least + most) // 2
         excess = over(middle)
         if excess is not None and excess > 0:
@@ -374,7 +363,7 @@ def schedules(
     plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
     plan = plan_of(problem, choice, "heu")
     yield plan
-    large = len(problem.trace.ops) > _LARGE
+    large = len(problem.trace.ops) > LARGE
     limit = NEVER if budget is None else budget
     if peak_bytes(problem, plan) <= limit:
         work = backward_work(problem, choice)

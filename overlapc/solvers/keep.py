@@ -27,6 +27,7 @@ import numpy as np
 from overlapc.ir import Problem
 from overlapc.simulate import memory_curve, saved_bytes
 from overlapc.solvers.choice import Needs, plan_on_demand
+from overlapc.solvers.constants import FEW
 
 _MILLION = 1e6
 _DEAREST = 1e9
@@ -64,7 +65,7 @@ def _walk(
     problem: Problem, needs: Needs, free: frozenset[str], at_most: int
 ) -> list[frozenset[str]]:
     """Down the hull, the largest set first."""
-    corners = _hull(problem, needs, free, solves=max(4, at_most // 3))
+    corners = _hull(problem, needs, free, solves=max(4, at_most // FEW))
     gaps = [a.bytes - b.bytes for a, b in itertools.pairwise(corners)]
     mixes = max(0, at_most - len(corners))
     found: dict[frozenset[str], None] = {}

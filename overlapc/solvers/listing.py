@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from overlapc.ledger import Balance
 from overlapc.machine import Lane
+from overlapc.solvers.constants import RUNGS, SOON
 from overlapc.solvers.work import NEVER, Work
 
-_SOON = 2  # windows
-_LOOK = 24  # how many spare ops are compared for a window, or for relief
+_LOOK = 2 * RUNGS  # how many spare ops are compared for a window, or for relief
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class _Ahead:
 
     def soon(self, deadline: int) -> bool:
         """Is the deadline within the next few windows?"""
-        window = bisect_right(self.starts, self.passed) + _SOON
+        window = bisect_right(self.starts, self.passed) + SOON
         return window >= len(self.starts) or deadline <= self.starts[window]
 
     def most(self, deadline: int, memory: int) -> int:

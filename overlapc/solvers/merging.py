@@ -22,6 +22,7 @@ from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
+from overlapc.solvers.constants import AT_BOUND, FEW, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import heu_plans, schedules
 from overlapc.solvers.keep import keep_sets
@@ -40,7 +41,7 @@ class Pace:
     lead: float = 0.0
     hurry: bool = True
     ahead: float = 0.9
-    overshoot: float = 2.0
+    overshoot: float = OVERSHOOT
 
     def __str__(self) -> str:
         return f"lead {self.lead:g} ahead {self.ahead:g}{' in a hurry' if self.hurry else ''}"
@@ -53,13 +54,9 @@ PACES = tuple(
 _FEW = (Pace(), Pace(hurry=False), Pace(hurry=False, ahead=0.5), Pace(lead=-0.06))
 _SHARES = (1.0, 0.97, 0.93)  # of the budget, which an order sometimes exceeds
 _TASTES = tuple(Taste(r, pull, "FRW") for r, pull in product((False, True), repeat=2))
-_EVALUATIONS = 1_500_000  # about how many ops are scheduled in all for one problem
-_FILLED, _POLISHED = 6, 3  # how many choices get more and more effort
-_CHOICES = 24
 _BUDGETS = (1000, 970, 940, 900, 860, 820, 770, 720, 660, 600, 520)
-_AT_BOUND = 1 + 1e-4  # times the bound: nothing that is worth a search is faster
 _LONG = 1000  # ops from which on each that is scheduled costs more
-_IDLE = 24  # seeded fillings in a row that are no better, before it ends
+_IDLE = 2 * RUNGS  # seeded fillings in a row that are no better, before it ends
 
 
 def merged_order(work: Work, limit: int, pace: Pace) -> tuple[str, ...]:
@@ -84,9 +81,9 @@ def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
     found = [merged for c in dict.fromkeys(choices) if (merged := search.listed(c)) is not None]
     found.sort(key=_step)
     if search.budget < NEVER:
-        found = [search.filled(merged) for merged in found[:_FILLED]] + found[_FILLED:]
+        found = [search.filled(merged) for merged in found[: 2 * FEW]] + found[2 * FEW :]
         found.sort(key=_step)
-        found = [search.polished(merged) for merged in found[:_POLISHED]] + found[_POLISHED:]
+        found = [search.polished(merged) for merged in found[:FEW]] + found[FEW:]
         found.sort(key=_step)
     effort = f"; of {search.offered} plans"
     plans = [replace(merged.plan, found_by=merged.plan.found_by + effort) for merged in found]
@@ -107,7 +104,7 @@ class _Search:
         self.problem = problem
         self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
         count = max(1, len(problem.trace.ops))
-        self.effort = _EVALUATIONS * min(count, _LONG) // count**2
+        self.effort = MERGED * min(count, _LONG) // count**2
         self.offered = 0
         self.orders: dict[Choice, list[Merged]] = {}  # that fit
 
@@ -150,7 +147,7 @@ class _Search:
         seed = left = _IDLE
         while left and self.effort > 0:
             seed, left = seed + 1, left - 1
-            taste = Taste(seed % 3 != 0, seed % 2 != 0, "FRW", seed)
+            taste = Taste(seed % FEW != 0, seed % 2 != 0, "FRW", seed)
             plan = filled(merged.plan, work, self.budget, (taste,))
             other = self.offer(merged.choice, plan.order, _how(plan))
             if other is not None and other.step_ns < merged.step_ns:
@@ -327,15 +324,15 @@ def solve_step(
     if microbatches <= lag or not problem.trace.lanes:
         return lone, None  # nothing to be merged with, or nothing to hide
     both = merge(problem, lag)
-    if step_ns(problem, lone) <= simple_bound_ns(both) * _AT_BOUND:
+    if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
         return lone, None  # what is merged takes as long
     needs = Needs(problem.trace)
-    kept = keep_sets(problem, needs, _CHOICES)
+    kept = keep_sets(problem, needs, 2 * RUNGS)
     known = [choice_of(problem, lone), *_thrifty(problem, needs)]
     known += [needs.complete(storages, "hull") for storages in kept]
     best: tuple[int, Plan, Plan | None]
     best = step_ns(problem, lone) * microbatches, lone, None
-    for merged in merged_plans(both, known)[:_POLISHED]:
+    for merged in merged_plans(both, known)[:FEW]:
         for own in schedules(problem, merged.choice, problem.budget_bytes):
             if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
                 continue

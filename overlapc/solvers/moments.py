@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from overlapc.solvers.constants import RUNGS
 from overlapc.solvers.slots import Slots
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 Terms = dict[int, float]  # column -> factor
 _ONE = -1  # the "column" of a sum's constant
 _DONE: Terms = {_ONE: 1.0}
-_STRETCHES = 24  # moments in all, where not every window has its own
+_STRETCHES = 2 * RUNGS  # moments in all, where not every window has its own
 
 
 class Moments:

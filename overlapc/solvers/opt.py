@@ -24,6 +24,7 @@ from overlapc.progress import stoppable
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
+from overlapc.solvers.constants import FEW, GAP, LARGE, NEAR, OVERSHOOT, SEARCHED, SECONDS
 from overlapc.solvers.exact import TooLarge, exact
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.heu import heu_plans
@@ -31,14 +32,14 @@ from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 
-_SMALL = 28  # ops that can be searched through
 _MARGINS = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.3)
 _GROUPED = 0.1  # the most of them that groups of blocks are tried with
-_NEAR = 0.01  # a gap with which they are not
 _LIMITS = (1.0, 0.95)  # of the budget, for the list scheduler to aim at
-_STYLES = (Style(4.0, False), Style(2.0, True), Style(1.0, True))
-_SEEDS, _IDLE = 6, 80  # fillings in a row that may be no better, of any choice and of the best
-_FINE = 1500  # ops up to which the fine program is worth its time
+_STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True), Style(1.0, True))
+_SEEDS, _IDLE = (
+    2 * FEW,
+    80,
+)  # fillings in a row that may be no better, of any and the best
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class _Search:
         return closed or self.left_s() <= 0
 
     def gap_is_small(self) -> bool:
-        return self.best is not None and self.step * (1 - _NEAR) <= self.bound
+        return self.best is not None and self.step * (1 - NEAR) <= self.bound
 
     def tell(self, doing: str) -> None:
         seconds = time.monotonic() - self.began
@@ -189,7 +190,7 @@ class _Search:
         if not self.done():
             self.take(menu)
         self.tell("known plans")
-        if len(self.problem.trace.ops) <= _SMALL and self.small():
+        if len(self.problem.trace.ops) <= SEARCHED and self.small():
             return
         needs = Needs(self.problem.trace)
         program = Program(self.problem, needs)
@@ -198,7 +199,7 @@ class _Search:
         if self.done():
             return
         makers = [lambda: program]
-        if len(self.problem.trace.ops) <= _FINE:
+        if len(self.problem.trace.ops) <= LARGE:
             makers.append(lambda: Program(self.problem, needs, fine=True))
         self.proof = _Proof(makers, self.gap / 2, self.until)
         try:
@@ -237,9 +238,9 @@ class _Search:
             before = self.key
             budget = int(self.budget * (1 - margin)) if self.budget < NEVER else NEVER
             patience = max(1.0, len(self.problem.trace.ops) / 700)
-            seconds = max(0.1, min(2.0 * patience, self.left_s() / 8))
+            seconds = max(0.1, min(SECONDS * patience, self.left_s() / 8))
             try:
-                found = program.solve(seconds, 0.002, program.thrifty(budget))
+                found = program.solve(seconds, GAP, program.thrifty(budget))
             except Infeasible:
                 continue
             if found.kept is None or found.kept in self.tried:
@@ -275,7 +276,7 @@ class _Search:
         seed, left = 0, idle if self.budget < NEVER else 0
         while left and self.here is not None and not self.done():
             seed, left, (before, plan) = seed + 1, left - 1, self.here
-            taste = Taste(seed % 3 != 0, seed % 3 != 0, seed=seed)
+            taste = Taste(seed % FEW != 0, seed % FEW != 0, seed=seed)
             self.offer(filled(plan, work, self.budget, (taste,), self.until))
             if self.here[0] < before:
                 left = idle

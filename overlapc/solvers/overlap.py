@@ -19,12 +19,12 @@ from functools import cache, partial
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.choice import Choice, Needs, plan_of, plan_on_demand
+from overlapc.solvers.constants import EVALUATIONS, FEW, OVERSHOOT, RUNGS
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.work import NEVER, backward_work, forward_work
 
-_STYLES = (Style(4.0, False), Style(1.0, False), Style(2.0, True))
-_EVALUATIONS = 90_000  # about how many ops are scheduled in all for one problem
+_STYLES = (Style(OVERSHOOT**2, False), Style(1.0, False), Style(OVERSHOOT, True))
 
 
 def overlap_plans(
@@ -37,13 +37,14 @@ def overlap_plans(
     first. `choices` are others' saved sets to schedule as well, or instead of its `own`; what is
     not `worth` it is not scheduled."""
     needs = Needs(problem.trace)
-    effort = max(1, _EVALUATIONS // max(1, len(problem.trace.ops)))
-    kept = keep_sets(problem, needs, at_most=min(48, max(24, effort // 3))) if own else []
+    effort = max(1, EVALUATIONS // max(1, len(problem.trace.ops)))
+    sets = min(4 * RUNGS, max(2 * RUNGS, effort // FEW))
+    kept = keep_sets(problem, needs, sets) if own else []
     own_choices = [needs.complete(storages, "hull") for storages in kept]
     points = _points(problem, [*own_choices, *choices])
     ceiling = max(point.peak_bytes for point in points) * 5 // 4
     floor = min(point.peak_bytes for point in points)
-    rungs = min(14, max(5, effort // 12), 2 + len(problem.trace.ops) // 4)
+    rungs = min(14, max(5, effort // RUNGS), 2 + len(problem.trace.ops) // 4)
     levels = {floor + (ceiling - floor) * i // rungs for i in range(rungs + 1)}
     levels.add(points[0].peak_bytes)
     styles = _STYLES if effort > 60 else _STYLES[:1] if effort < 20 else _STYLES[:2]
@@ -84,7 +85,7 @@ def steady_plans(problem: Problem) -> list[Plan]:
     }
     alike = replace(problem, profile=replace(problem.profile, costs=costs))
     needs = Needs(problem.trace)
-    kept = keep_sets(alike, needs, 24)
+    kept = keep_sets(alike, needs, 2 * RUNGS)
     return [plan_on_demand(problem, each, "overlap", needs, "sizes") for each in kept]
 
 

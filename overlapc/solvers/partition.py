@@ -20,13 +20,13 @@ from functools import cached_property
 from itertools import pairwise
 
 from overlapc.errors import OptionError
+from overlapc.solvers.constants import EXACT
 
 # (stage, first layer, the layer behind its last) -> ns, or None if no plan fits
 StageTime = Callable[[int, int, int], "int | None"]
 Run = Callable[..., Iterable["int | None"]]  # as `map`, which asks for one after the other
 _Segment = tuple[int, ...]
 _Weight = tuple[int, int]
-_EXACT = 100_000  # segments up to which all may be asked for
 TOGETHER = 2  # asked for at a time
 
 
@@ -110,7 +110,7 @@ def best_partition(
     """
     _check(layers, stages)
     room = layers - stages + 1  # most layers of one stage
-    if stages * room * (room + 1) // 2 > _EXACT:
+    if stages * room * (room + 1) // 2 > EXACT:
         return moved(layers, stages, time)
     ways = (*bounds, time)
     known: dict[_Segment, tuple[int, int | None]] = {}  # how many ways were asked, and the answer

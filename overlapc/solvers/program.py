@@ -27,17 +27,16 @@ import numpy as np
 from overlapc.errors import Infeasible
 from overlapc.ir import Op, Problem
 from overlapc.solvers.choice import Needs
+from overlapc.solvers.constants import CLASSES, EXPOSED, THRIFT
 from overlapc.solvers.moments import Moments
 from overlapc.solvers.slots import Slots, slots_of
 
 _INF = float(highspy.kHighsInf)
 _LARGEST = 100.0  # columns and rows are scaled so that the dearest op costs this much
-_THRIFT = 0.05  # of recompute's time, where it may be hidden for nothing
 _NOTHING_FITS = (
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
 )
-_CLASSES = 400  # of ops bound on both sides that get columns of their own
 
 
 @dataclass
@@ -248,7 +247,7 @@ class Program:
         hidden: list[dict[int, float]] = [{} for _ in range(windows)]
         ranges = sorted({*amounts, *tasks})
         both = [span for span in ranges if span[0] > 0 and span[1] < final]
-        if len(both) > _CLASSES:  # let them run up to the end: that only lowers the bound
+        if len(both) > CLASSES:  # let them run up to the end: that only lowers the bound
             widened = {span: (span[0], final) for span in both}
             both = []
         else:
@@ -373,7 +372,7 @@ class Program:
         windows have room to spare, what fills them is not all the same to the schedule."""
         costs = self.problem.profile.costs
         extra = {
-            column: (_THRIFT * costs[name].compute_ns + 0.5 * costs[name].comm_ns) / self.ns
+            column: (THRIFT * costs[name].compute_ns + EXPOSED * costs[name].comm_ns) / self.ns
             for name, column in self.run.items()
         }
         highs = self.model.highs(whole=True, extra=extra)

@@ -19,13 +19,13 @@ from random import Random
 
 from overlapc.pipeline import PipelineTimeline, Rank, StageCost, simulate_pipeline
 from overlapc.schedule import Action, Schedule, Step, steps_of
+from overlapc.solvers.constants import ACTIONS
 
 _ROUNDS = 8
 _POLISHED = 2  # of the rows found
 _SHARES = (1.0, 0.93, 0.86, 0.78, 0.68, 0.55)  # of the limits: more memory may mislead
 PATIENCE = (0.0, 0.5, 2.0)  # how much longer than a stall a weight gradient in it may be, by parts
 _LARGE = 300  # stages times microbatches up to which rows are made from scratch
-_ACTIONS = 20_000  # about how many are simulated to polish one of them
 
 
 def placed(
@@ -233,7 +233,7 @@ class _Search:
         """Move one weight gradient or recompute at a time, for as long as that helps."""
         rows = [_apart(row) for row in start.rows]
         now = self.known[start.rows]
-        effort = _ACTIONS // max(1, sum(map(len, rows)))
+        effort = ACTIONS // max(1, sum(map(len, rows)))
         rng = Random(0)
         improved = True
         while improved and effort > 0:
