@@ -23,7 +23,7 @@ SECONDS = 2.0  # for one program, which takes hundredths
 
 # What a program thinks of the schedule that it does not see.
 EXPOSED = 0.5  # share of a recomputed collective that nothing hides
-ROOM = 0.2  # of the budget left to it where nothing would run again; else none, or the square
+ROOM = 0.2  # of the budget left to it where nothing would run again, else at most its square
 THRIFT = 0.05  # of recompute's time is lost where it may be hidden for nothing
 CLASSES = 400  # of ops bound on both sides that get columns of their own
 

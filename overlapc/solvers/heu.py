@@ -38,8 +38,8 @@ from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True))
 _STEPS = 20  # in which the room is looked for that makes a choice fit
-_ROOMS = (0.0, ROOM**2)  # of the budget, left to the schedule besides
-_PASSES = (PASSES[0], PASSES[1], PASSES[3])
+_ROOMS = (0.0, 0.015, ROOM**2)  # of the budget, left to the schedule besides
+_PASSES = (PASSES[0], PASSES[3])
 _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
 
 

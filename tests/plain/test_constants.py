@@ -19,7 +19,7 @@ MENUS = {
     "baselines.py": 5,
     "exact.py": 1,
     "filling.py": 2,
-    "heu.py": 6,
+    "heu.py": 7,
     "keep.py": 2,
     "listing.py": 0,
     "merging.py": 22,
