@@ -2,8 +2,9 @@
 
 Grammar (names are those of the FX nodes):
 
-    trace    = value* op*                     ops in topological order
+    trace    = value* op* kind*               ops in topological order
     value    = name bytes storage producer    values that alias share one storage
+    kind     = parameter | buffer | batch | gradient      of an input
     op       = name role lane piece inputs -> outputs
     role     = forward | input_grad | weight_grad | start | wait
     piece    = stage letter microbatch        "0F0": letter is F, I or W (R appears in plans)
@@ -33,6 +34,8 @@ from overlapc.errors import InvalidProblem
 
 Role = Literal["forward", "input_grad", "weight_grad", "start", "wait"]
 ROLES: tuple[Role, ...] = ("forward", "input_grad", "weight_grad", "start", "wait")
+Kind = Literal["parameter", "buffer", "batch", "gradient"]
+KINDS: tuple[Kind, ...] = ("parameter", "buffer", "batch", "gradient")
 COMPUTE = "compute"
 RECOMPUTE = "R:"
 
@@ -93,16 +96,28 @@ class Op:
 class Trace:
     """Ops in topological order and the values between them.
 
-    `inputs` are resident values (parameters, batch, incoming gradients); `outputs` are values
-    that outlive the trace (results and gradients). `modules` say of which module of the model ops
-    are, where that is known; a trace is the same without.
+    `inputs` are resident values; `outputs` are values that outlive the trace (results and
+    gradients). `kinds` say what inputs are; a captured trace has all of them:
+
+        parameter   lasts from step to step, and the trace makes its gradient
+        buffer      lasts from step to step and gets no gradient; also frozen parameters, constants
+        batch       of one microbatch: its data, numbers, what another stage sends
+        gradient    comes in from whoever calls the backward
+
+    `modules` say of which module of the model ops are, where that is known; a trace is the same
+    without.
     """
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    kinds: Mapping[str, Kind] = field(default_factory=dict, hash=False)
     modules: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
+        """The inputs of one of these kinds, in order."""
+        return tuple(name for name in self.inputs if self.kinds.get(name) in kinds)
 
     @cached_property
     def op(self) -> Mapping[str, Op]:
@@ -178,46 +193,6 @@ class Trace:
             h.update(ascii((value.name, value.storage, value.producer)).encode())
         h.update(ascii((self.inputs, self.outputs)).encode())
         return h.hexdigest()[:16]
-
-    def validate(self) -> None:
-        """Raise InvalidProblem unless the trace obeys the grammar."""
-        for what, count, names in (
-            ("ops", len(self.ops), self.op),
-            ("values", len(self.values), self.value),
-        ):
-            if len(names) != count:
-                raise InvalidProblem(f"{count - len(names)} {what} share a name with another")
-        known: set[str] = set()
-        for name in self.inputs:
-            if name in known or name not in self.value or self.value[name].producer:
-                raise InvalidProblem(f"input {name} is listed twice, unknown or made by an op")
-            known.add(name)
-        for op in self.ops:
-            if op.name.startswith(RECOMPUTE):
-                raise InvalidProblem(f"op {op.name}: names cannot start with {RECOMPUTE}")
-            for name in op.inputs:
-                if name not in known:
-                    raise InvalidProblem(f"{op.name} reads {name} before anything makes it")
-            for name in op.outputs:
-                if name not in self.value:
-                    raise InvalidProblem(f"{op.name} makes {name}, which is no value")
-                if name in known or self.value[name].producer != op.name:
-                    raise InvalidProblem(f"{name} has more than one producer")
-                known.add(name)
-            if op.role not in ROLES:
-                raise InvalidProblem(f"{op.name} has unknown role {op.role!r}")
-            if (op.role == "start") != (op.lane != COMPUTE):
-                raise InvalidProblem(f"{op.name} ({op.role}) cannot be on lane {op.lane}")
-        for name in (*self.value, *self.outputs):
-            if name not in known:
-                raise InvalidProblem(f"value {name} is never made")
-        for op in self.ops:
-            if op.role == "start" and op.name not in self.wait_of:
-                raise InvalidProblem(f"collective {op.name} is started and never waited for")
-        storage_bytes: dict[str, int] = {}
-        for value in self.values:
-            if storage_bytes.setdefault(value.storage, value.bytes) != value.bytes:
-                raise InvalidProblem(f"{value.name}: two sizes for storage {value.storage}")
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,9 @@ def stage_cost(
     parted, whole = (simulate(alone, one) for one in (apart, plan))
     took = _durations(parted, action)
     held = _held(trace, plan, action, received)
-    inputs = {name: trace.value[name].bytes for name in received}
-    coming = sum(size for name, size in inputs.items() if not name.startswith("tangents"))
-    gradient = sum(inputs.values()) - coming
+    gradients = set(received).intersection(trace.of_kind("gradient"))
+    gradient = sum(trace.value[name].bytes for name in gradients)
+    coming = sum(trace.value[name].bytes for name in received) - gradient
     boundary = saved_bytes(alone, plan.saved)
 
     def most(timeline: Timeline, order: Sequence[str], kinds: str) -> int:
@@ -142,7 +142,7 @@ def _held(
             value = trace.value[read]
             if not value.producer or value.storage in trace.resident:
                 # A gradient comes when it is needed first.
-                made = "I" if read.startswith("tangents") else "F"
+                made = "I" if trace.kinds.get(read) == "gradient" else "F"
                 if read not in received:
                     continue
             elif not trace.op[value.producer].is_forward:

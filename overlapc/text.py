@@ -9,7 +9,7 @@ r"""The text of plans, profiles, traces and problems: what users read, ranks exc
 
     plan     = trace solver status bound_ns found_by?, saved, order
     profile  = slowdown, conditions, costs
-    trace    = digest, inputs, outputs, ops, values, modules?
+    trace    = digest, inputs, outputs, ops, values, kinds?, modules?
     problem  = budget_bytes resident_bytes in_flight phases lag?, trace, profile
 
 `in_flight` may be a fraction in lowest terms, `10/3`.
@@ -30,8 +30,10 @@ from typing import NoReturn, TypeVar
 
 from overlapc.errors import FileError, InvalidProblem
 from overlapc.ir import (
+    KINDS,
     ROLES,
     Cost,
+    Kind,
     Op,
     Piece,
     Plan,
@@ -42,10 +44,11 @@ from overlapc.ir import (
     Trace,
     Value,
 )
+from overlapc.valid import validate_trace
 
 _T = TypeVar("_T")
 
-VERSION: Mapping[str, int] = {"plan": 1, "profile": 1, "trace": 1, "problem": 1}
+VERSION: Mapping[str, int] = {"plan": 1, "profile": 1, "trace": 2, "problem": 2}
 
 _WIDTH = 96
 _BARE = re.compile(r"[A-Za-z0-9_.:/+*=@-]+")
@@ -57,8 +60,10 @@ _SEAL = re.compile(r"end crc32 [0-9a-f]{8}\n")
 _COSTS = "costs op compute_ns comm_ns workspace_bytes source"
 _OPS = "ops name role lane piece flags inputs > outputs signature"
 _VALUES = "values name bytes storage producer"
+_KINDS = "kinds input kind"
 _MODULES = "modules op module"
 _ROLES: Mapping[str, Role] = {role: role for role in ROLES}
+_KIND: Mapping[str, Kind] = {kind: kind for kind in KINDS}
 _FLAGS = {  # random, recomputable
     (False, True): "-",
     (True, True): "random",
@@ -195,6 +200,10 @@ def _trace_lines(trace: Trace) -> Iterator[str]:
     yield _VALUES
     for value in trace.values:
         yield _row(value.name, value.bytes, value.storage, value.producer)
+    if trace.kinds:
+        yield _KINDS
+        for name, kind in trace.kinds.items():
+            yield _row(name, kind)
     if trace.modules:
         yield _MODULES
         for name, module in trace.modules.items():
@@ -215,13 +224,19 @@ def _read_trace(reader: _Reader) -> Trace:
         )
         for name, size, storage, producer in reader.table(_VALUES, 4)
     )
+    kinds: dict[str, Kind] = {}
+    if reader.next_is("kinds"):
+        for name, kind in reader.table(_KINDS, 2):
+            if kind not in _KIND:
+                reader.fail(kind, f"one of {', '.join(_KIND)}")
+            reader.add(kinds, name, _KIND[kind])
     modules: dict[str, str] = {}
     if reader.next_is("modules"):
         for op, module in reader.table(_MODULES, 2):
             reader.add(modules, op, reader.as_string(module))
-    trace = Trace(ops, values, inputs, outputs, modules)
+    trace = Trace(ops, values, inputs, outputs, kinds, modules)
     try:
-        trace.validate()
+        validate_trace(trace)
     except InvalidProblem as error:
         reader.fail(f"a trace where {error}", "a valid trace")
     if trace.digest != digest:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.passes.as_eager import CAPTURE, as_eager
 from overlapc.passes.differences import asked, differences
+from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured, trace_joint
 
 RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
@@ -266,15 +267,11 @@ def inner_places(joint: fx.GraphModule, static: Sequence[int]) -> tuple[int, ...
     subclass has several inputs."""
     known = set(static)
     found = []
-    for i, node in enumerate(primals(joint)):
+    for i, node in enumerate(primal_nodes(joint)):
         place = _place(node.meta.get("desc"))
         if (i if place is None else place) in known and isinstance(node.meta.get("val"), Tensor):
             found.append(i)
     return tuple(found)
-
-
-def primals(joint: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
 
 
 def outer(desc: Any) -> Any:
@@ -289,7 +286,7 @@ def _place(desc: Any) -> int | None:
 
 def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequence[Any]) -> Joint:
     joint = captured.joint
-    inputs = primals(joint)
+    inputs = primal_nodes(joint)
     places = []
     for node in inputs:
         place = _place(node.meta["desc"])
@@ -308,7 +305,7 @@ def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequenc
     tangents = {
         node.name: node.meta["desc"]
         for node in joint.graph.find_nodes(op="placeholder")
-        if node not in set(inputs)
+        if captured.trace.kinds[node.name] == "gradient"
     }
     return Joint(
         captured,
@@ -382,7 +379,7 @@ def _stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
     results = joint.graph.find_nodes(op="output")[0]
     placeholders = joint.graph.find_nodes(op="placeholder")
     forward, backward = fx.Graph(), fx.Graph()
-    copies = {node: forward.node_copy(node) for node in primals(joint)}
+    copies = {node: forward.node_copy(node) for node in primal_nodes(joint)}
     ends = []
     for result in results.args[0][:count]:
         if isinstance(result, fx.Node) and result not in copies:

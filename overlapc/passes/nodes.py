@@ -1,4 +1,5 @@
-"""What a node of a joint graph is: a collective's start or wait, random, of which group and module.
+"""What a node of a joint graph is: an input of which kind, a collective's start or wait, random, of
+which group and module.
 
 `signature_of` is a node's work as text, the same on every rank.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,40 @@ from torch import fx
 from torch._functorch.partitioners import is_sym_node
 
 from overlapc.errors import CaptureError
+from overlapc.ir import Kind
 from overlapc.passes.storages import tensors_of
+
+
+def is_primal(node: fx.Node) -> bool:
+    """Is it an input of the model? AOTAutograd tells by the name."""
+    return node.op == "placeholder" and "primals" in str(node.target)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Is it the gradient of a result, which comes in? AOTAutograd tells by the name."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def primal_nodes(joint: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in joint.graph.find_nodes(op="placeholder") if is_primal(node)]
+
+
+def input_kinds(
+    joint: fx.GraphModule, num_fwd_outputs: int, static: Collection[int]
+) -> dict[str, Kind]:
+    """The kind of each input; `static` are the positions of primals that last from step to step."""
+    gradients = joint.graph.find_nodes(op="output")[0].args[0][num_fwd_outputs:]
+    trained = [isinstance(gradient, fx.Node) for gradient in gradients]
+    kinds: dict[str, Kind] = {}
+    for node in joint.graph.nodes:
+        if node.op == "get_attr":
+            kinds[node.name] = "buffer"
+        elif node.op == "placeholder":
+            kinds[node.name] = "gradient" if is_tangent(node) else "batch"
+    for i, node in enumerate(primal_nodes(joint)):
+        if i in static:
+            kinds[node.name] = "parameter" if i < len(trained) and trained[i] else "buffer"
+    return kinds
 
 
 def is_start(node: fx.Node) -> bool:

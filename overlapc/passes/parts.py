@@ -25,8 +25,8 @@ from torch._functorch import config as functorch_config
 from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.merge import ADD
-from overlapc.passes.joint import Owner, is_gradient, owner_of, primals
-from overlapc.passes.nodes import is_folded_getitem
+from overlapc.passes.joint import Owner, is_gradient, owner_of
+from overlapc.passes.nodes import is_folded_getitem, primal_nodes
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
 from overlapc.passes.trace import Captured, changed_inputs, may_alias
 from overlapc.stages import TURNS, turns
@@ -201,7 +201,7 @@ def accumulate(owners: Sequence[Owner], gradient: Tensor, owned: bool = False) -
 def parameter_gradients(captured: Captured) -> dict[str, list[str]]:
     """Gradient -> the inputs, parameters all, whose gradient it is; by the names of nodes."""
     static = set(captured.static_inputs)
-    inputs = primals(captured.joint)
+    inputs = primal_nodes(captured.joint)
     found: dict[str, list[str]] = {}
     results = captured.joint.graph.find_nodes(op="output")[0].args[0]
     for i, grad in enumerate(results[captured.num_fwd_outputs :]):
@@ -238,7 +238,7 @@ def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str]) -> Par
     states = iter([name for name in saved if name not in here])
     takes = []
     for node in placeholders:
-        known = node.name in saved or "tangents" in str(node.target)
+        known = node.name in saved or trace.kinds.get(node.name) == "gradient"
         takes.append(node.name if known else next(states))
 
     output = graph.find_nodes(op="output")[0]

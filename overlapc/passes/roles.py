@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from overlapc.passes.nodes import primal_nodes
+
 _MANY = -1  # reaches an input gradient, or the gradients of several modules
 
 
@@ -18,11 +20,11 @@ def weight_grads(
     joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int, static: frozenset[int]
 ) -> set[fx.Node]:
     """The W nodes of a joint graph. `static` are the positions of parameters among primals."""
-    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and "primals" in str(n.target)]
-    module = _modules([p for i, p in enumerate(primals) if i in static], forward)
+    inputs = primal_nodes(joint)
+    module = _modules([p for i, p in enumerate(inputs) if i in static], forward)
     results = joint.graph.find_nodes(op="output")[0].args[0]
     reaches: dict[fx.Node, int | None] = {}
-    for primal, grad in zip(primals, results[num_fwd_outputs:], strict=False):
+    for primal, grad in zip(inputs, results[num_fwd_outputs:], strict=False):
         if isinstance(grad, fx.Node):
             target = module.get(primal, _MANY)
             reaches[grad] = target if reaches.get(grad, target) == target else _MANY

@@ -14,23 +14,27 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import _is_tangent
 from torch.fx.graph import _Namespace
 
 from overlapc.errors import CaptureError
 from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
 from overlapc.passes.nodes import (
     group_of,
+    input_kinds,
     is_folded_getitem,
+    is_primal,
     is_random,
     is_recomputable,
     is_start,
+    is_tangent,
     is_wait,
     module_of,
+    primal_nodes,
     signature_of,
 )
 from overlapc.passes.roles import weight_grads
 from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes
+from overlapc.valid import validate_trace
 
 # Collectives that read their input until they end; an all_reduce works on a copy of its own.
 _COPIES_INPUT = ("all_reduce", "broadcast")
@@ -97,9 +101,10 @@ def trace_joint(
     modules = {node.name: path for node in joint.graph.nodes if (path := module_of(node))}
     modules = {op.name: modules[op.name] for op in ops if op.name in modules}
     found = tuple(values.found.values())
-    trace = Trace(tuple(ops), found, tuple(inputs), tuple(outputs), modules)
+    kinds = input_kinds(joint, num_fwd_outputs, static_inputs)
+    trace = Trace(tuple(ops), found, tuple(inputs), tuple(outputs), kinds, modules)
     try:
-        trace.validate()
+        validate_trace(trace)
     except Exception as error:
         raise CaptureError(str(error)) from error
     return Captured(joint, trace, num_fwd_outputs, static_inputs)
@@ -172,11 +177,9 @@ def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
     for node in joint.graph.nodes:
         if node.op == "output":
             break
-        if not _is_tangent(node):
+        if not is_tangent(node):
             found.append(node)
-        if node.meta.get("partitioner_tag") == "is_forward" or (
-            node.op == "placeholder" and "primals" in str(node.target)
-        ):
+        if node.meta.get("partitioner_tag") == "is_forward" or is_primal(node):
             last = len(found)
     return set(found[:last])
 
@@ -234,14 +237,13 @@ def _leave_changed_parameters(
     AOTAutograd takes what it was changed to for a result, and hands on that result's gradient,
     which is zeros.
     """
-    primals = [n for n in joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)]
     output = joint.graph.find_nodes(op="output")[0]
     results = list(output.args[0])
     static = frozenset(static_inputs)
     # Inputs that are numbers may have no place among the gradients.
-    pairs = zip(primals, results[num_fwd_outputs:], strict=False)
+    pairs = zip(primal_nodes(joint), results[num_fwd_outputs:], strict=False)
     for i, (parameter, gradient) in enumerate(pairs):
-        if i in static and isinstance(gradient, fx.Node) and _is_tangent(gradient):
+        if i in static and isinstance(gradient, fx.Node) and is_tangent(gradient):
             result = getattr(_whole(gradient.meta.get("desc")), "output", None)
             changed = getattr(result, "mutated_input", None)
             if changed is not None and changed == _whole(parameter.meta.get("desc")):

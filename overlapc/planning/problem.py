@@ -31,8 +31,7 @@ def formulate_step(
 
 def tangent_bytes(trace: Trace) -> int:
     """Incoming gradients are there, too, made by whoever calls backward."""
-    tangents = [trace.value[name] for name in trace.inputs if name.startswith("tangents")]
-    return sum(value.bytes for value in tangents)
+    return sum(trace.value[name].bytes for name in trace.of_kind("gradient"))
 
 
 def eager_timeline(problem: Problem) -> Timeline:

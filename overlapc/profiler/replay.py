@@ -62,8 +62,9 @@ class Replay:
         self.captured = captured
         self.symbols: dict[Any, int] = {}  # symbol of a size -> what it really is
         nodes = captured.joint.graph.find_nodes(op="placeholder")
-        late = [node for node in nodes if "tangents" in str(node.target)]
-        early = [node for node in nodes if "tangents" not in str(node.target)]
+        kinds = captured.trace.kinds
+        late = [node for node in nodes if kinds[node.name] == "gradient"]
+        early = [node for node in nodes if kinds[node.name] != "gradient"]
         self.inputs: dict[fx.Node, Any] = {}
         self._take(early, primals, "primals")
         self._take(late, tangents, "tangents")

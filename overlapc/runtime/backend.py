@@ -27,7 +27,7 @@ from overlapc.ir import Plan
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.differences import differences, left_out, views_handed_on
 from overlapc.passes.joint import inner_places, refuse_subclasses
-from overlapc.passes.nodes import line_of
+from overlapc.passes.nodes import line_of, primal_nodes
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
@@ -274,9 +274,7 @@ def flatten_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 def matching(primals: list[Any] | None, captured: Captured) -> list[Any] | None:
     """The real primals, if they are those of the graph; None makes `measure` invent some."""
-    nodes = [
-        n for n in captured.joint.graph.find_nodes(op="placeholder") if "primals" in str(n.target)
-    ]
+    nodes = primal_nodes(captured.joint)
     if primals is None or len(primals) != len(nodes):
         return None
     for node, value in zip(nodes, primals, strict=True):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlapc.passes.nodes import group_of, is_random, is_start, line_of
+from overlapc.passes.nodes import group_of, is_random, is_start, line_of, primal_nodes
 from overlapc.passes.trace import Captured, forward_nodes
 from overlapc.runtime.exchange import Exchange
 
@@ -67,8 +67,7 @@ def drawn_for_common(captured: Captured, group: str, alike: set[str]) -> fx.Node
     `alike` are the inputs that are equal on these ranks, and the ops whose numbers are."""
     forward = forward_nodes(captured.joint)
     state: dict[fx.Node, str] = {}
-    primals = captured.joint.graph.find_nodes(op="placeholder")
-    weights = {node for i, node in enumerate(primals) if i in captured.static_inputs}
+    weights = captured.trace.of_kind("parameter", "buffer")
     for node in captured.joint.graph.nodes:
         if node not in forward:
             continue
@@ -78,7 +77,7 @@ def drawn_for_common(captured: Captured, group: str, alike: set[str]) -> fx.Node
         elif node.name not in alike:
             state[node] = OWN
         elif node.op == "placeholder":
-            state[node] = CONSTANT if node in weights else COMMON
+            state[node] = CONSTANT if node.name in weights else COMMON
         else:
             state[node] = _made_of(node, given, group)
             if state[node] == NOISE and COMMON in given:
@@ -113,8 +112,7 @@ def _fingerprints(
     captured: Captured, primals: Sequence[Any] | None, rank: int
 ) -> Mapping[str, str]:
     """What tells the ranks' inputs, and the numbers among their ops' arguments, from each other."""
-    nodes = captured.joint.graph.nodes
-    inputs = [n for n in nodes if n.op == "placeholder" and "primals" in str(n.target)]
+    inputs = primal_nodes(captured.joint)
     found = {node.name: f"of rank {rank}" for node in inputs}
     devices = {torch.device("cpu")}
     with torch.no_grad(), _disable_current_modes():
@@ -123,9 +121,8 @@ def _fingerprints(
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 devices.add(value.device)
         found["random state"] = _hash([_random_state(device) for device in devices])
-    for node in nodes:
-        if node.op == "call_function":
-            found[node.name] = _hash(_numbers(node))
+    for node in captured.joint.graph.find_nodes(op="call_function"):
+        found[node.name] = _hash(_numbers(node))
     return found
 
 

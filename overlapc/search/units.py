@@ -141,11 +141,5 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     # A gradient is read once, the float32 sum is read and written: five times its bytes.
     add_ns = machine.add_ns_per_kib if key.model.whole else machine.memory_ns(5 * 1024)
     problem = accumulate(problem, list(parameter_gradients(captured)), add_ns)
-    static = set(captured.static_inputs)
-    placeholders = captured.joint.graph.find_nodes(op="placeholder")
-    received = [
-        node.name
-        for i, node in enumerate(placeholders)
-        if i not in static or "tangents" in node.name
-    ]
-    return Problem(problem.trace, problem.profile), tuple(received)
+    received = problem.trace.of_kind("batch", "gradient")
+    return Problem(problem.trace, problem.profile), received

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from overlapc.ir import (
     COMPUTE,
     Cost,
+    Kind,
     Op,
     Piece,
     Plan,
@@ -40,6 +41,7 @@ from overlapc.ir import (
 
 LANES = ("tp", "expert group 0", 'a "odd" name: é>|')
 SIGNATURES = ("aten.mm.default f32[8, 8]", "relu", "c10d::all_gather [4, 's0']", "")
+_KINDS: dict[str, Kind] = {"p": "parameter", "x": "batch", "t": "gradient"}
 
 
 # --- problems -----------------------------------------------------------------------------------
@@ -221,6 +223,7 @@ def random_problem(rng: Random, max_ops: int = 6, lags: bool = False) -> Problem
         tuple(b.values.values()),
         tuple(b.inputs),
         tuple(dict.fromkeys(b.outputs)),
+        {name: _KINDS[name[0]] for name in b.inputs},
     )
     costs = {
         op.name: Cost(

@@ -27,6 +27,7 @@ from overlapc.ir import (
     Value,
     issues,
 )
+from overlapc.valid import validate_trace
 from tests.plain.strategies import (
     BREAKS,
     break_plan,
@@ -61,7 +62,7 @@ def small_problem(phases: tuple[str, ...] = ("F", "IW")) -> Problem:
         ]
     )  # fmt: skip
     trace = Trace(ops, values, ("x", "t"), ("y", "dx"))
-    trace.validate()
+    validate_trace(trace)
     return Problem(trace, Profile({op.name: Cost(1) for op in ops}), phases=phases)
 
 
@@ -177,7 +178,7 @@ def test_plan_of_another_trace() -> None:
 @given(st.data())
 def test_legal_plans_are_accepted(data: st.DataObject) -> None:
     problem = data.draw(problems(lags=True))
-    problem.trace.validate()
+    validate_trace(problem.trace)
     plan = data.draw(legal_plans(problem))
     check(problem, plan)
     if not problem.lag:  # merged pieces are executed in tests/torch/test_train_step.py

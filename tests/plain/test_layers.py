@@ -40,7 +40,8 @@ LAYERS = {
     "progress": Layer(),
     "functions": Layer("errors"),
     "ir": Layer("errors"),
-    "text": Layer("errors ir"),
+    "valid": Layer("errors ir"),
+    "text": Layer("errors ir valid"),
     "files": Layer("errors ir text"),
     "check": Layer("errors ir"),
     "machine": Layer("ir"),
@@ -60,7 +61,7 @@ LAYERS = {
     "shares": Layer("errors ir planning simulate solvers", "passes runtime"),
     # torch, one process.
     "layers": Layer("torch"),
-    "passes": Layer("errors flags ir merge stages torch"),
+    "passes": Layer("errors flags ir merge stages torch valid"),
     "profiler": Layer("emulate errors ir passes torch"),
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),

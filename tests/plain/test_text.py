@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from overlapc.errors import FileError
 from overlapc.ir import Cost, Op, Piece, Plan, Problem, Profile, Slowdown, Trace, Value
 from overlapc.text import (
+    VERSION,
     format_plan,
     format_problem,
     format_profile,
@@ -70,7 +71,7 @@ def a_problem() -> Problem:
         "wait": Cost(),
         "drop": Cost(1, workspace_bytes=7),
     }
-    trace = Trace(ops, values, ("x",), ("y",))
+    trace = Trace(ops, values, ("x",), ("y",), {"x": "batch"})
     profile = Profile(costs, Slowdown(1100), {"device": "cpu"})
     return Problem(trace, profile, resident_bytes=5, in_flight=2)
 
@@ -91,7 +92,7 @@ end crc32 88dee8d5
 
 
 PROBLEM = f"""\
-overlapc problem 1
+overlapc problem 2
 budget_bytes none
 resident_bytes 5
 in_flight 2
@@ -109,6 +110,8 @@ values name bytes storage producer
   x 8 x ""
   raw 16 raw gather
   y 16 raw wait
+kinds input kind
+  x batch
 slowdown 1100 1000
 conditions
   device cpu
@@ -265,6 +268,12 @@ def test_what_is_wrong_with_a_sealed_plan_is_said(old: str, new: str, message: s
         ),
         ("inputs\n  x\n", "inputs\n  x x\n", "found 'a trace where input x is listed twice"),
         ("outputs\n  y\n", "outputs\n  z\n", "found 'a trace where value z is never made"),
+        (
+            "  x batch",
+            "  x bach",
+            "found 'bach', expected one of parameter, buffer, batch, gradient",
+        ),
+        ("  x batch", "  y batch", "found 'a trace where y of kind batch: expected inputs of para"),
         ("8, 8", "8, 9", f"expected digest {a_problem().trace.digest}: make the p"),
         ("  wait 0 0 0", "  gather 0 0 0", "found 'gather a second time', expected it once"),
         ("  wait 0 0 0", "  wait 0 0", "found '  wait 0 0 default', expected 5 word(s)"),
@@ -315,9 +324,9 @@ def test_every_cut_and_every_changed_character_is_found(kind: str) -> None:
 def test_any_text_raises_only_file_errors(text: str, kind: str) -> None:
     for whole in (
         text,
-        f"overlapc {kind} 1\n{text}",
+        f"overlapc {kind} {VERSION[kind]}\n{text}",
         seal(text),
-        seal(f"overlapc {kind} 1\n{text}\n"),
+        seal(f"overlapc {kind} {VERSION[kind]}\n{text}\n"),
     ):
         with pytest.raises(FileError):
             FORMS[kind][1](whole)

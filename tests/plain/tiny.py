@@ -30,6 +30,7 @@ from overlapc.ir import (
     Trace,
     Value,
 )
+from overlapc.valid import validate_trace
 
 _ROLES: dict[str, Role] = {"F": "forward", "I": "input_grad", "W": "weight_grad"}
 
@@ -75,7 +76,7 @@ def tiny(
         compute, _, comm = (took[0] if took else "0").partition("+")
         costs[name] = Cost(int(compute), int(comm or 0), (workspace or {}).get(name, 0))
     trace = Trace(tuple(ops), tuple(values.values()), tuple(inputs), tuple(outputs.split()))
-    trace.validate()
+    validate_trace(trace)
     return Problem(
         trace,
         Profile(costs, slowdown),
