@@ -10,13 +10,13 @@ results:
     phases       one after the other
     collectives  wait after start; recomputed together or not at all
     random       random ops draw in the trace's order, so that they draw the same numbers; those of
-                 a backward that lags behind, which has its turn first, before the forward's
+                 microbatches whose backward comes in a later step draw last
     available    whatever an issue reads is there
 
 The forward (ops of an F piece) hands nothing to later work but saved values: backward and
 recomputed ops read a forward value if it is saved, an input, or recomputed before them. That
 holds in a problem of one phase too: what the forward made is dropped once the forward is done
-with it. Where the backward lags behind, saved values are those of an earlier run: always there.
+with it. Saved values of another microbatch are those of an earlier step: always there.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def _check_saved(problem: Problem, plan: Plan) -> None:
 
 
 def _check_recomputed(problem: Problem, plan: Plan) -> None:
-    saved = set(plan.saved)
+    trace, saved = problem.trace, set(plan.saved)
     done: set[str] = set()
     for name, recomputed in issues(plan.order):
-        op = problem.trace.op[name]
+        op = trace.op[name]
         if not recomputed:
             done.add(name)
         elif not op.is_forward:
@@ -123,7 +123,7 @@ def _check_recomputed(problem: Problem, plan: Plan) -> None:
                 f"R:{name} is issued, but all that {name} makes is saved already; expected "
                 "either to save or to recompute: drop one of the two"
             )
-        elif name not in done and not problem.lag:
+        elif name not in done and trace.microbatch(op, True) == trace.microbatch(op):
             raise InvalidPlan(
                 f"R:{name} is issued before {name}; expected to recompute what has run: "
                 f"move it behind {name}"
@@ -181,8 +181,8 @@ def _check_random(problem: Problem, plan: Plan) -> None:
                 found.setdefault(problem.phase_of(op), []).append(name)
         return found
 
-    ops = problem.trace.ops
-    in_turn = sorted(ops, key=lambda op: op.is_forward) if problem.lag else ops
+    ahead = problem.trace.ahead
+    in_turn = sorted(problem.trace.ops, key=lambda op: op.piece.microbatch in ahead)
     expected = draws(op.name for op in in_turn)
     found = draws(name for name, recomputed in issues(plan.order) if not recomputed)
     for phase, names in found.items():
@@ -208,11 +208,13 @@ def _check_available(problem: Problem, plan: Plan) -> None:
                 continue
             producer = trace.op[trace.value[name].producer]
             later = producer.is_forward and (recomputed or not op.is_forward)
-            if later and name in saved and problem.lag:
+            again = later and name not in saved
+            source = issue(producer.name, again)
+            passed_on = trace.microbatch(producer, again) != trace.microbatch(op, recomputed)
+            if passed_on and name in saved:
                 continue
-            source = issue(producer.name, later and name not in saved)
-            if source not in issued:
-                if later and name not in saved and source not in plan.order:
+            if passed_on or source not in issued:
+                if passed_on or (again and source not in plan.order):
                     raise InvalidPlan(
                         f"{text} reads {name}, which is neither saved nor recomputed; expected "
                         f"one of the two: save {name} or issue {source} before {text}"

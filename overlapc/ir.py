@@ -19,6 +19,11 @@ is issued between the two is hidden under the collective.
 How memory runs: it follows the issue order, as allocators do. A storage lives from the op that
 makes it to the last op that reads any value on it. Between the *phases* of a problem (the
 forward graph, then the backward graph) only saved values, inputs and outputs survive.
+
+How microbatches run: a trace is one *step*, which is run again and again, each time on the
+microbatches that follow. R belongs to the backward that reads it. An op that reads a value of
+another microbatch than its own reads what an earlier step saved: it is there when the step begins.
+What is saved of a microbatch whose backward is not in the trace is there when the step ends.
 """
 
 from __future__ import annotations
@@ -172,6 +177,34 @@ class Trace:
         return Numbered.of(self)
 
     @cached_property
+    def ahead(self) -> Mapping[int, int]:
+        """Each microbatch whose backward a later step runs -> the one whose backward runs here in
+        its place: so many steps before it that there are backwards of some here."""
+        begun = {op.piece.microbatch for op in self.ops if op.is_forward}
+        ended = {op.piece.microbatch for op in self.ops if not op.is_forward}
+        if begun <= ended or ended <= begun:
+            return {}
+        for steps in range(1, max(begun) + 1):
+            found = {late: late - steps * len(begun) for late in begun - ended}
+            if not (ended - begun).isdisjoint(found.values()):
+                return found
+        raise InvalidProblem(
+            f"forwards are of microbatches {sorted(begun)} and backwards of {sorted(ended)}; "
+            f"expected these to be some steps of {len(begun)} microbatches behind"
+        )
+
+    @cached_property
+    def lag(self) -> int:
+        """How many steps ago what the backward reads was saved; 0: it is of this step."""
+        begun = {op.piece.microbatch for op in self.ops if op.is_forward}
+        return next((late - early for late, early in self.ahead.items()), 0) // max(1, len(begun))
+
+    def microbatch(self, op: Op, recomputed: bool = False) -> int:
+        """That of an issue: recompute is for the backward that runs in this step."""
+        mine = op.piece.microbatch
+        return self.ahead.get(mine, mine) if recomputed else mine
+
+    @cached_property
     def lanes(self) -> tuple[str, ...]:
         """Communication lanes, in order of first use."""
         return tuple(dict.fromkeys(op.lane for op in self.ops if op.role == "start"))
@@ -182,13 +215,15 @@ class Trace:
 
         Ranks that do the same work share it. So lanes count by their order of first use, since
         process groups have other names on other ranks, and inputs by name, since a rank may put
-        its own part of something in another place than the others theirs.
+        its own part of something in another place than the others theirs. A forward that is ahead
+        of its backward counts as if it were not: a plan saves the same values for both.
         """
         lanes = {COMPUTE: COMPUTE} | {name: str(i) for i, name in enumerate(self.lanes)}
         h = hashlib.sha256()
         for op in self.ops:
-            alike = replace(op, lane=lanes.get(op.lane, op.lane), inputs=tuple(sorted(op.inputs)))
-            h.update(ascii(alike).encode())
+            lane, inputs = lanes.get(op.lane, op.lane), tuple(sorted(op.inputs))
+            piece = replace(op.piece, microbatch=self.microbatch(op, recomputed=True))
+            h.update(ascii(replace(op, lane=lane, piece=piece, inputs=inputs)).encode())
         for value in self.values:
             h.update(ascii((value.name, value.storage, value.producer)).encode())
         h.update(ascii((self.inputs, self.outputs)).encode())
@@ -204,6 +239,7 @@ class Numbered:
     sync: Mapping[str, tuple[str, str, str]]  # start or wait -> op, lane, start; issues
     value: Mapping[str, int]
     forward: Sequence[bool]  # by op
+    ahead: Sequence[bool]  # by op: a later step runs its backward
     reads: Sequence[tuple[int, ...]]
     makes: Sequence[tuple[int, ...]]
     producer: Sequence[int]  # by value: the op that makes it
@@ -235,6 +271,7 @@ class Numbered:
             sync,
             value,
             [each.is_forward for each in trace.ops],
+            [each.piece.microbatch in trace.ahead for each in trace.ops],
             [numbers(each.inputs) for each in trace.ops],
             [numbers(each.outputs) for each in trace.ops],
             [op[v.producer][0] for v in mine],
@@ -279,14 +316,11 @@ class Problem:
 
     phases      sets of piece letters run one after the other. A lone graph under autograd has
                 ("F", "IW"): all of the forward, then all of the backward, where recomputed
-                ops belong to the backward. One phase means no such border.
-    lag         how many microbatches the backward is behind the forward. 0: it is of the same
-                one. With lag n (one phase), the pieces F(j), R(j-n), I(j-n) and W(j-n) are
-                *merged*: what is saved for the backward is there when the step begins, and what
-                the forward saves is there when it ends
-    in_flight   how many microbatches hold their saved values at the worst moment, beside what
-                lag asks for; a fraction where the trace stands for more or fewer blocks than
-                its own
+                ops belong to the backward. One phase means no such border: *merged* pieces, such
+                as F of microbatch 1 with R, I and W of microbatch 0, have one
+    in_flight   how many microbatches hold their saved values at the worst moment, beside those
+                between a forward and the backward it is merged with; a fraction where the trace
+                stands for more or fewer blocks than its own
     resident_bytes  counted into the peak on top of what the trace allocates
     """
 
@@ -296,12 +330,12 @@ class Problem:
     resident_bytes: int = 0
     in_flight: int | Fraction = 1
     phases: tuple[str, ...] = ("F", "IW")
-    lag: int = 0
 
     def __post_init__(self) -> None:
-        if self.lag < 0 or (self.lag and len(self.phases) != 1):
+        if len(self.phases) != 1 and self.trace.ahead:
             raise InvalidProblem(
-                f"lag {self.lag} with phases {', '.join(self.phases)}: expected 0, or one phase"
+                f"a forward that is ahead of the backward, in phases {', '.join(self.phases)}; "
+                "expected both in one phase"
             )
         if self.in_flight <= 0:
             raise InvalidProblem(f"{self.in_flight} microbatches in flight: expected some")
@@ -309,7 +343,7 @@ class Problem:
     @property
     def copies(self) -> int | Fraction:
         """How often what is saved is held beside what the trace itself makes and reads."""
-        return self.in_flight - 1 + max(0, self.lag - 1)
+        return self.in_flight - 1 + max(0, self.trace.lag - 1)
 
     def phase_of(self, op: Op, recomputed: bool = False) -> int:
         letter = "I" if recomputed else op.piece.letter

@@ -1,11 +1,13 @@
-"""From the problem of one microbatch to those of many: gradients added up, pieces merged."""
+"""From the problem of one microbatch to those of many: gradients added up, pieces merged. What
+these passes return is valid."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from overlapc.ir import COMPUTE, Cost, Op, Problem
+from overlapc.ir import COMPUTE, Cost, Op, Problem, Trace
+from overlapc.valid import validated
 
 ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3_add`
 
@@ -34,15 +36,28 @@ def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float =
     outputs = tuple(name for name in trace.outputs if name not in set(gradients))
     summed = replace(trace, ops=tuple(ops), outputs=outputs)
     held = {trace.value[n].storage: trace.value[n].bytes for n in gradients}
-    return replace(
-        problem,
-        trace=summed,
-        profile=replace(problem.profile, costs=costs),
-        resident_bytes=problem.resident_bytes + sum(held.values()),
+    return validated(
+        replace(
+            problem,
+            trace=summed,
+            profile=replace(problem.profile, costs=costs),
+            resident_bytes=problem.resident_bytes + sum(held.values()),
+        )
     )
 
 
 def merge(problem: Problem, lag: int = 1) -> Problem:
     """F of one microbatch with R, I and W of the one `lag` before it. Those between them are among
     the problem's microbatches in flight."""
-    return replace(problem, phases=("FIW",), lag=lag, in_flight=max(1, problem.in_flight - lag + 1))
+    trace, in_flight = ahead(problem.trace, lag), max(1, problem.in_flight - lag + 1)
+    return validated(replace(problem, trace=trace, phases=("FIW",), in_flight=in_flight))
+
+
+def ahead(trace: Trace, steps: int) -> Trace:
+    """The trace with its forwards of the microbatches that come so many steps later."""
+    count = steps * len({op.piece.microbatch for op in trace.ops if op.is_forward})
+
+    def later(op: Op) -> Op:
+        return replace(op, piece=replace(op.piece, microbatch=op.piece.microbatch + count))
+
+    return replace(trace, ops=tuple(later(op) if op.is_forward else op for op in trace.ops))

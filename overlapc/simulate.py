@@ -188,8 +188,8 @@ def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list
 
     A storage instance lives from the issue that allocates it to the last issue that reads a
     value on it, or to the end if the trace hands it out. Work on other microbatches holds `copies`
-    more of what is saved. Where the backward lags behind, what it reads of the forward is there
-    from the start, and what the forward saves stays to the end.
+    more of what is saved. Of microbatches whose backward comes in a later step, what is saved stays
+    to the end, and what an earlier step saved in their place is there from the start.
     """
     trace, names, costs = problem.trace, problem.trace.numbered, problem.costs
     end = len(plan.order)
@@ -200,20 +200,19 @@ def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list
     ledger = Ledger([costs[op].workspace_bytes for op, _ in order])
     size, first, last = ledger.size, ledger.first, ledger.last
     _add_states(ledger, problem, plan)
-    # Storage instance of each value as its op made it, as it was made again, as an earlier run
+    # Storage instance of each value as its op made it, as it was made again, as an earlier step
     # left it:
     once = [-1] * len(names.producer)
     again, left = list(once), list(once)
     storages: dict[int, int] = {}
-    if problem.lag:
-        lasting |= saved
-        for v in saved:
+    for v in saved:
+        if names.ahead[names.producer[v]]:
+            lasting.add(v)
             left[v] = storages.setdefault(names.storage[v], len(size))
             if left[v] == len(size):
                 ledger.add(names.bytes[v], -1, -1)
-    before = left if problem.lag else once
     by_backward = [
-        once if not names.forward[p] else again if p in rerun and v not in saved else before
+        again if p in rerun and v not in saved else left if names.ahead[p] else once
         for v, p in enumerate(names.producer)
     ]
     stay: set[int] = set()
@@ -254,7 +253,8 @@ def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
     at = {text: i for i, text in enumerate(plan.order)} if random else {}
     for name in random:
         again_at = at[issue(name, True)]
-        kept = [(-1, again_at), (at[name], end)] if problem.lag else [(at[name], again_at)]
+        ahead = problem.trace.op[name].piece.microbatch in problem.trace.ahead
+        kept = [(-1, again_at), (at[name], end)] if ahead else [(at[name], again_at)]
         for first, last in (*kept, (again_at, again_at)):
             ledger.add(RNG_STATE_BYTES, first, last)
 

@@ -10,7 +10,7 @@ r"""The text of plans, profiles, traces and problems: what users read, ranks exc
     plan     = trace solver status bound_ns found_by?, saved, order
     profile  = slowdown, conditions, costs
     trace    = digest, inputs, outputs, ops, values, kinds?, modules?
-    problem  = budget_bytes resident_bytes in_flight phases lag?, trace, profile
+    problem  = budget_bytes resident_bytes in_flight phases, trace, profile
 
 `in_flight` may be a fraction in lowest terms, `10/3`.
 
@@ -44,7 +44,7 @@ from overlapc.ir import (
     Trace,
     Value,
 )
-from overlapc.valid import validate_trace
+from overlapc.valid import validate_trace, validated
 
 _T = TypeVar("_T")
 
@@ -134,7 +134,6 @@ def format_problem(problem: Problem) -> str:
             _field("resident_bytes", problem.resident_bytes),
             _field("in_flight", str(problem.in_flight)),
             _field("phases", *problem.phases),
-            *([_field("lag", problem.lag)] if problem.lag else []),
             *_trace_lines(problem.trace),
             *_profile_lines(problem.profile),
         ],
@@ -142,20 +141,20 @@ def format_problem(problem: Problem) -> str:
 
 
 def parse_problem(text: str) -> Problem:
-    """The problem, whose trace is valid."""
+    """The problem, which is valid."""
     reader = _Reader(text, "problem")
     budget = reader.string("budget_bytes")
     budget_bytes = None if budget == "none" else reader.as_number(budget)
     resident_bytes = reader.number("resident_bytes")
     in_flight = reader.fraction("in_flight")
     phases = tuple(map(reader.as_string, reader.field("phases")))
-    lag = reader.number("lag") if reader.next_is("lag") else 0
     trace = _read_trace(reader)
     profile = _read_profile(reader)
     reader.finish()
-    if lag and len(phases) != 1:
-        reader.fail(f"lag {lag} with {len(phases)} phases", "one phase")
-    return Problem(trace, profile, budget_bytes, resident_bytes, in_flight, phases, lag)
+    try:
+        return validated(Problem(trace, profile, budget_bytes, resident_bytes, in_flight, phases))
+    except InvalidProblem as error:
+        reader.fail(f"a problem where {error}", "a valid problem")
 
 
 def _profile_lines(profile: Profile) -> Iterator[str]:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from overlapc.errors import InvalidProblem
-from overlapc.ir import COMPUTE, KINDS, RECOMPUTE, ROLES, Trace
+from overlapc.ir import COMPUTE, KINDS, RECOMPUTE, ROLES, Problem, Trace
+
+
+def validated(problem: Problem) -> Problem:
+    """The problem, or InvalidProblem: its trace is valid, each op has a cost and a phase."""
+    validate_trace(problem.trace)
+    for op in problem.trace.ops:
+        problem.phase_of(op)
+        if op.name not in problem.profile.costs:
+            raise InvalidProblem(f"{op.name} has no cost; expected one for every op")
+    return problem
 
 
 def validate_trace(trace: Trace) -> None:
@@ -44,6 +54,7 @@ def validate_trace(trace: Trace) -> None:
     for op in trace.ops:
         if op.role == "start" and op.name not in trace.wait_of:
             raise InvalidProblem(f"collective {op.name} is started and never waited for")
+    _ = trace.ahead  # raises where microbatches are no steps apart
     storage_bytes: dict[str, int] = {}
     for value in trace.values:
         if storage_bytes.setdefault(value.storage, value.bytes) != value.bytes:

@@ -76,7 +76,7 @@ def at_once(problem: Problem, plan: Plan) -> Plan:
                 continue
             if issue(maker.name, True) in order:
                 made.add(issue(maker.name, True))
-            elif not (maker.is_forward and problem.lag):  # or it is saved since a piece before
+            elif maker.piece.microbatch == op.piece.microbatch:  # or an earlier step saved it
                 made.add(maker.name)
         last = max((at for at, text in enumerate(order) if text in made), default=-1)
         order.insert(last + 1, op.name)

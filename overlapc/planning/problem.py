@@ -8,11 +8,12 @@ from overlapc.ir import Problem, Profile, Timeline, Trace
 from overlapc.planning.options import parse_budget
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers.choice import Needs, plan_on_demand
+from overlapc.valid import validated
 
 
 def formulate(trace: Trace, profile: Profile, budget: int | float | str | None = None) -> Problem:
     """The problem of one graph under autograd: all of the forward, then all of the backward."""
-    problem = Problem(trace, profile, resident_bytes=tangent_bytes(trace))
+    problem = validated(Problem(trace, profile, resident_bytes=tangent_bytes(trace)))
     eager_bytes = eager_timeline(problem).peak_bytes
     lasting_bytes = saved_bytes(problem, trace.outputs)
     return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))

@@ -15,6 +15,7 @@ from overlapc.simulate import simulate
 from overlapc.solvers import BASELINES, bound_ns, solve
 from overlapc.solvers.bounds import phase_bounds_ns
 from overlapc.stages import in_parts
+from overlapc.valid import validated
 
 _HEAD = "head"
 BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
@@ -93,7 +94,7 @@ class Unit:
         ops = (*trace.ops[:behind], head, *trace.ops[behind:])
         costs = {**self.problem.profile.costs, _HEAD: Cost(0, 0, self.head_ran.peak_bytes)}
         profile = replace(self.problem.profile, costs=costs)
-        return replace(self.problem, trace=replace(trace, ops=ops), profile=profile)
+        return validated(replace(self.problem, trace=replace(trace, ops=ops), profile=profile))
 
 
 def make_unit(key: UnitKey) -> Unit:

@@ -83,7 +83,7 @@ def solve(
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
-    if problem.lag:
+    if problem.trace.ahead:
         return _merged(problem, solver)
     if solver == "torch":
         theirs = [_torch(problem, names) for names in torch_choices]

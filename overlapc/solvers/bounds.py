@@ -14,7 +14,7 @@ from overlapc.solvers.program import Program
 def bound_ns(problem: Problem) -> int:
     """The better of a simple bound and the optimum of the relaxed program, which knows of
     windows and of the recompute that memory forces: some hundredths of a second."""
-    if problem.lag:  # the program knows of windows between a forward and its own backward
+    if problem.trace.ahead:  # the program knows of windows between a forward and its own backward
         return simple_bound_ns(problem)
     try:
         return max(simple_bound_ns(problem), Program(problem).relaxed().bound_ns)
@@ -41,10 +41,11 @@ def phase_bounds_ns(problem: Problem) -> list[int]:
         compute[phase] += cost.compute_ns
         begin = 0
         for name in op.inputs:
-            producer = trace.value[name].producer
-            earlier = problem.lag and producer and trace.op[producer].is_forward != op.is_forward
-            if producer and not earlier and problem.phase_of(trace.op[producer]) == phase:
-                begin = max(begin, finish[producer])
+            maker = trace.op.get(trace.value[name].producer)
+            if maker is None or maker.piece.microbatch != op.piece.microbatch:
+                continue  # it is there when the step begins
+            if problem.phase_of(maker) == phase:
+                begin = max(begin, finish[maker.name])
         finish[op.name] = begin + cost.compute_ns
         if op.role == "start":
             finish[op.name] += cost.comm_ns

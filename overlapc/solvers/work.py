@@ -46,6 +46,7 @@ class Work:
     def __post_init__(self) -> None:
         trace = self.problem.trace
         self.ops = trace.ops
+        self.ahead = trace.ahead
         self.count = len(trace.ops)
         self.index = {op.name: i for i, op in enumerate(trace.ops)}
         self.size = {value.storage: value.bytes for value in trace.values}
@@ -61,11 +62,10 @@ class Work:
         storage, maker = place
         if maker >= self.count:
             return False
-        if not self.problem.lag:
-            return storage in self.lasting
         if maker == _FORWARD:
-            return False
-        return storage in self.lasting or (storage in self.kept and self.ops[maker].is_forward)
+            return not self.ahead and storage in self.lasting
+        passed_on = storage in self.kept and self.ops[maker].piece.microbatch in self.ahead
+        return passed_on or storage in self.lasting
 
     def text(self, nodes: Iterable[int]) -> tuple[str, ...]:
         """Nodes as the issues of a plan."""

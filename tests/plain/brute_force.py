@@ -58,12 +58,12 @@ def _orders(problem: Problem, saved: set[str], recomputed: set[str]) -> Iterator
     for text in everything:
         name, rerun = parse_issue(text)
         op = trace.op[name]
-        needs[text] = {name} if rerun and not problem.lag else set()
+        needs[text] = {name} if rerun and not problem.trace.lag else set()
         for given in op.inputs:
             producer = trace.value[given].producer
             if producer:
                 late = trace.op[producer].is_forward and (rerun or not op.is_forward)
-                if not (problem.lag and late and given in saved):
+                if not (problem.trace.lag and late and given in saved):
                     needs[text].add(issue(producer, late and given not in saved))
     if any(not needed <= set(everything) for needed in needs.values()):
         return

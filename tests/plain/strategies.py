@@ -38,6 +38,7 @@ from overlapc.ir import (
     issues,
     parse_issue,
 )
+from overlapc.merge import ahead
 
 LANES = ("tp", "expert group 0", 'a "odd" name: é>|')
 SIGNATURES = ("aten.mm.default f32[8, 8]", "relu", "c10d::all_gather [4, 's0']", "")
@@ -240,13 +241,12 @@ def random_problem(rng: Random, max_ops: int = 6, lags: bool = False) -> Problem
     made_bytes = sum(value.bytes for value in trace.values)
     lag = rng.randint(1, 2) if lags and one_phase and b.chance(40) else 0
     return Problem(
-        trace,
+        ahead(trace, lag),
         Profile(costs, slowdown, {"device": "none", "found by": "tests/plain"}),
         budget_bytes=rng.randint(made_bytes // 4, made_bytes + 80) if b.chance(70) else None,
         resident_bytes=rng.randint(0, 50) if b.chance(50) else 0,
         in_flight=rng.choice((1, 2, 3, Fraction(5, 3))),
         phases=("FIW",) if one_phase else ("F", "IW"),
-        lag=lag,
     )
 
 
@@ -308,15 +308,15 @@ def _needs(problem: Problem, saved: set[str], recomputed: set[str]) -> dict[str,
     for op in trace.ops:
         for again in (False, True) if op.name in recomputed else (False,):
             before = needs.setdefault(issue(op.name, again), set())
-            if again and not problem.lag:
+            if again and not problem.trace.lag:
                 before.add(op.name)
             for name in op.inputs:
                 if producer := trace.value[name].producer:
                     later = trace.op[producer].is_forward and (again or not op.is_forward)
-                    if not (problem.lag and later and name in saved):
+                    if not (problem.trace.lag and later and name in saved):
                         before.add(issue(producer, later and name not in saved))
     last: dict[int, str] = {}
-    for op in sorted(trace.ops, key=lambda op: problem.lag and op.is_forward):
+    for op in sorted(trace.ops, key=lambda op: problem.trace.lag and op.is_forward):
         if op.random:
             phase = problem.phase_of(op)
             if phase in last:
@@ -538,7 +538,7 @@ def _recompute_saved(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, s
 
 @_breaks
 def _recompute_early(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
-    name = None if problem.lag else _pick(rng, plan.recomputed)
+    name = None if problem.trace.lag else _pick(rng, plan.recomputed)
     return (
         None
         if name is None
@@ -646,7 +646,7 @@ def _read_early(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] |
         (reader, source)
         for reader, value, source in _reads(problem, plan)
         if _phase(problem, reader) == _phase(problem, source)
-        and not (problem.lag and value in plan.saved and _is_late(problem, reader))
+        and not (problem.trace.lag and value in plan.saved and _is_late(problem, reader))
         and problem.trace.op[parse_issue(reader)[0]].role not in ("start", "wait")
         and not problem.trace.op[parse_issue(reader)[0]].random
         and f"R:{reader}" not in plan.order

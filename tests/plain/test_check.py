@@ -181,7 +181,7 @@ def test_legal_plans_are_accepted(data: st.DataObject) -> None:
     validate_trace(problem.trace)
     plan = data.draw(legal_plans(problem))
     check(problem, plan)
-    if not problem.lag:  # merged pieces are executed in tests/torch/test_train_step.py
+    if not problem.trace.lag:  # merged pieces are executed in tests/torch/test_train_step.py
         assert execute(problem, plan) == eager(problem)
 
 

@@ -47,7 +47,7 @@ LAYERS = {
     "machine": Layer("ir"),
     "ledger": Layer(),
     "simulate": Layer("errors ir ledger machine"),
-    "merge": Layer("ir"),
+    "merge": Layer("ir valid"),
     "schedule": Layer("errors"),
     "pipeline": Layer("errors ledger machine schedule"),
     "stages": Layer("ir ledger pipeline simulate"),
@@ -55,7 +55,8 @@ LAYERS = {
     "solvers": Layer("check errors ir ledger machine merge pipeline progress schedule simulate"),
     # The road, from a captured graph to a plan. It calls what needs torch.
     "planning": Layer(
-        "check errors files flags ir merge pipeline progress schedule simulate solvers stages text",
+        "check errors files flags ir merge pipeline progress schedule simulate solvers stages text "
+        "valid",
         "passes profiler report runtime",
     ),
     "shares": Layer("errors ir planning simulate solvers", "passes runtime"),
@@ -77,7 +78,7 @@ LAYERS = {
     # Which layout of a cluster, without running it.
     "search": Layer(
         "errors files ir merge pipeline planning profiler progress schedule simulate solvers "
-        "stages",
+        "stages valid",
         "overlapc passes torch",
     ),
     "search.groups": Layer("errors torch"),

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.check import check
-from overlapc.errors import Infeasible, InvalidProblem, OptionError
+from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, OptionError
 from overlapc.ir import Problem
 from overlapc.ledger import Balance
-from overlapc.merge import ADD, accumulate, merge
+from overlapc.merge import ADD, accumulate, ahead, merge
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, simulate
 from overlapc.solvers import bound_ns, merging, solve
 from overlapc.solvers.choice import Needs
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import PACES, merged_order, solve_step
 from overlapc.solvers.work import NEVER, merged_work
-from overlapc.valid import validate_trace
+from overlapc.valid import validate_trace, validated
 from tests.plain.brute_force import TooMany, brute_force
 from tests.plain.strategies import random_problem
 from tests.plain.tiny import plan_of, tiny
@@ -30,7 +30,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 def lagging(rng: Random, max_ops: int, lag: int = 1) -> Problem:
     problem = random_problem(rng, max_ops)
-    return replace(problem, phases=("FIW",), lag=lag)
+    return replace(problem, phases=("FIW",), trace=ahead(problem.trace, lag))
 
 
 @settings(max_examples=60)
@@ -107,7 +107,33 @@ def test_what_one_waits_for_runs_under_the_other():
 
 def test_a_lagging_problem_has_one_phase():
     with pytest.raises(InvalidProblem, match="one phase"):
-        replace(random_problem(Random(0), 2), phases=("F", "IW"), lag=1)
+        replace(lagging(Random(0), 2), phases=("F", "IW"))
+
+
+def test_a_step_may_hold_several_microbatches():
+    """Two a step: the backward of microbatch 1 is in its own step, that of 2 in the next one, in
+    the place that 0 has here."""
+    problem = tiny(
+        """
+        f1 F | x1    > h1 | 1
+        f2 F | x2    > h2 | 1
+        b0 I | t0 h2 > d0 | 1
+        b1 I | t1 h1 > d1 | 1
+        """,
+        outputs="d0 d1",
+        phases=("FIW",),
+    )
+    ops = tuple(
+        replace(op, piece=replace(op.piece, microbatch=int(op.name[1]))) for op in problem.trace.ops
+    )
+    problem = validated(replace(problem, trace=replace(problem.trace, ops=ops)))
+    assert problem.trace.ahead == {2: 0}
+    assert problem.trace.lag == 1
+    plan = plan_of(problem, "b0 f1 b1 f2", "h1 h2")
+    # The step before left h2, which b0 reads; this one leaves another, and d0 and d1.
+    assert memory_curve(problem, plan) == [16, 16, 24, 24]
+    with pytest.raises(InvalidPlan, match="b1 reads h1 of f1, which is not issued before it"):
+        check(problem, replace(plan, order=("b0", "b1", "f1", "f2")))
 
 
 def test_baselines_know_nothing_of_merged_pieces():

@@ -468,7 +468,7 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
 
     of: dict[tuple[int, str, str], Instance] = {}  # (run, issue, value) -> its storage
     instances: list[Instance] = []
-    for run in range(problem.lag + 1):
+    for run in range(problem.trace.lag + 1):
         for i, text in enumerate(plan.order, start=run * length):
             name, again = parse_issue(text)
             op = trace.op[name]
@@ -478,7 +478,7 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
                 if value.storage not in kept:
                     passed = trace.op[value.producer].is_forward and (again or not op.is_forward)
                     source = issue(value.producer, passed and given_ not in plan.saved)
-                    late = problem.lag if passed and given_ in plan.saved else 0
+                    late = problem.trace.lag if passed and given_ in plan.saved else 0
                     if (run - late, source, given_) in of:
                         it = at_hand[value.storage] = of[run - late, source, given_]
                         it.alive_at = max(it.alive_at, i)
@@ -491,13 +491,13 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
                     it = of[run, text, made] = at_hand[value.storage]
                     if made in trace.outputs and not again:
                         it.alive_at = max(it.alive_at, (run + 1) * length - 1)
-                    if made in plan.saved and not again and problem.lag:
-                        it.alive_at = max(it.alive_at, (run + problem.lag) * length)
+                    if made in plan.saved and not again and problem.trace.lag:
+                        it.alive_at = max(it.alive_at, (run + problem.trace.lag) * length)
         for name in plan.recomputed:
             if trace.op[name].random:
                 last = run * length + plan.order.index(issue(name, True))
                 drawn_at = run * length + plan.order.index(name)
-                until = last + length * problem.lag
+                until = last + length * problem.trace.lag
                 instances.append(Instance(RNG_STATE_BYTES, drawn_at, until))
                 instances.append(Instance(RNG_STATE_BYTES, last, last))
     saved = {trace.value[name].storage: trace.value[name].bytes for name in plan.saved}
@@ -509,7 +509,7 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
         always
         + problem.profile.costs[parse_issue(text)[0]].workspace_bytes
         + sum(it.bytes for it in instances if it.made_at <= i <= it.alive_at)
-        for i, text in enumerate(plan.order, start=problem.lag * length)
+        for i, text in enumerate(plan.order, start=problem.trace.lag * length)
     ]
 
 

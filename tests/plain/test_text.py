@@ -271,7 +271,7 @@ def test_what_is_wrong_with_a_sealed_plan_is_said(old: str, new: str, message: s
         (
             "  x batch",
             "  x bach",
-            "found 'bach', expected one of parameter, buffer, batch, gradient",
+            "found 'bach', expected one of parameter, buffer, batch, grad",
         ),
         ("  x batch", "  y batch", "found 'a trace where y of kind batch: expected inputs of para"),
         ("8, 8", "8, 9", f"expected digest {a_problem().trace.digest}: make the p"),

@@ -75,3 +75,30 @@ def test_what_is_not_one_graph_for_dynamo_is_said():
     with pytest.warns(RuntimeWarning, match="captured without Dynamo.*none for overlapc.optimize"):
         captured = overlapc.capture(Breaks(), randn(4, 16))
     assert captured.trace.ops
+
+
+class Kinds(nn.Module):
+    """Has an input of every kind."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(self.trained(x)) * self.scale
+        return y
+
+
+def test_each_input_has_its_kind():
+    x = randn(4, 8)
+    twin = overlapc.optimize(Kinds(), profile="estimate")
+    twin(x).sum().backward()
+    for trace in (overlapc.capture(Kinds(), x).trace, twin.reports[0].problem.trace):
+        assert list(trace.kinds) == list(trace.inputs)
+        counts = {kind: len(trace.of_kind(kind)) for kind in trace.kinds.values()}
+        assert counts == {"parameter": 2, "buffer": 3, "batch": 1, "gradient": 1}
+        (gradient,) = trace.of_kind("gradient")
+        assert gradient == trace.inputs[-1]
