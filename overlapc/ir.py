@@ -102,15 +102,10 @@ class Trace:
     """Ops in topological order and the values between them.
 
     `inputs` are resident values; `outputs` are values that outlive the trace (results and
-    gradients). `kinds` say what inputs are; a captured trace has all of them:
-
-        parameter   lasts from step to step, and the trace makes its gradient
-        buffer      lasts from step to step and gets no gradient; also frozen parameters, constants
-        batch       of one microbatch: its data, numbers, what another stage sends
-        gradient    comes in from whoever calls the backward
-
-    `modules` say of which module of the model ops are, where that is known; a trace is the same
-    without.
+    gradients). `modules` say of which module of the model ops are, where that is known; a trace is
+    the same without. `kinds` say what inputs are; a captured trace has all of them. From step to
+    step last each `parameter`, which gets a gradient, and each `buffer` (a frozen parameter, a
+    constant), which does not; of one microbatch are its `batch` and the incoming `gradient`.
     """
 
     ops: tuple[Op, ...]
@@ -188,10 +183,7 @@ class Trace:
             found = {late: late - steps * len(begun) for late in begun - ended}
             if not (ended - begun).isdisjoint(found.values()):
                 return found
-        raise InvalidProblem(
-            f"forwards are of microbatches {sorted(begun)} and backwards of {sorted(ended)}; "
-            f"expected these to be some steps of {len(begun)} microbatches behind"
-        )
+        raise InvalidProblem(f"microbatches {sorted(ended)} are no steps behind {sorted(begun)}")
 
     @cached_property
     def lag(self) -> int:
