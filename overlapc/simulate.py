@@ -238,7 +238,7 @@ def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list
                 stay.add(found)
     for found in stay:
         last[found] = end
-    if problem.lag and order:  # what nobody reads goes with the first issue
+    if order:  # what nobody reads goes with the first issue
         ledger.works[0] += sum(size[found] for found in storages.values() if last[found] < 0)
     return ledger, once, by_backward
 

@@ -90,14 +90,13 @@ def _captured(model: OwnModel, layout: Layout, stage: int, layers: int, groups: 
         part, x = model.stage(layers, is_first, is_last, tokens, *groups)
         given = tokens if is_first else torch.zeros_like(x, requires_grad=True)
         captured = capture(part, given, *([tokens] if is_last else []))
-    static = set(captured.static_inputs)
-    placeholders = captured.joint.graph.find_nodes(op="placeholder")
-    inputs = [node.name for i, node in enumerate(placeholders) if i not in static]
-    tangents = [name for name in inputs if name.startswith("tangents")]
     return _Whole(
         captured,
         list(parameter_gradients(captured)),
-        (*inputs[: not is_first], *([] if is_last else tangents)),
+        (
+            *captured.trace.of_kind("batch")[: not is_first],
+            *(() if is_last else captured.trace.of_kind("gradient")),
+        ),
         0 if is_first else x.nbytes,
         0 if is_last else x.nbytes,
         tuple(p.nbytes for p in part.parameters() if p.requires_grad),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapc.ir import Plan, Problem, Profile
+from overlapc.merge import ahead
 from overlapc.pipeline import Rank, simulate_pipeline
 from overlapc.schedule import Schedule, steps_of
 from overlapc.simulate import simulate, step_ns
@@ -49,7 +50,7 @@ def test_listings_time_is_the_machines_where_nothing_slows_anything(rng, pace, w
         merging = _Merging(merged_work(merged, choice), limit, pace)
         order = merging.work.text(merging.run())
         found = [(merging.clock.free_ns, step_ns(merged, Plan("", "", choice.saved, order)))]
-        lone = replace(merged, phases=("F", "IW"), lag=0)
+        lone = replace(merged, trace=ahead(merged.trace, -1), phases=("F", "IW"))
         listing = Listing(backward_work(lone, choice), limit, Style(1.5, by_path=True))
         plain = tuple(op.name for op in lone.trace.ops if op.is_forward)
         order = plain + listing.work.text(listing.run())
