@@ -97,7 +97,8 @@ def must_follow(
 ) -> dict[str, set[str]]:
     """Issue -> the issues that come before it in every legal order (with those before them)."""
     trace = problem.trace
-    all_issues = [op.name for op in trace.ops] + [issue(name, True) for name in again]
+    repeated = [issue(op.name, True) for op in trace.ops if op.name in again]
+    all_issues = [*(op.name for op in trace.ops), *repeated]
     before: dict[str, set[str]] = {text: set() for text in all_issues}
     for text in all_issues:
         name, recomputed = parse_issue(text)

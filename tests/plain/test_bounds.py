@@ -13,7 +13,7 @@ from overlapc.check import check
 from overlapc.errors import Infeasible
 from overlapc.simulate import simulate
 from overlapc.solvers import SOLVERS, bound_ns, solve
-from overlapc.solvers.exact import exact
+from overlapc.solvers.exact import exact, must_follow
 from overlapc.solvers.opt import opt
 from overlapc.solvers.program import Program
 from tests.plain.brute_force import TooMany, brute_force
@@ -145,3 +145,13 @@ def test_more_memory_never_costs_time(solver, seeds):
             if solver != "opt" or plan.status == "optimal":  # a search cut short may be unlucky
                 steps.append(simulate(limited, plan).step_ns)
         assert steps == sorted(steps, reverse=True), seed
+
+
+def test_issues_are_gone_through_in_the_traces_order():
+    """Not in that of a set of names, which differs from process to process."""
+    for seed in range(30):
+        problem = random_problem(Random(seed), 4)
+        again = frozenset(op.name for op in problem.trace.ops if op.is_forward)
+        names = [op.name for op in problem.trace.ops]
+        repeated = [f"R:{name}" for name in names if name in again]
+        assert list(must_follow(problem, frozenset(), again)) == names + repeated
