@@ -6,8 +6,9 @@
     Balance   a Flow's issues one after the other: what one would add; run it; take it back
 
 `simulate` writes down the storages of a plan, whose issues are the moments; `pipeline` what a
-rank's steps hold, work with and send; `stages` what actions leave to later ones. What puts issues
-in order asks a Balance, which says of each what the Ledger says when all are known.
+rank's steps hold, work with and send; `stages` what actions leave to later ones; `shares` what the
+graphs of a step hold while others run. What puts issues in order asks a Balance, which says of each
+what the Ledger says when all are known.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ smaller budget never gives a larger peak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
+from overlapc.ledger import Ledger
 from overlapc.planning.agreement import agreed, decided
 from overlapc.planning.options import Options, parse_budget
 from overlapc.planning.problem import tangent_bytes
@@ -135,7 +136,7 @@ class Run:
     graphs: tuple[int, ...]
     flows: tuple[tuple[int, int, int], ...] = ()
 
-    def beside(self, shares: Sequence[Share], chosen: Sequence[Takes]) -> Iterator[tuple[int, int]]:
+    def beside(self, shares: Sequence[Share], chosen: Sequence[Takes]) -> list[tuple[int, int]]:
         """What the others hold while each graph's forward runs, and while its backward does."""
         passed = [0] * len(self.graphs)
         for _, reader, size in self.flows:
@@ -143,12 +144,15 @@ class Run:
         kept = [
             max(0, shares[g].gradient_bytes - p) for g, p in zip(self.graphs, passed, strict=True)
         ]
-        held, later = 0, sum(kept)
+        last = 2 * len(self.graphs) - 1  # moments: all forwards, then all backwards
+        ledger = Ledger([0] * (last + 1))
         for place, graph in enumerate(self.graphs):
-            later -= kept[place]
-            on_the_way = sum(size for made, read, size in self.flows if made < place < read)
-            yield held, held + later + on_the_way
-            held += chosen[graph].held_bytes
+            ledger.add(chosen[graph].held_bytes, place + 1, last - place - 1)
+            ledger.add(kept[place], last - place + 1, last + 1)
+        for made, read, size in self.flows:
+            ledger.add(size, last - read + 1, last - made - 1)
+        alive = ledger.alive()
+        return [(alive[place], alive[last - place]) for place in range(len(self.graphs))]
 
     def peak_bytes(self, shares: Sequence[Share], chosen: Sequence[Takes]) -> int:
         return max(

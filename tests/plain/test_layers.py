@@ -59,7 +59,7 @@ LAYERS = {
         "valid",
         "passes profiler report runtime",
     ),
-    "shares": Layer("errors ir planning simulate solvers", "passes runtime"),
+    "shares": Layer("errors ir ledger planning simulate solvers", "passes runtime"),
     # torch, one process.
     "layers": Layer("torch"),
     "passes": Layer("errors flags ir merge stages torch valid"),
