@@ -44,9 +44,8 @@ from examples.common import Text, checkpoint_blocks, leave, measure_exposed, sam
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.passes.trace import Captured
-from overlapc.planning.options import Options
-from overlapc.planning.report import Report
-from overlapc.planning.road import plan_captured
+from overlapc.planning import road
+from overlapc.planning.report import Report, StepPlan
 from overlapc.profiler.measure import retime
 from overlapc.profiler.memory import measure_peak
 from overlapc.simulate import simulate
@@ -186,12 +185,12 @@ def overlapc_variant(bench: Bench, level: str, limit: int, solver: str) -> Varia
     model = overlapc.optimize(bench.twin(), memory_budget=limit, solver=solver)
     variant = Variant(f"overlapc@{level}", level, f"budget {limit}", model)
 
-    def plan_and_remember(captured: Captured, options: Options, **how: Any) -> Any:
-        captured, report = plan_captured(captured, options, **how)
-        variant.planned.append(Planned(captured, report, how["primals"]))
-        return captured, report
+    def plan_and_remember(*given: Any, **how: Any) -> StepPlan:
+        found = road.plan(*given, **how)
+        variant.planned.append(Planned(found.captured, found.report, how["primals"]))
+        return found
 
-    with mock.patch("overlapc.runtime.backend.plan_captured", plan_and_remember):
+    with mock.patch("overlapc.runtime.backend.plan", plan_and_remember):
         bench.run(variant)
     timelines = [report.timeline for report in model.reports]
     variant.predicted = {

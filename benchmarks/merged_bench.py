@@ -54,8 +54,8 @@ class Variant:
     @property
     def predicted(self) -> dict[str, float]:
         report = self.step.report
-        reports = [report.lone, *([report.merged] if report.merged else [])]
-        compute, comm = (least(report.lone, what) * report.microbatches for what in (0, 1))
+        reports = [report, *([report.merged] if report.merged else [])]
+        compute, comm = (least(report, what) * report.microbatches for what in (0, 1))
         return {
             "step_ms": report.step_ns / 1e6,
             "peak_bytes": report.peak_bytes,

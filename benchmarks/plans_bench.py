@@ -45,9 +45,8 @@ from benchmarks.solvers import SEPARATE, fastest, moved
 from examples.common import checkpoint_blocks, leave, same, say
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
-from overlapc.passes.trace import Captured
-from overlapc.planning.options import Options
-from overlapc.planning.road import plan_captured
+from overlapc.planning import road
+from overlapc.planning.report import StepPlan
 from overlapc.profiler.measure import retime
 from overlapc.simulate import simulate
 from overlapc.solvers import FIELD, solve
@@ -90,13 +89,13 @@ def first_plan(bench: Bench, cache: str) -> Planned:
     """Capture and measure the graph: what all plans are made for."""
     kept: list[Planned] = []
 
-    def remember(captured: Captured, options: Options, **how: Any) -> Any:
-        captured, report = plan_captured(captured, options, **how)
-        kept.append(Planned(captured, report, how["primals"]))
-        return captured, report
+    def remember(*given: Any, **how: Any) -> StepPlan:
+        found = road.plan(*given, **how)
+        kept.append(Planned(found.captured, found.report, how["primals"]))
+        return found
 
     model = overlapc.optimize(bench.twin(), solver="none", cache=cache)
-    with mock.patch("overlapc.runtime.backend.plan_captured", remember):
+    with mock.patch("overlapc.runtime.backend.plan", remember):
         bench.run(Variant("first", model=model))
     return kept[0]
 

@@ -37,7 +37,7 @@ from examples.common import Text, leave, say
 from examples.gpt.model import Block, GPTConfig, Shard, cross_entropy
 from overlapc import Repeats
 from overlapc.passes.capture import capture
-from overlapc.planning.report import StepReport
+from overlapc.planning.report import Report
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.hardware import load_hardware
 from overlapc.profiler.measure import measure
@@ -169,8 +169,8 @@ def made(name: str, found: Found, budgets: list[int], groups: Any, how: dict[str
     return Variant(name, run, [part], pipeline.timeline.step_ns / 1e6, known)
 
 
-def known_of(report: StepReport) -> float:
-    costs = report.lone.problem.profile.costs.values()
+def known_of(report: Report) -> float:
+    costs = report.problem.profile.costs.values()
     return sum(cost.source == "measured" for cost in costs) / len(costs)
 
 

@@ -22,6 +22,7 @@ from overlapc.simulate import simulate
 
 if TYPE_CHECKING:
     from overlapc.api import capture, optimize, plan, rewrite
+    from overlapc.planning.options import Options
     from overlapc.planning.report import Report
     from overlapc.runtime.hosted import PipelineSchedule
     from overlapc.runtime.pipeline import Pipeline
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
+    "Options": "overlapc.planning.options",
     "Pipeline": "overlapc.runtime.pipeline",
     "PipelineSchedule": "overlapc.runtime.hosted",
     "Repeats": "overlapc.search.own",
@@ -46,6 +48,7 @@ _LATER = {
     "solve": "overlapc.solvers",
 }
 __all__ = [
+    "Options",
     "OverlapcError",
     "Pipeline",
     "PipelineSchedule",

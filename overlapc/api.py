@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import warnings
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
-from overlapc.files import StrPath, load_plan
+from overlapc.files import StrPath
 from overlapc.ir import Plan
 from overlapc.passes import capture as direct
 from overlapc.passes import joint
@@ -23,9 +22,9 @@ from overlapc.passes.as_eager import CAPTURE
 from overlapc.passes.differences import asked
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
-from overlapc.planning.options import Options, check_solver
+from overlapc.planning import road
+from overlapc.planning.options import Budget, Options
 from overlapc.planning.report import Report
-from overlapc.planning.road import plan_captured
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
@@ -51,59 +50,19 @@ _CAST_AGAIN = (
 )
 
 
-def optimize(
-    model: Model,
-    *,
-    memory_budget: int | float | str | None = None,
-    solver: str = "overlap",
-    backend: str = "eager",
-    profile: str = "measure",
-    hardware: str = "cpu-gloo",
-    plan: Plan | StrPath | None = None,
-    timeout_s: float = 7.0,
-    cache: bool | StrPath | None = None,
-    dynamic: bool | None = None,
-    check: bool = False,
-) -> Model:
+def optimize(model: Model, **options: Any) -> Model:
     """A twin of `model` whose training step overlaps recompute and weight gradients with
     communication, with bitwise the same gradients.
 
     The twin shares all state with `model` (parameters, buffers, hooks, mode) and has its type;
-    use either. It plans at its first forward under autograd, once for each graph.
-
-    memory_budget   what one step may allocate at its peak: bytes (int), text with a unit
-                    ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
-    solver          "overlap"; "heu", the quickest; "opt", the best that a minute finds, with a
-                    proven bound; or a baseline: "none", "full", "selective", "uniform",
-                    "block", "checkmate", "megatron", "lancet", "lynx", "torch"
-    backend         "eager" runs the graph's ops in the plan's order; "inductor" compiles them
-    profile         "measure" times the ops and links on this machine; "estimate" uses `hardware`
-    plan            a Plan, or the path of a saved one, instead of solving; refused for other graphs
-    timeout_s       how long ranks wait for a rank that shows no sign of coming; 7 s keep every
-                    rank's error within 10 s of a death
-    cache           a file in which measured costs are kept and found again; True for the one in
-                    ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
-    dynamic         as in torch.compile
-    check           at the first call, compare a step by eager and one by the plan bit by bit:
-                    `explain()` says what was found, and what differs is warned of
+    use either. It plans at its first forward under autograd, once for each graph. Options are
+    those of `overlapc.Options`.
 
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
     `plan` and `timeline` of the only graph, `explain()` for all.
     """
     _check_model(model)
-    check_solver(solver)
-    if profile not in ("measure", "estimate"):
-        raise OptionError(f'profile={profile!r}: expected "measure" or "estimate"')
-    if not isinstance(check, bool):
-        raise OptionError(f"check={check!r}: expected True or False")
-    if dynamic not in (None, True, False):
-        raise OptionError(f"dynamic={dynamic!r}: expected True, False or None")
-    if plan is not None and not isinstance(plan, Plan):
-        if not isinstance(plan, (str, os.PathLike)):
-            raise OptionError(f"plan={plan!r}: expected a Plan or the path of a saved one")
-        plan = load_plan(plan)
-    options = Options(memory_budget, solver, backend, profile, hardware, plan, timeout_s, cache)
-    return _twin(model, options, dynamic, check)
+    return _twin(model, Options.parse(options))
 
 
 def _check_model(model: object) -> None:
@@ -140,16 +99,18 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
 def plan(
     model: nn.Module,
     *args: Any,
-    memory_budget: int | float | str | None = None,
+    memory_budget: Budget = None,
     solver: str = "overlap",
-    hardware: str = "a100-sxm-80",
+    hardware: StrPath = "a100-sxm-80",
     **kwargs: Any,
 ) -> tuple[Captured, Report]:
     """Plan a model without running it, on real or fake tensors and process groups, with costs
     estimated for `hardware`. `rewrite(captured, report.plan)` gives the graphs."""
-    captured = capture(model, *args, **kwargs)
-    options = Options(memory_budget, solver, profile="estimate", hardware=hardware)
-    return plan_captured(captured, options)
+    options = Options(
+        memory_budget=memory_budget, solver=solver, profile="estimate", hardware=hardware
+    )
+    found = road.plan(capture(model, *args, **kwargs), options)
+    return found.captured, found.report
 
 
 class Optimized:
@@ -219,27 +180,27 @@ class Optimized:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = _engine(self)
-        return _twin(copy.deepcopy(engine.model, memo), *engine.given)
+        return _twin(copy.deepcopy(engine.model, memo), engine.options)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         engine = _engine(self)
-        return _twin, (engine.model, *engine.given)
+        return _twin, (engine.model, engine.options)
 
 
 class _Engine:
-    def __init__(
-        self, model: nn.Module, options: Options, dynamic: bool | None, check: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
-        self.given = (options, dynamic, check)
-        self.to_check = check
+        self.options = options
+        self.to_check = options.check
         self.checked: Checked | None = None
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
         self.fails = False  # whether Dynamo itself fails to trace the model
         self.region = Region()
         self.backend = Backend(options)
-        self.compiled = torch.compile(model, backend=self.backend, dynamic=dynamic, **_OF_ITS_OWN)
+        self.compiled = torch.compile(
+            model, backend=self.backend, dynamic=options.dynamic, **_OF_ITS_OWN
+        )
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The compiled model; what Dynamo gives up of it is said."""
@@ -287,12 +248,12 @@ def _engine(twin: Any) -> _Engine:
     return engine
 
 
-def _twin(model: Any, options: Options, dynamic: bool | None, check: bool = False) -> Any:
+def _twin(model: Any, options: Options) -> Any:
     base = type(model)
     kind = type(
         base.__name__, (Optimized, base), {"__slots__": (_SLOT,), "__module__": base.__module__}
     )
     twin: Any = object.__new__(kind)
     object.__setattr__(twin, "__dict__", model.__dict__)
-    object.__setattr__(twin, _SLOT, _Engine(model, options, dynamic, check))
+    object.__setattr__(twin, _SLOT, _Engine(model, options))
     return twin

@@ -11,7 +11,7 @@ smaller budget never gives a larger peak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
 from overlapc.ledger import Ledger
-from overlapc.planning.agreement import agreed, decided
-from overlapc.planning.options import Options, parse_budget
-from overlapc.planning.problem import tangent_bytes
+from overlapc.planning.agreement import agreed, decided, merge_profiles
+from overlapc.planning.options import Budget, Options, parse_budget
+from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
-from overlapc.planning.road import judged
+from overlapc.planning.road import Choices, judged
 from overlapc.simulate import RNG_STATE_BYTES, saved_bytes, simulate
 from overlapc.solvers import FIELD, menu, simple_plans
 from overlapc.solvers.choice import Needs, plan_on_demand
@@ -239,21 +239,19 @@ def _time(runs: Sequence[Run], chosen: Sequence[Takes]) -> int:
 def plan_frugally(
     captured: Captured,
     options: Options,
+    step: TrainingStep,
     *,
-    name: str,
     primals: Sequence[Any] | None = None,
     exchange: Exchange | None = None,
-    torch_choices: Callable[[], Sequence[tuple[str, ...]]] | None = None,
-) -> tuple[Captured, Share, Report]:
-    """`plan_captured` for a graph that shares the budget with others which are not known yet."""
-    captured, profiles, profile = agreed(captured, options, primals, exchange)
-    wanted = torch_choices is not None and options.solver == "torch"
-    choices = tuple(torch_choices()) if wanted and torch_choices is not None else ()
-    problem = Problem(captured.trace, profile, resident_bytes=tangent_bytes(captured.trace))
+    torch_choices: Choices = tuple,
+) -> tuple[Share, Report]:
+    """The road for a graph that shares the budget with others which are not known yet."""
+    captured, step, profiles = agreed(captured, step, options, primals, exchange)
+    problem = step.microbatch(captured.trace, merge_profiles(profiles))
+    choices = tuple(torch_choices()) if options.solver == "torch" else ()
     share = Share(problem, options.solver, choices)
     (plan,) = decided(lambda: (share.frugal.plan,), exchange)
-    problem = replace(problem, budget_bytes=simulate(problem, plan).peak_bytes)
-    return captured, share, judged(name, problem, plan, profiles, given=True)
+    return share, judged(step.name, problem, plan, profiles)
 
 
 def plan_shares(
@@ -295,7 +293,7 @@ def plan_shares(
     return reports
 
 
-def budget_of(run: Run, shares: Sequence[Share], budget: int | float | str | None) -> int:
+def budget_of(run: Run, shares: Sequence[Share], budget: Budget) -> int:
     """A budget in bytes for the peak of a step of several graphs, as `parse_budget` has it."""
     eager = run.peak_bytes(shares, [share.eager for share in shares])
     eager = max(eager, run.peak_bytes(shares, [share.frugal for share in shares]))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from overlapc.cli.shared import (
     FAILED,
     GOOD,
     Declare,
-    bytes_or_text,
     can_write,
     print_table,
     seconds,
@@ -45,12 +42,10 @@ def declare_profile(command: Declare) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports each start
+    from overlapc.planning.options import value_of
     from overlapc.runtime.verify import verify
 
-    memory: Any = None if args.memory is None else bytes_or_text(args.memory)
-    if isinstance(memory, str):
-        with contextlib.suppress(ValueError):  # text with a unit
-            memory = float(memory)
+    memory = None if args.memory is None else value_of(args.memory)
     found = verify(args.model, memory_budget=memory, solver=args.solver, plan=args.plan)
     if os.environ.get("RANK", "0") != "0":
         pass  # the first rank tells

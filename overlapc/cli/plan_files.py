@@ -48,9 +48,12 @@ def declare_diff(command: Declare) -> None:
 
 def _explain(args: argparse.Namespace) -> int:
     from overlapc.files import load_plan, load_problem
-    from overlapc.report.explain import explain_ops, op_fates, report_on
+    from overlapc.planning.road import judged
+    from overlapc.report.explain import explain_ops, op_fates
 
-    report = report_on(load_problem(args.problem), load_plan(args.plan), args.plan)
+    problem, plan = load_problem(args.problem), load_plan(args.plan)
+    report = judged(args.plan, problem, plan, given=True)
+    report = replace(report, given=False)  # the bound in the file is of these costs
     if args.json:
         ops = {"ops": [asdict(fate) for fate in op_fates(report)]} if args.ops else {}
         print(json.dumps(_figures(report) | ops, indent=1))
@@ -76,23 +79,24 @@ def _figures(report: Any) -> dict[str, Any]:
 
 def _plan(args: argparse.Namespace) -> int:
     from overlapc.files import load_problem, write_file
-    from overlapc.planning.options import check_solver, parse_budget
+    from overlapc.planning.options import Options, parse_budget
+    from overlapc.planning.road import judged
     from overlapc.progress import doing
-    from overlapc.report.explain import report_on
     from overlapc.solvers import solve
     from overlapc.text import format_plan
 
-    check_solver(args.solver)
+    memory = bytes_or_text(args.memory) if args.memory else None
+    options = Options(memory_budget=memory, solver=args.solver)
     problem = load_problem(args.problem)
     if args.memory:
-        problem = replace(problem, budget_bytes=parse_budget(bytes_or_text(args.memory), 0, 0))
+        problem = replace(problem, budget_bytes=parse_budget(options.memory_budget, 0, 0))
     can_write(args.out)
     with doing(f"solving ({args.solver}, {len(problem.trace.ops)} ops)"):
         plan = solve(problem, args.solver, time_limit_s=args.seconds)
     if args.out is not None:
         write_file(args.out, format_plan(plan))
     if args.json:
-        print(json.dumps(_figures(report_on(problem, plan, args.problem)), indent=1))
+        print(json.dumps(_figures(judged(args.problem, problem, plan)), indent=1))
     elif args.out is None:
         print(format_plan(plan), end="")
     return GOOD
@@ -101,11 +105,11 @@ def _plan(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from overlapc.files import load_plan, load_problem
     from overlapc.ir import issue
-    from overlapc.report.explain import report_on
+    from overlapc.planning.road import judged
 
     problem = load_problem(args.problem)
     plans = [load_plan(path) for path in (args.first, args.second)]
-    reports = [report_on(problem, plan, plan.solver) for plan in plans]
+    reports = [judged(plan.solver, problem, plan, given=True) for plan in plans]
     first, second = (set(plan.recomputed) for plan in plans)
     figures = {
         key: [getattr(report.timeline, key) for report in reports]

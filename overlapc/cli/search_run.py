@@ -18,7 +18,6 @@ from overlapc.files import make_folder, save_plan, save_problem, write_file
 from overlapc.planning.options import parse_budget
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.progress import doing, stoppable
-from overlapc.report.explain import report_on
 from overlapc.report.page import page
 from overlapc.report.trace import chrome_trace, pipeline_json
 from overlapc.report.verdict import verdict
@@ -129,10 +128,7 @@ def _document(
     """All of it as JSON, for the page and for scripts."""
     best, pipeline, why = result.best, None, ""
     if outcome is not None:
-        slowest = outcome.slowest
-        why = report_on(
-            slowest.problem, slowest.plan, "a few blocks of the slowest stage"
-        ).explain()
+        why = replace(outcome.slowest.report, microbatches=1).explain()  # alone
         pipeline = None if outcome.timeline is None else pipeline_json(outcome.timeline)
     return {
         "overlapc_search": VERSION,
@@ -161,7 +157,7 @@ def _write(folder: Path, document: dict[str, Any], outcome: Outcome | None) -> N
     write_file(folder / "report.html", page(document))
     if outcome is None or outcome.timeline is None:
         return
-    best, slowest = outcome.found, outcome.slowest
+    best, slowest = outcome.found, outcome.slowest.report
     write_file(folder / "schedule.txt", format_schedule(best.schedule))
     write_file(folder / "trace.json", json.dumps(chrome_trace(outcome.timeline)))
     save_problem(folder / "problem.txt", slowest.problem)

@@ -67,11 +67,12 @@ def _timeline(args: argparse.Namespace) -> Any:
     """The timeline of the plan of a problem, or of a schedule with its stages' costs."""
     from overlapc.files import load_plan, load_problem, read_json, read_text
     from overlapc.pipeline import StageCost, simulate_pipeline
-    from overlapc.report.explain import report_on
+    from overlapc.planning.road import judged
     from overlapc.schedule import parse_schedule
 
     if args.plan is not None:
-        return report_on(load_problem(args.file), load_plan(args.plan), args.plan).timeline
+        problem, plan = load_problem(args.file), load_plan(args.plan)
+        return judged(args.plan, problem, plan, given=True).timeline
     text = read_text(args.file, "schedule")
     try:
         schedule = parse_schedule(text)

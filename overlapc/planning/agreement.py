@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from overlapc.errors import CaptureError, Infeasible, OptionError
+from overlapc.errors import CaptureError, Infeasible
 from overlapc.ir import Cost, Plan, Profile, Slowdown
-from overlapc.planning.options import Options
+from overlapc.planning.options import ALIKE, Options
+from overlapc.planning.problem import TrainingStep
 from overlapc.progress import doing
 from overlapc.text import format_plan, parse_plan
 
@@ -25,13 +27,13 @@ _NOTHING_FITS = "infeasible "
 
 def agreed(
     captured: Captured,
+    step: TrainingStep,
     options: Options,
     primals: Sequence[Any] | None,
     exchange: Exchange | None,
-    more: str = "",
-) -> tuple[Captured, list[Profile], Profile]:
-    """The graph with measured sizes in its trace, each rank's profile and one of all, once the
-    ranks have found that they plan the same."""
+) -> tuple[Captured, TrainingStep, list[Profile]]:
+    """The graph with measured sizes in its trace, the step with the mean of the ranks' costs, and
+    each rank's profile, once the ranks have found that they plan the same."""
     from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
@@ -42,26 +44,19 @@ def agreed(
         )
         exchange.agree(
             "options",
-            f"{options.memory_budget!r} {options.solver} {options.backend} {options.profile} {more}"
-            + (format_plan(options.plan) if options.plan else ""),
-            "pass the same options to optimize on every rank",
+            f"{options.text(ALIKE)} {step.microbatches} {step.lag} {step.in_flight}",
+            "pass the same options on every rank",
         )
     profiles, all_sizes = _profiles(captured, options, primals, exchange)
-    profile = merge_profiles(profiles)
     sizes = {name: max(s.get(name, 0) for s in all_sizes) for name in all_sizes[0]}
     if sizes:
         captured = trace_joint(
             captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
         )
-    return captured, profiles, profile
-
-
-def mean_of_ranks(topic: str, figure: float, exchange: Exchange | None) -> float:
-    """The mean of what each rank has measured, the same on all of them."""
-    if exchange is None:
-        return figure
-    told = exchange.gather(topic, repr(figure).encode())
-    return sum(map(float, told)) / len(told)
+    if exchange is not None and step.gradients is not None:
+        told = exchange.gather("adding", repr(step.add_ns_per_kib).encode())
+        step = replace(step, add_ns_per_kib=sum(map(float, told)) / len(told))
+    return captured, step, profiles
 
 
 def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
@@ -137,12 +132,10 @@ def profile_captured(
 
         with doing(f"measuring {len(captured.trace.ops)} ops", this_rank()):
             return measure(captured, primals, cache=cache)
-    if options.profile == "estimate":
-        from overlapc.profiler.estimate import estimate
-        from overlapc.profiler.hardware import load_hardware
+    from overlapc.profiler.estimate import estimate
+    from overlapc.profiler.hardware import load_hardware
 
-        return estimate(captured, load_hardware(options.hardware), known=cache), {}
-    raise OptionError(f'profile={options.profile!r}: expected "measure" or "estimate"')
+    return estimate(captured, load_hardware(options.hardware), known=cache), {}
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:

@@ -1,51 +1,182 @@
-"""What a user asks of planning: `Options`, a memory budget, a solver, a schedule."""
+"""What a user asks of planning: `Options`, the same at every front door, and a memory budget."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from overlapc.errors import OptionError
-from overlapc.files import StrPath
+from overlapc.files import StrPath, load_plan
 from overlapc.ir import Plan
 from overlapc.schedule import Schedule, check_schedule
 from overlapc.solvers import SOLVERS
 from overlapc.solvers.schedules import make_schedule
+from overlapc.text import format_plan, parse_plan
 
+Budget = int | float | str | None
+_GIVEN = re.compile(r'(\w+)=((?:"(?:[^"\\]|\\.)*"|[^\s"])*)(?:\s+|$)')
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_PLANS = "expected a Plan or the path of a saved one"
+_ITSELF = "runs the ops of its graphs itself"
+_ONE_SHAPE = "plans each shape for itself"
+_CHECKED = "does not compare steps, overlapc.optimize does"
+# Front door -> the options that it does not take, and what it does instead.
+REFUSED: dict[str, dict[str, str]] = {
+    "optimize": {},
+    "torch.compile": {
+        "dynamic": "takes it as an argument of its own, not among the options",
+        "check": _CHECKED,
+    },
+    "TrainStep": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
+    "Pipeline": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `optimize` was asked for. See its docstring for the meaning of each."""
+    """What `optimize`, `TrainStep`, `Pipeline` and `torch.compile(..., backend="overlapc")` take.
 
-    memory_budget: int | float | str | None = None
+    memory_budget   what one step may allocate at its peak: bytes (int), text with a unit
+                    ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
+    solver          "overlap"; "heu", the quickest; "opt", the best that a minute finds, with a
+                    proven bound; or a baseline: "none", "full", "selective", "uniform",
+                    "block", "checkmate", "megatron", "lancet", "lynx", "torch"
+    backend         "eager" runs the graph's ops in the plan's order; "inductor" compiles them
+    profile         "measure" times the ops and links on this machine; "estimate" uses `hardware`
+    hardware        a preset's name, or a file of `overlapc profile`
+    plan            a Plan, or the path of a saved one, instead of solving; refused for other
+                    graphs. Of several microbatches that of one, and behind it, in a list, that
+                    of two merged: without it they run one after the other
+    timeout_s       how long ranks wait for a rank that shows no sign of coming; 7 s keep every
+                    rank's error within 10 s of a death
+    cache           a file in which measured costs are kept and found again; True for the one in
+                    ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
+    dynamic         as in torch.compile
+    check           at the first call, compare a step by eager and one by the plan bit by bit:
+                    `explain()` says what was found, and what differs is warned of
+
+    They print as `memory_budget=8GB solver=heu`, without those at their defaults, and
+    `Options.parse` reads that.
+    """
+
+    memory_budget: Budget = None
     solver: str = "overlap"
     backend: str = "eager"
     profile: str = "measure"
-    hardware: str = "cpu-gloo"
-    plan: Plan | None = None
+    hardware: StrPath = "cpu-gloo"
+    plan: Plan | StrPath | Sequence[Plan | StrPath] | None = field(default=None, compare=False)
     timeout_s: float = 7.0
     cache: bool | StrPath | None = None
+    dynamic: bool | None = None
+    check: bool = False
+    plans: tuple[Plan, ...] = field(init=False, repr=False)  # `plan`, read
     # What was measured and planned, so that the same graph met again is not paid for again.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        parse_budget(self.memory_budget, 1, 1)
+        self._expect("solver", SOLVERS)
+        self._expect("backend", ("eager", "inductor"))
+        self._expect("profile", ("measure", "estimate"))
+        if not isinstance(self.hardware, (str, os.PathLike)):
+            raise OptionError(f"hardware={self.hardware!r}: expected a preset or a file's path")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)):
             raise OptionError(f"timeout_s={self.timeout_s!r}: expected a number of seconds")
         if not self.timeout_s > 0:
             raise OptionError(f"timeout_s={self.timeout_s!r}: expected more than 0 seconds")
-        if not isinstance(self.hardware, (str, os.PathLike)):
-            raise OptionError(f"hardware={self.hardware!r}: expected a preset or a file's path")
         if not isinstance(self.cache, (bool, str, os.PathLike, type(None))):
             raise OptionError(f"cache={self.cache!r}: expected True, False, None or a file's path")
+        if self.dynamic not in (None, True, False):
+            raise OptionError(f"dynamic={self.dynamic!r}: expected True, False or None")
+        if not isinstance(self.check, bool):
+            raise OptionError(f"check={self.check!r}: expected True or False")
+        object.__setattr__(self, "plans", _plans(self.plan))
+
+    def _expect(self, name: str, known: Collection[str]) -> None:
+        if getattr(self, name) not in known:
+            raise OptionError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | str, door: str = "optimize") -> Options:
+        """The options of a front door, from keywords or from text."""
+        given = dict(_read(given)) if isinstance(given, str) else given
+        for name in given:
+            if name not in DEFAULTS:
+                raise OptionError(f"option {name!r}: expected one of {', '.join(DEFAULTS)}")
+        options = cls(**given)
+        for name, instead in REFUSED[door].items():
+            if getattr(options, name) != DEFAULTS[name]:
+                raise OptionError(
+                    f"{name}={given[name]!r}: {door} {instead}; expected it left out here"
+                )
+        if door in ("optimize", "torch.compile") and len(options.plans) > 1:
+            raise OptionError(f"plan={given['plan']!r}: {door} merges nothing; {_PLANS}")
+        return options
+
+    def __str__(self) -> str:
+        return self.text(DEFAULTS)
+
+    def text(self, names: Collection[str]) -> str:
+        """Those of these options that are not at their defaults, as `name=value`."""
+        given = [(name, getattr(self, name)) for name in names if name != "plan"]
+        given.append(("plan", [format_plan(plan) for plan in self.plans] or None))
+        return " ".join(f"{n}={_word(value)}" for n, value in given if value != DEFAULTS[n])
 
 
-def check_solver(name: str) -> None:
-    if name not in SOLVERS:
-        raise OptionError(f"solver={name!r}: expected one of {', '.join(SOLVERS)}")
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(Options)[:-2]}
+ALIKE = tuple(  # what ranks must agree on; where files lie, and how long to wait, is a rank's own
+    name for name in DEFAULTS if name not in ("hardware", "timeout_s", "cache")
+)
+
+
+def _plans(given: Any) -> tuple[Plan, ...]:
+    """The plans that were given as such, as their text, or as the path of a file of it."""
+    several = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    found = []
+    for each in several:
+        if isinstance(each, str) and "\n" in each:
+            found.append(parse_plan(each))
+        elif isinstance(each, (str, os.PathLike)):
+            found.append(load_plan(each))
+        elif isinstance(each, Plan):
+            found.append(each)
+        else:
+            raise OptionError(f"plan={each!r}: {_PLANS}")
+    if len(found) > 2:
+        raise OptionError(f"plan: found {len(found)}, expected one, and one of two merged")
+    return tuple(found)
+
+
+def value_of(text: str) -> Any:
+    """What a word says: a value of JSON, if it is one, else itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _word(value: Any) -> str:
+    """How a value is written, so that `value_of` reads it."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    bare = isinstance(value, str) and not re.search(r'\s|"', value) and value_of(value) == value
+    return str(value) if bare else json.dumps(value, separators=(",", ":"))
+
+
+def _read(text: str) -> Iterator[tuple[str, Any]]:
+    """The names and values of `name=value name=value`; spaces are in quotes."""
+    place, text = 0, text.strip()
+    while place < len(text):
+        found = _GIVEN.match(text, place)
+        if found is None:
+            raise OptionError(f"options {text[place:]!r}: expected name=value, spaces between")
+        yield found[1], value_of(found[2])
+        place = found.end()
 
 
 def schedule_of(schedule: Schedule | str, ranks: int, microbatches: int) -> Schedule:

@@ -1,33 +1,57 @@
-"""What is to be solved: a `Problem` from a trace, a profile and a budget."""
+"""What is to be solved: a `Problem` from a trace, a profile and a budget, for a `TrainingStep`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from overlapc.ir import Problem, Profile, Timeline, Trace
-from overlapc.planning.options import parse_budget
+from overlapc.merge import accumulate
+from overlapc.planning.options import Budget, parse_budget
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers.choice import Needs, plan_on_demand
 from overlapc.valid import validated
 
 
-def formulate(trace: Trace, profile: Profile, budget: int | float | str | None = None) -> Problem:
-    """The problem of one graph under autograd: all of the forward, then all of the backward."""
-    problem = validated(Problem(trace, profile, resident_bytes=tangent_bytes(trace)))
-    eager_bytes = eager_timeline(problem).peak_bytes
-    lasting_bytes = saved_bytes(problem, trace.outputs)
-    return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
+@dataclass(frozen=True)
+class TrainingStep:
+    """How many microbatches of a captured graph make a step, and what else its budget holds.
+
+    By default one, whose gradients are handed out: a graph under autograd.
+    """
+
+    name: str = "graph"
+    microbatches: int = 1
+    lag: int = 0  # a forward is merged with the backward so many microbatches before; 0: with none
+    in_flight: int = 1  # microbatches that are held at a time, in one budget
+    further: int = 0  # up to so many more, for which plans are found, too
+    beside_bytes: int = 0  # of other things in the budget
+    gradients: tuple[str, ...] | None = None  # that are added up over microbatches
+    add_ns_per_kib: float = 0.0  # what adding them takes
+
+    def microbatch(self, trace: Trace, profile: Profile) -> Problem:
+        """The problem of one microbatch, without a budget."""
+        problem = validated(Problem(trace, profile, resident_bytes=tangent_bytes(trace)))
+        if self.gradients is None:
+            return problem
+        return accumulate(problem, self.gradients, self.add_ns_per_kib)
 
 
-def formulate_step(
-    problem: Problem, budget: int | float | str | None, in_flight: int, beside_bytes: int
+GRAPH = TrainingStep()
+
+
+def formulate(
+    trace: Trace, profile: Profile, budget: Budget = None, step: TrainingStep = GRAPH
 ) -> Problem:
-    """The problem of a step, from that of a microbatch whose gradients are added up: one budget for
-    `in_flight` microbatches at a time, with `beside_bytes` of other things in it."""
-    resident_bytes = problem.resident_bytes + beside_bytes
-    problem = replace(problem, in_flight=in_flight, resident_bytes=resident_bytes)
-    eager = eager_timeline(problem)
-    return replace(problem, budget_bytes=parse_budget(budget, eager.peak_bytes, resident_bytes))
+    """The problem of a microbatch, all of the forward and then all of the backward, in the budget
+    of the whole step."""
+    problem = step.microbatch(trace, profile)
+    resident_bytes = problem.resident_bytes + step.beside_bytes
+    problem = replace(problem, in_flight=step.in_flight, resident_bytes=resident_bytes)
+    lasting_bytes = resident_bytes
+    if step.gradients is None:
+        lasting_bytes = saved_bytes(problem, trace.outputs)
+    eager_bytes = eager_timeline(problem).peak_bytes
+    return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
 
 
 def tangent_bytes(trace: Trace) -> int:

@@ -1,25 +1,55 @@
-"""What was decided: `Report` for one graph, `StepReport` for a step of several microbatches."""
+"""What was decided: a `Report` on one graph, or on a step of several microbatches of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from overlapc.ir import Plan, Problem, Timeline
+from overlapc.planning.problem import eager_timeline
 from overlapc.solvers import bound_ns
 from overlapc.solvers.bounds import simple_bound_ns
+
+if TYPE_CHECKING:
+    from overlapc.passes.trace import Captured
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was decided for one graph, and what it is predicted to do."""
+    """The plan of one microbatch, and what it is predicted to do.
+
+    Of several microbatches it is that of the first forward and the last backward; `merged` is what
+    comes between, unless merging does not pay.
+    """
 
     name: str
     problem: Problem
     plan: Plan
     timeline: Timeline
-    eager: Timeline  # of the plan that saves all, in the graph's own order
     given: bool = False  # a plan handed in: its bound may be of other costs
+    microbatches: int = 1
+    lag: int = 0  # how far apart the microbatches are that are merged
+    merged: Report | None = None
+
+    @property
+    def step_ns(self) -> int:
+        """Of the whole step."""
+        alone = self.timeline.step_ns
+        if self.merged is None:
+            return self.microbatches * alone
+        steady = self.microbatches - self.lag
+        return self.lag * alone + steady * self.merged.timeline.step_ns
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the whole step."""
+        return max(self.timeline.peak_bytes, self.merged.timeline.peak_bytes if self.merged else 0)
+
+    @cached_property
+    def eager(self) -> Timeline:
+        """Of the plan that saves all, in the graph's own order."""
+        return eager_timeline(self.problem)
 
     @cached_property
     def bound_ns(self) -> int:
@@ -32,36 +62,21 @@ class Report:
     def explain(self) -> str:
         from overlapc.report.explain import explain
 
-        return explain(self)
+        if self.microbatches == 1:
+            return explain(self)
+        head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
+        if self.merged is None:
+            return "\n\n".join([head + "each after the other", explain(self)])
+        return "\n\n".join([head + "merged", explain(self), explain(self.merged)])
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """What was decided for a step of several microbatches: `lone` for the first forward and the
-    last backward, `merged` for what comes between, unless merging does not pay."""
+class StepPlan:
+    """What the road ends with: the graph with measured sizes in its trace, and the report.
 
-    microbatches: int
-    lone: Report
-    merged: Report | None
-    lag: int = 1
+    `roomier` are those on plans that leave room for more microbatches in the same budget.
+    """
 
-    @property
-    def step_ns(self) -> int:
-        alone = self.lone.timeline.step_ns
-        if self.merged is None:
-            return self.microbatches * alone
-        steady = self.microbatches - self.lag
-        return self.lag * alone + steady * self.merged.timeline.step_ns
-
-    @property
-    def peak_bytes(self) -> int:
-        reports = [self.lone, *([self.merged] if self.merged else [])]
-        return max(report.timeline.peak_bytes for report in reports)
-
-    def explain(self) -> str:
-        parts = [self.lone.explain()]
-        if self.merged is not None:
-            parts.append(self.merged.explain())
-        head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
-        head += "each after the other" if self.merged is None else "merged"
-        return "\n\n".join([head, *parts])
+    captured: Captured
+    report: Report
+    roomier: tuple[Report, ...] = ()

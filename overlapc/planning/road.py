@@ -1,8 +1,7 @@
-"""The road from a captured graph to a plan: agree on costs, formulate, solve, check, simulate.
+"""The road from a captured graph to a plan: `plan`, on one rank or many, of one microbatch or many.
 
-`plan_captured` is that road on one rank or many, `plan_step` the same for a step of several
-microbatches. One rank solves; every rank checks that its trace is the same, receives the plan's
-text, and judges it for itself.
+One rank solves; every rank checks that its trace is the same, receives the plan's text, and judges
+it for itself.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import accumulate, merge
-from overlapc.planning.agreement import agreed, decided, mean_of_ranks, this_rank
+from overlapc.merge import merge
+from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
 from overlapc.planning.options import Options
-from overlapc.planning.problem import eager_timeline, formulate, formulate_step, tangent_bytes
-from overlapc.planning.report import Report, StepReport
+from overlapc.planning.problem import GRAPH, TrainingStep, formulate
+from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
 from overlapc.simulate import simulate
 from overlapc.solvers import FIELD, best_baseline, solve
@@ -31,124 +30,80 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
+Choices = Callable[[], Iterable[tuple[str, ...]]]
 
-def plan_captured(
+
+def plan(
     captured: Captured,
     options: Options,
+    step: TrainingStep = GRAPH,
     *,
-    name: str = "graph",
     primals: Sequence[Any] | None = None,
     exchange: Exchange | None = None,
-    torch_choices: Callable[[], Sequence[tuple[str, ...]]] | None = None,
-) -> tuple[Captured, Report]:
-    """Plan one captured graph; returns it with measured sizes in its trace, and the report.
+    torch_choices: Choices = tuple,
+) -> StepPlan:
+    """Plan a step of one captured graph: agree, cost, formulate, solve, check, simulate, report.
 
-    `exchange` joins the ranks that must agree; without one this rank plans alone.
-    `torch_choices` gives the saved sets PyTorch's own partitioner would choose.
+    `primals` are real inputs, to measure with. `exchange` joins the ranks that must agree; without
+    one this rank plans alone. `torch_choices` gives the saved sets that PyTorch's own partitioner
+    would choose.
     """
-    captured, profiles, profile = agreed(captured, options, primals, exchange)
-    problem = formulate(captured.trace, profile, options.memory_budget)
-    log(1, f"{name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
-
-    leads = exchange is None or exchange.rank == exchange.leader
-    wanted = leads and torch_choices is not None and options.solver in ("overlap", "opt", "torch")
-
-    def choices() -> Iterator[tuple[str, ...]]:  # asked for when all else is above the bound
-        if wanted and torch_choices is not None:
-            yield from torch_choices()
-
-    plan = _decide(problem, options, choices(), exchange)
-    log(1, f"{name}: plan of {plan.solver}{plan.found_by and f', found by {plan.found_by}'}")
-    log(2, format_plan(plan))
-    return captured, judged(name, problem, plan, profiles, given=options.plan is not None)
+    captured, step, profiles = agreed(captured, step, options, primals, exchange)
+    profile = merge_profiles(profiles)
+    problem = formulate(captured.trace, profile, options.memory_budget, step)
+    log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
+    plans = decided(lambda: _solved(problem, step, options, torch_choices), exchange)
+    for each in plans:
+        found_by = each.found_by and f", found by {each.found_by}"
+        log(1, f"{step.name}: plan of {each.solver}{found_by}")
+        log(2, format_plan(each))
+    ranks = [step.microbatch(captured.trace, profile).profile for profile in profiles]
+    report, *roomier = reports(problem, step, plans, ranks, given=bool(options.plans))
+    return StepPlan(captured, report, tuple(roomier))
 
 
-def plan_step(
-    captured: Captured,
-    options: Options,
-    microbatches: int,
-    *,
-    lag: int = 1,
-    in_flight: int = 1,
-    further: int = 0,
-    beside_bytes: int = 0,
-    gradients: Sequence[str],
-    add_ns_per_kib: float = 0.0,
-    primals: Sequence[Any] | None = None,
-    exchange: Exchange | None = None,
-) -> tuple[Captured, list[StepReport]]:
-    """Plan a step that adds up the `gradients` of several microbatches of one captured graph.
-
-    `add_ns_per_kib` is what adding takes. The budget is one for the whole step, in which
-    `in_flight` microbatches are held at a time, and `beside_bytes` of other things. A forward is
-    merged with the backward `lag` microbatches before it; 0: with none. Behind the report come
-    those of up to `further` more microbatches held in the same budget, where that asks for another
-    plan and has one.
-    """
-    captured, profiles, profile = agreed(
-        captured, options, primals, exchange, f"{microbatches} microbatches {lag} {in_flight} "
-    )
-    add_ns_per_kib = mean_of_ranks("adding", add_ns_per_kib, exchange)
-    plain = Problem(captured.trace, profile, resident_bytes=tangent_bytes(captured.trace))
-    added = accumulate(plain, gradients, add_ns_per_kib)
-    problem = formulate_step(added, options.memory_budget, in_flight, beside_bytes)
-    roomier = [replace(problem, in_flight=in_flight + more) for more in range(1, further + 1)]
-
-    def decide() -> tuple[Plan, ...]:
-        alone = _solve(problem, options.solver, ())
-        if not lag:
-            return (alone, *_others(alone, roomier, options.solver))
-        if options.solver in FIELD:
-            return (alone,)
-        with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
-            lone, merged = solve_step(problem, alone, microbatches, lag)
-        return (lone,) if merged is None else (lone, merged)
-
-    plans = decided(decide, exchange)
-    costs = [accumulate(replace(plain, profile=p), gradients, add_ns_per_kib) for p in profiles]
-    ranks = [found.profile for found in costs]
-    if not lag:
-        alone = [judged("one microbatch", problem, plan, ranks) for plan in plans]
-        return captured, [StepReport(microbatches, each, None, lag) for each in alone]
-    lone = judged("one microbatch", problem, plans[0], ranks)
-    merged = judged("merged", merge(problem, lag), plans[1], ranks) if plans[1:] else None
-    return captured, [StepReport(microbatches, lone, merged, lag)]
+def _solved(
+    problem: Problem, step: TrainingStep, options: Options, choices: Choices
+) -> tuple[Plan, ...]:
+    """The plan of a microbatch. Where microbatches are merged that of two comes behind it, if
+    merging pays, else those that leave room for more microbatches."""
+    if options.plans:
+        return options.plans
+    alone = _alone(problem, options, choices)
+    if not step.lag:
+        return alone, *_roomier(alone, problem, step, options.solver)
+    if options.solver in FIELD:
+        return (alone,)
+    with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
+        lone, merged = solve_step(problem, alone, step.microbatches, step.lag)
+    return (lone,) if merged is None else (lone, merged)
 
 
-def judged(
-    name: str, problem: Problem, plan: Plan, profiles: Sequence[Profile], given: bool = False
-) -> Report:
-    """The report on a plan, which must be legal and, unless it was `given`, keep to the budget."""
-    check(problem, plan)
-    timeline = simulate(problem, plan, profiles)
-    if not given and timeline.peak_bytes > (problem.budget_bytes or 0):
-        raise InvalidPlan(
-            f"the plan of solver {plan.solver!r} peaks at {timeline.peak_bytes} bytes, "
-            f"the budget is {problem.budget_bytes}"
-        )
-    return Report(name, problem, plan, timeline, eager_timeline(problem), given)
+def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:
+    """The plan of one microbatch: known, or solved for now."""
 
+    def asked() -> Iterator[tuple[str, ...]]:  # when all else is above the bound
+        yield from choices()
 
-def _decide(
-    problem: Problem,
-    options: Options,
-    choices: Iterable[tuple[str, ...]],
-    exchange: Exchange | None,
-) -> Plan:
-    """The plan that was given, is known, or is solved for now; the same on every rank."""
-
-    def decide() -> tuple[Plan]:
-        if options.plan is not None:
-            return (options.plan,)
-        key = "plan", problem.trace.digest, options.solver
-        before, plan = options.known.get(key, (None, None))
-        if before != problem:
-            plan = _solve(problem, options.solver, choices)
-            options.known[key] = problem, plan
-        return (plan,)
-
-    (plan,) = decided(decide, exchange)
+    key = "plan", problem.trace.digest, options.solver
+    before, known = options.known.get(key, (None, None))
+    if before != problem:
+        known = _solve(problem, options.solver, asked())
+        options.known[key] = problem, known
+    plan: Plan = known
     return plan
+
+
+def _roomier(plan: Plan, problem: Problem, step: TrainingStep, solver: str) -> Iterator[Plan]:
+    """Plans for more and more microbatches held: a new one wherever the last does not fit."""
+    for more in range(1, step.further + 1):
+        fuller = replace(problem, in_flight=step.in_flight + more)
+        if simulate(fuller, plan).peak_bytes > (problem.budget_bytes or 0):
+            try:
+                plan = _solve(fuller, solver, ())
+            except Infeasible:
+                return
+            yield plan
 
 
 def _solve(problem: Problem, solver: str, choices: Iterable[tuple[str, ...]]) -> Plan:
@@ -167,12 +122,51 @@ def _solve(problem: Problem, solver: str, choices: Iterable[tuple[str, ...]]) ->
         return best_baseline(problem)
 
 
-def _others(plan: Plan, problems: Sequence[Problem], solver: str) -> Iterator[Plan]:
-    """Plans for problems of less and less room: a new one wherever the last does not fit."""
-    for problem in problems:
-        if simulate(problem, plan).peak_bytes > (problem.budget_bytes or 0):
-            try:
-                plan = _solve(problem, solver, ())
-            except Infeasible:
-                return
-            yield plan
+def reports(
+    problem: Problem,
+    step: TrainingStep,
+    plans: Sequence[Plan],
+    ranks: Sequence[Profile] | None = None,
+    *,
+    given: bool = False,
+) -> list[Report]:
+    """What plans do, of one microbatch each; or of one, and behind it that of two merged."""
+
+    def alone(plan: Plan) -> Report:
+        report = judged(step.name, problem, plan, ranks, given=given)
+        return replace(report, microbatches=step.microbatches)
+
+    if not step.lag or len(plans) == 1:
+        if given and len(plans) > 1:
+            raise OptionError("plan: found that of merged microbatches, but none are merged here")
+        return [alone(plan) for plan in plans]
+    lone, both = plans
+    for what in ("saved", "recomputed"):
+        if set(getattr(lone, what)) != set(getattr(both, what)):
+            raise InvalidPlan(
+                f"the plan of merged microbatches has other values {what} than that of one: "
+                "expected the two of one report"
+            )
+    merged = judged("merged", merge(problem, step.lag), both, ranks, given=given)
+    return [replace(alone(lone), lag=step.lag, merged=merged)]
+
+
+def judged(
+    name: str,
+    problem: Problem,
+    plan: Plan,
+    profiles: Sequence[Profile] | None = None,
+    *,
+    given: bool = False,
+) -> Report:
+    """The report on a plan, which must be legal and, unless it was `given`, keep to the budget."""
+    check(problem, plan)
+    timeline = simulate(problem, plan, profiles)
+    if problem.budget_bytes is None:
+        problem = replace(problem, budget_bytes=timeline.peak_bytes)
+    if not given and timeline.peak_bytes > (problem.budget_bytes or 0):
+        raise InvalidPlan(
+            f"the plan of solver {plan.solver!r} peaks at {timeline.peak_bytes} bytes, "
+            f"the budget is {problem.budget_bytes}"
+        )
+    return Report(name, problem, plan, timeline, given)

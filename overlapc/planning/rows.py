@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
-from overlapc.planning.report import StepReport
+from overlapc.planning.report import Report
 from overlapc.schedule import Schedule, Step, is_pair
 from overlapc.solvers.rows import placed
 
@@ -29,11 +29,9 @@ class StageFigures:
     reduce_ns: int = 0
 
     @staticmethod
-    def of(
-        cost: StageCost, report: StepReport, beside_bytes: int, reduce_ns: int = 0
-    ) -> StageFigures:
+    def of(cost: StageCost, report: Report, beside_bytes: int, reduce_ns: int = 0) -> StageFigures:
         """The gradients are held beside what counts against the limit."""
-        problem = report.lone.problem
+        problem = report.problem
         return StageFigures(
             cost,
             0 if report.merged is None else report.merged.timeline.step_ns,

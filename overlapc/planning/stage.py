@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from overlapc.pipeline import AHEAD
 from overlapc.planning.options import Options
-from overlapc.planning.report import StepReport
-from overlapc.planning.road import plan_step
+from overlapc.planning.problem import TrainingStep
+from overlapc.planning.report import Report
+from overlapc.planning.road import plan
 from overlapc.planning.rows import StageFigures
 from overlapc.schedule import Schedule
 from overlapc.stages import stage_cost
@@ -28,29 +29,27 @@ def plan_stage(
     *,
     place: bool = True,
     beside_bytes: int = 0,
-    gradients: Sequence[str],
+    gradients: tuple[str, ...],
     add_ns_per_kib: float,
     primals: Sequence[Any] | None = None,
     exchange: Exchange | None = None,
-) -> list[StepReport]:
+) -> list[Report]:
     """Plan a stage for as many microbatches in flight as the schedule has and, where rows are
     placed, for a few more: recompute makes room for rows that stand still less."""
     lag, held = schedule.lag(stage), schedule.in_flight(stage)
     further = min(_FURTHER, schedule.microbatches - held) if place else 0
-    _, reports = plan_step(
-        captured,
-        options,
+    step = TrainingStep(
+        "one microbatch",
         schedule.microbatches,
-        lag=lag,
+        lag,
         in_flight=lag or held,
         further=0 if lag else further,
         beside_bytes=beside_bytes,
         gradients=gradients,
         add_ns_per_kib=add_ns_per_kib,
-        primals=primals,
-        exchange=exchange,
     )
-    return reports
+    planned = plan(captured, options, step, primals=primals, exchange=exchange)
+    return [planned.report, *planned.roomier]
 
 
 def beside_bytes(schedule: Schedule, stage: int, coming: int, going: int) -> int:
@@ -60,7 +59,7 @@ def beside_bytes(schedule: Schedule, stage: int, coming: int, going: int) -> int
 
 
 def stage_figures(
-    reports: Sequence[StepReport],
+    reports: Sequence[Report],
     received: Collection[str],
     sent_ns: int,
     beside: int,
@@ -70,7 +69,7 @@ def stage_figures(
     ranks send, `sent_ns` is how long what the stage sends is on its way."""
     return [
         StageFigures.of(
-            stage_cost(report.lone.problem, report.lone.plan, received, sent_ns),
+            stage_cost(report.problem, report.plan, received, sent_ns),
             report,
             beside,
             reduce_ns,

@@ -20,7 +20,7 @@ from typing import Any
 
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import FileError, OptionError
-from overlapc.files import printable, read_text
+from overlapc.files import StrPath, printable, read_text
 from overlapc.ir import Slowdown
 
 if sys.version_info >= (3, 11):
@@ -147,7 +147,7 @@ def known_hardware() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
-def load_hardware(name_or_path: str | Path) -> Hardware:
+def load_hardware(name_or_path: StrPath) -> Hardware:
     """A machine by name (`known_hardware()`), or from a file of the same form."""
     path = Path(name_or_path)
     if path.suffix != ".toml" and path.name == str(name_or_path):

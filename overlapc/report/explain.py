@@ -4,24 +4,12 @@ rest is not hidden. `op_fates(report)`: for every forward op what becomes of wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from overlapc.check import check
-from overlapc.ir import COMPUTE, Exposure, Plan, Problem, Span, issue, issues, parse_issue
-from overlapc.planning.problem import eager_timeline
+from overlapc.ir import COMPUTE, Exposure, Problem, Span, issue, issues, parse_issue
 from overlapc.planning.report import Report
 from overlapc.report.table import table
-from overlapc.simulate import simulate
 from overlapc.solvers.choice import Needs
-
-
-def report_on(problem: Problem, plan: Plan, name: str) -> Report:
-    """What a plan of a file does, once it has been found legal."""
-    check(problem, plan)
-    timeline = simulate(problem, plan)
-    if problem.budget_bytes is None:
-        problem = replace(problem, budget_bytes=timeline.peak_bytes)
-    return Report(name, problem, plan, timeline, eager_timeline(problem))
 
 
 def explain(report: Report) -> str:

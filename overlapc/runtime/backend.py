@@ -11,7 +11,7 @@ import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._inductor import config as inductor_config
 
-from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.errors import CaptureError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Plan
 from overlapc.passes.as_eager import are_fake, as_eager
@@ -31,9 +31,10 @@ from overlapc.passes.nodes import line_of, primal_nodes
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
-from overlapc.planning.options import Options, check_solver
+from overlapc.planning.options import Options
+from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
-from overlapc.planning.road import plan_captured
+from overlapc.planning.road import plan
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.graphs import Calls, Graph
 from overlapc.runtime.ranks import exchange_for
@@ -41,15 +42,12 @@ from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.shares import Share, plan_frugally
 
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
-COMPILERS = ("eager", "inductor")
 
 
 class Backend:
     """Compiles the graphs of one model; `reports` grows by one for each graph planned."""
 
     def __init__(self, options: Options) -> None:
-        if options.backend not in COMPILERS:
-            raise OptionError(f"backend={options.backend!r}: expected one of {COMPILERS}")
         self.options = options
         self.steps = Calls(options)
         self.reports: list[Report] = self.steps.reports
@@ -226,17 +224,17 @@ class Partition:
         options, graph = self.backend.options, self.graph
         sweep = SWEEP if options.solver == "torch" else GLANCE
         given: dict[str, Any] = {
-            "name": f"graph {len(self.backend.reports)}",
             "primals": primals,
             "exchange": exchange,
             "torch_choices": lambda: torch_choices(captured, inputs, sweep),
         }
+        step = TrainingStep(f"graph {len(self.backend.reports)}")
         if graph.takes_all:
-            _, report = plan_captured(captured, options, **given)
+            report = plan(captured, options, step, **given).report
             problem = replace(report.problem, budget_bytes=None)
             share = Share(problem, options.solver, (report.plan.saved,))
         else:
-            _, share, report = plan_frugally(captured, options, **given)
+            share, report = plan_frugally(captured, options, step, **given)
         graph.planned(report, share)
         return report
 
@@ -293,9 +291,4 @@ def overlapc_backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="overlapc", options={...})`; options are `optimize`'s."""
     given = options.pop("options", None) or options
-    known = [one.name for one in fields(Options) if one.name != "known"]
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise OptionError(f"option {unknown[0]!r}: expected one of {', '.join(known)}")
-    check_solver(given.get("solver", "overlap"))
-    return Backend(Options(**given))(gm, example_inputs)
+    return Backend(Options.parse(given, "torch.compile"))(gm, example_inputs)

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
-from overlapc.files import StrPath
 from overlapc.passes.joint import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
 from overlapc.pipeline import PipelineTimeline, StageCost, describe
-from overlapc.planning.options import Options, check_solver, schedule_of
-from overlapc.planning.report import StepReport
+from overlapc.planning.options import Options, schedule_of
+from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.runtime.exchange import Exchange, busy
@@ -38,8 +37,6 @@ from overlapc.runtime.stage import Shapes, Stage, blank
 from overlapc.runtime.train_step import Given, adding, alike, code
 from overlapc.schedule import Schedule, format_schedule
 
-Budget = int | float | str | None
-
 
 class Pipeline:
     """This rank's part of a pipeline. `stages` are its stages' modules by number; a stage gives a
@@ -49,7 +46,6 @@ class Pipeline:
     schedule        a Schedule, or the name of one: "gpipe", "1f1b", "interleaved", "zero-bubble",
                     "zero-bubble-v", "merged"; row n is what rank n of `group` does
     loss            loss(output, *targets), on the rank of the last stage; a number
-    memory_budget   of each stage, for what it holds of all microbatches in flight; or {stage: its}
     place           move recompute and weight gradients into stalls, as far as that is predicted to
                     help; otherwise the rows stay as they are
     data_parallel   a group of ranks that run the same stages on other data: gradients are averaged
@@ -57,9 +53,10 @@ class Pipeline:
                     then is all of it: clear it between calls.)
     tied            weights that several stages have, as {stage: parameter's name}: each gets the
                     sum of their gradients
-    cache           as `optimize` takes it: a file in which measured costs are kept
-    timeout_s       how long to wait for another rank, beside what a step is predicted to take: more
-                    than a rank may do between two steps (write a checkpoint, say)
+    options         those of `overlapc.Options`; `memory_budget` is of each stage, for what it holds
+                    of all microbatches in flight, and it and `plan` may be {stage: its}. A step may
+                    take `timeout_s` longer than predicted: more than a rank may do between two
+                    steps (write a checkpoint, say)
 
     Calling it with the inputs and targets of all microbatches (each a tuple or a tensor; needed
     on the first and the last stage's rank) adds up gradients in `.grad`, in the order of the
@@ -78,15 +75,9 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         data_parallel: dist.ProcessGroup | None = None,
         tied: Sequence[Mapping[int, str]] = (),
-        memory_budget: Budget | Mapping[int, Budget] = None,
-        solver: str = "overlap",
         place: bool = True,
-        profile: str = "measure",
-        hardware: str = "cpu-gloo",
-        timeout_s: float = 7.0,
-        cache: bool | StrPath | None = None,
+        **options: Any,
     ) -> None:
-        check_solver(solver)
         self.group = dist.group.WORLD if group is None else group
         self.rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         schedule = schedule_of(schedule, ranks, microbatches)
@@ -111,14 +102,14 @@ class Pipeline:
             )
         self.schedule = schedule
         self.modules = dict(stages)
-        self.reports: dict[int, StepReport] = {}
+        self.reports: dict[int, Report] = {}
         self.timeline: PipelineTimeline | None = None  # as predicted, of all ranks
         self.costs: tuple[StageCost, ...] = ()  # of one microbatch, by stage
         self._loss = loss
         self._place = place
+        self._options, self._of_stages = _by_stage(options, mine)
+        timeout_s = self._options.timeout_s
         self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
-        self._options = Options(None, solver, "eager", profile, hardware, None, timeout_s, cache)
-        self._budgets = _by_stage(memory_budget, mine)
         self._stages: dict[int, Stage] = {}
         self._held: dict[int, int] = {}  # bytes, by stage, whatever its plan
         self._average_ns: dict[int, int] = {}  # of each stage's gradients over the replicas
@@ -202,7 +193,7 @@ class Pipeline:
         shapes = self._traced(inputs, targets)
         self._links.width = max(1, *map(len, shapes.values()))
         figures: dict[int, Any] = {}
-        planned: dict[int, list[StepReport]] = {}
+        planned: dict[int, list[Report]] = {}
         links, options = self._links, self._options
         ends = range(self.schedule.stages - 1)
         sent = {s: sent_ns(self.schedule, s, _bytes(shapes[s]), links, options) for s in ends}
@@ -251,7 +242,7 @@ class Pipeline:
 
     def _figured(
         self, stage: int, shapes: Mapping[int, Shapes], sent_ns: int
-    ) -> tuple[list[StepReport], list[dict[str, Any]]]:
+    ) -> tuple[list[Report], list[dict[str, Any]]]:
         """The plans of a stage, and of each what other ranks are told."""
         made = self._stages[stage]
         held = self._held[stage] = self._beside(stage, shapes)
@@ -302,16 +293,16 @@ class Pipeline:
         made.plan = lambda captured, primals: self._planned(stage, captured, primals)[0]
         return made
 
-    def _planned(self, stage: int, captured: Captured, primals: Sequence[Any]) -> list[StepReport]:
+    def _planned(self, stage: int, captured: Captured, primals: Sequence[Any]) -> list[Report]:
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
             reports = plan_stage(
                 captured,
-                replace(self._options, memory_budget=self._budgets[stage]),
+                self._of_stages[stage],
                 self.schedule,
                 stage,
                 place=self._place,
                 beside_bytes=self._held[stage],
-                gradients=list(parameter_gradients(captured)),
+                gradients=tuple(parameter_gradients(captured)),
                 add_ns_per_kib=adding(self.modules[stage], self._options),
                 primals=primals,
                 exchange=joined,
@@ -320,15 +311,21 @@ class Pipeline:
         return reports
 
 
-def _by_stage(budget: Budget | Mapping[int, Budget], stages: Collection[int]) -> dict[int, Budget]:
-    if not isinstance(budget, Mapping):
-        return dict.fromkeys(stages, budget)
-    if not set(stages) <= set(budget):
-        raise OptionError(
-            f"memory_budget has stages {sorted(budget)}, expected one for each stage here: "
-            f"{sorted(stages)}"
-        )
-    return {stage: budget[stage] for stage in stages}
+def _by_stage(
+    given: Mapping[str, Any], stages: Collection[int]
+) -> tuple[Options, dict[int, Options]]:
+    """The options that all stages have, and those of each."""
+    apart = {name: value for name, value in given.items() if isinstance(value, Mapping)}
+    for name, of_stages in apart.items():
+        if name not in ("memory_budget", "plan") or not set(stages) <= set(of_stages):
+            raise OptionError(
+                f"{name} has stages {sorted(of_stages)}, expected one for each stage here: "
+                f"{sorted(stages)}"
+            )
+    rest = {name: value for name, value in given.items() if name not in apart}
+    options = Options.parse(rest, "Pipeline")
+    each = {s: {name: of_stages[s] for name, of_stages in apart.items()} for s in stages}
+    return options, {stage: replace(options, **each[stage]) for stage in stages}
 
 
 def _check_devices(stages: Mapping[int, nn.Module]) -> None:

@@ -14,7 +14,7 @@ from overlapc.errors import CaptureError
 from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut
 from overlapc.passes.trace import Captured
-from overlapc.planning.report import StepReport
+from overlapc.planning.report import Report
 from overlapc.runtime.train_step import check_loss, loss_gradient, refuse_owners
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
@@ -44,10 +44,10 @@ class Stage:
         self.incoming = incoming
         self.form: _Form  # as it was traced last
         self.primals: list[Any] = []  # example values, while it is planned
-        self.plan: Callable[[Captured, Sequence[Any]], StepReport]
-        self.report: StepReport | None = None
+        self.plan: Callable[[Captured, Sequence[Any]], Report]
+        self.report: Report | None = None
         self.digest = ""  # of what was planned
-        self._others: dict[str, StepReport] = {}  # of graphs that came up in a step, by digest
+        self._others: dict[str, Report] = {}  # of graphs that came up in a step, by digest
         self.code: Any = None
         self.states: dict[int, _Flight] = {}
         self._function = function
@@ -76,7 +76,7 @@ class Stage:
         self.primals = []
         return self.digest != self.captured.trace.digest
 
-    def planned(self, report: StepReport) -> None:
+    def planned(self, report: Report) -> None:
         self.report, self.digest, self.primals = report, self.captured.trace.digest, []
 
     def trace(self, given: tuple[Any, ...]) -> None:
@@ -206,12 +206,12 @@ class _Form:
         self.pieces: Mapping[str, Part] = {}
         self.merged: Part | None = None
         self.shared: State = {}
-        self.report: StepReport | None = None
+        self.report: Report | None = None
 
-    def cut(self, report: StepReport) -> None:
+    def cut(self, report: Report) -> None:
         if self.report is report:
             return
-        parts = cut(self.joint.captured, report.lone.plan)
+        parts = cut(self.joint.captured, report.plan)
         self.forward, self.backward, self.pieces = parts.forward, parts.backward, parts.pieces()
         self.merged = None if report.merged is None else parts.merged(report.merged.plan)
         self.report = report

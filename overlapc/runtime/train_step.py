@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
-from overlapc.files import StrPath
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
 from overlapc.passes.trace import Captured
-from overlapc.planning.options import Options, check_solver
-from overlapc.planning.report import StepReport
-from overlapc.planning.road import plan_step
+from overlapc.planning.options import Options
+from overlapc.planning.problem import TrainingStep
+from overlapc.planning.report import Report
+from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
@@ -67,7 +67,7 @@ class TrainStep:
 
     The first call plans; so does one with other shapes or another number of microbatches, and
     one for which the model, or anything else that it reads, has become another graph. Options are
-    those of `optimize`; the memory budget is for what the whole step allocates at its peak,
+    those of `overlapc.Options`; the memory budget is for what the whole step allocates at its peak,
     gradients included. With `merge=False`, or a baseline as solver, microbatches run one after
     the other.
 
@@ -80,30 +80,22 @@ class TrainStep:
         model: nn.Module,
         loss: Callable[..., Tensor] | None = None,
         *,
-        memory_budget: int | float | str | None = None,
-        solver: str = "overlap",
         merge: bool = True,
-        profile: str = "measure",
-        hardware: str = "cpu-gloo",
-        timeout_s: float = 7.0,
-        cache: bool | StrPath | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"TrainStep expects an nn.Module, found {type(model).__name__}")
-        check_solver(solver)
         self._merge = merge
         self.model = model
         self._loss = loss
-        self._options = Options(
-            memory_budget, solver, "eager", profile, hardware, None, timeout_s, cache
-        )
+        self._options = Options.parse(options, "TrainStep")
         self._traced: dict[Any, Traced] = {}  # by code and shapes
         self._met: set[Any] = set()  # of these, those that ran
         self._plain: set[Any] = set()  # which of these run as plain PyTorch
         self.unchanged: list[str] = []  # why a step, or one of its microbatches, did
-        self._reports: dict[tuple[int, str], StepReport] = {}  # by microbatches and digest
+        self._reports: dict[tuple[int, str], Report] = {}  # by microbatches and digest
         self._step: _Step | None = None  # the one that is running
-        self.report: StepReport | None = None
+        self.report: Report | None = None
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; returns what the model returned for
@@ -117,7 +109,7 @@ class TrainStep:
             self._step = None
         return results
 
-    def plan(self, microbatches: Sequence[Any]) -> StepReport | None:
+    def plan(self, microbatches: Sequence[Any]) -> Report | None:
         """What a call with these microbatches would do; None if it would run as plain PyTorch.
         All ranks call this together."""
         each, key = self._key(microbatches)
@@ -230,16 +222,15 @@ class TrainStep:
         if key not in self._reports:
             primals = [state[name] for name in joint.inputs]
             with exchange_for(captured.trace.lanes, self._options.timeout_s) as exchange:
-                captured, (self._reports[key],) = plan_step(
-                    captured,
-                    self._options,
+                step = TrainingStep(
+                    "one microbatch",
                     count,
                     lag=int(self._merge),
-                    gradients=list(parameter_gradients(captured)),
+                    gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self._options),
-                    primals=primals,
-                    exchange=exchange,
                 )
+                planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
+                captured, self._reports[key] = planned.captured, planned.report
                 warn_of_seeds(captured, primals, exchange)
         return _Program.of(captured, self._reports[key], joint)
 
@@ -248,7 +239,7 @@ class TrainStep:
 class _Program:
     """The parts of a planned step, and what they run on."""
 
-    report: StepReport
+    report: Report
     joint: Joint
     shared: State  # by all microbatches
     forward: Part
@@ -256,8 +247,8 @@ class _Program:
     merged: Part | None
 
     @staticmethod
-    def of(captured: Captured, report: StepReport, joint: Joint) -> _Program:
-        parts = cut(captured, report.lone.plan)
+    def of(captured: Captured, report: Report, joint: Joint) -> _Program:
+        parts = cut(captured, report.plan)
         merged = None if report.merged is None else parts.merged(report.merged.plan)
         return _Program(report, joint, loss_gradient(joint), parts.forward, parts.backward, merged)
 

@@ -215,7 +215,7 @@ def evaluate(
     if (finish and layout.pp > 1) or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
     elif finish:
-        found = replace(found, merged=ranks[0].merged is not None)
+        found = replace(found, merged=ranks[0].report.merged is not None)
     elif may_take:
         found = replace(found, least_ns=min(found.step_ns, may_take))
     return Outcome(found, reduced(ran.timeline, update.reduce_ns), tuple(ranks), ran.costs)
@@ -269,7 +269,7 @@ class Ran:
             random = any(op.random for op in unit.problem.trace.ops)
             rows = Rows(placed(rows.few, costs, limits, random)) if place else rows
         timeline = simulate_pipeline(rows.few, costs, resident=static, trusted=True)
-        if ranks[0].merged is not None:
+        if ranks[0].report.merged is not None:
             timeline = _merged(ranks[0], min(count, _SHOWN), static[0])
             took_ns = slowest_ns + (count - 1) * ranks[0].merged_ns
             return Ran(costs, rows, timeline, (ranks[0].peak_bytes,), took_ns, took_ns, 0)
@@ -310,7 +310,7 @@ def figures_of(
     peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
     per_s = cluster.global_batch * model.seq / step_ns * 1e9
     planned_ns = sum(stage.timeline.step_ns for rank in ranks for stage in rank)
-    least = sum(stage.bound_ns for rank in ranks for stage in rank)
+    least = sum(stage.report.bound_ns for rank in ranks for stage in rank)
     return Found(
         layout,
         solver,

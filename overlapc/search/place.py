@@ -12,18 +12,22 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Plan, Problem, Timeline
-from overlapc.merge import merge
+from overlapc.ir import Problem, Timeline
 from overlapc.pipeline import StageCost
+from overlapc.planning.problem import TrainingStep
+from overlapc.planning.report import Report
+from overlapc.planning.road import judged, reports
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import simulate
-from overlapc.solvers import bound_ns, solve
+from overlapc.solvers import solve
 from overlapc.solvers.merging import solve_step
 from overlapc.stages import in_parts, stage_cost
+
+_NAME = "a few blocks of the slowest stage"
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,11 @@ class Stage:
     """What a rank of the pipeline holds, planned: a few of its blocks, and what all of them take,
     in each of the rank's stages."""
 
-    problem: Problem
-    plan: Plan
-    timeline: Timeline
+    report: Report  # on the blocks; merged where that pays
+    timeline: Timeline  # of the blocks, in pieces where the schedule has them
     costs: tuple[StageCost, ...]
-    bound_ns: int
     times: float  # how many times the captured blocks
     peak_bytes: int
-    merged: Timeline | None = None  # of a forward and the backward of the microbatch before
 
     @property
     def microbatch_ns(self) -> int:
@@ -110,16 +111,18 @@ class Stage:
     @property
     def merged_ns(self) -> int:
         """The same of two microbatches that are merged. The head is merged with nothing."""
-        if self.merged is None:
+        merged = self.report.merged
+        if merged is None:
             return self.microbatch_ns
-        saved_ns = self.timeline.step_ns - self.merged.step_ns
+        saved_ns = self.timeline.step_ns - merged.timeline.step_ns
         return self.microbatch_ns - round(saved_ns * self.times)
 
     def ran(self, count: int) -> list[tuple[Timeline, float]]:
         """What runs in a step of so many microbatches, and how often."""
-        if self.merged is None:
+        merged = self.report.merged
+        if merged is None:
             return [(self.timeline, self.times * count)]
-        return [(self.timeline, self.times), (self.merged, self.times * (count - 1))]
+        return [(self.timeline, self.times), (merged.timeline, self.times * (count - 1))]
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
@@ -131,35 +134,33 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
     except Infeasible as error:
         smallest = error.smallest_bytes + place.boundary_bytes
         raise Infeasible(place.cluster.memory_bytes, smallest) from None
-    return _stage(place, unit, problem, plan)
+    return _stage(place, unit, judged(_NAME, problem, plan))
 
 
 def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
     """The stage with each forward merged with the backward of the microbatch before, where
     `TrainStep` would merge them."""
-    lone, merged = solve_step(stage.problem, stage.plan, count)
+    problem = stage.report.problem
+    lone, merged = solve_step(problem, stage.report.plan, count)
     if merged is None:
         return stage
-    alone = _stage(place, unit, stage.problem, lone)
-    timeline = simulate(merge(stage.problem), merged)
-    more = max(0, timeline.peak_bytes - alone.timeline.peak_bytes)
-    return replace(alone, merged=timeline, peak_bytes=alone.peak_bytes + more)
+    (report,) = reports(problem, TrainingStep(_NAME, count, lag=1), (lone, merged))
+    return _stage(place, unit, report)
 
 
-def _stage(place: Place, unit: Unit, problem: Problem, plan: Plan) -> Stage:
+def _stage(place: Place, unit: Unit, report: Report) -> Stage:
     cluster, layout = place.cluster, place.layout
     machine = load_hardware(cluster.hardware)
-    timeline = simulate(problem, plan)
-    ran = simulate(problem, in_parts(problem.trace, plan)) if place.in_pieces else timeline
+    problem, plan, ran = report.problem, report.plan, report.timeline
+    if place.in_pieces:
+        ran = simulate(problem, in_parts(problem.trace, plan))
     received = unit.received if layout.pp > 1 else ()
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
     if place.head is not None:
         costs[place.head] = _with_head(costs[place.head], unit.head_ran)
-    proven = plan.bound_ns or bound_ns(problem)
-    times = place.layers / unit.blocks
-    peak = place.static_bytes + place.boundary_bytes + timeline.peak_bytes
-    return Stage(problem, plan, ran, tuple(costs), proven, times, peak)
+    peak = place.static_bytes + place.boundary_bytes + report.peak_bytes
+    return Stage(report, ran, tuple(costs), place.layers / unit.blocks, peak)
 
 
 def _of_layers(cost: StageCost, times: float) -> StageCost:

@@ -8,6 +8,7 @@ from typing import Any
 
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
 from overlapc.merge import merge
+from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
@@ -129,7 +130,6 @@ def make_unit(key: UnitKey) -> Unit:
 
 
 def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:
-    from overlapc.merge import accumulate
     from overlapc.passes.capture import capture
     from overlapc.passes.parts import parameter_gradients
     from overlapc.profiler.cache import Cache
@@ -138,9 +138,9 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     captured = capture(module, x)
     machine = load_hardware(key.hardware)
     known = Cache(key.costs) if key.costs else None
-    problem = Problem(captured.trace, estimate(captured, machine, known=known))
     # A gradient is read once, the float32 sum is read and written: five times its bytes.
     add_ns = machine.add_ns_per_kib if key.model.whole else machine.memory_ns(5 * 1024)
-    problem = accumulate(problem, list(parameter_gradients(captured)), add_ns)
+    step = TrainingStep(gradients=tuple(parameter_gradients(captured)), add_ns_per_kib=add_ns)
+    problem = step.microbatch(captured.trace, estimate(captured, machine, known=known))
     received = problem.trace.of_kind("batch", "gradient")
     return Problem(problem.trace, problem.profile), received

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.planning.options import Options
-from overlapc.planning.report import StepReport
+from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.profiler.hardware import load_hardware
@@ -36,7 +36,7 @@ class _Whole:
     """A stage captured, what comes from and goes to other stages, and its parameters' bytes."""
 
     captured: Captured
-    gradients: list[str]
+    gradients: tuple[str, ...]
     received: tuple[str, ...]  # inputs that other stages make
     coming: int  # bytes of them that are activations
     going: int
@@ -56,7 +56,7 @@ def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
     )
     schedule = found.asked
     budgets = memory_budgets(model, cluster, found)
-    reports: list[list[StepReport]] = []
+    reports: list[list[Report]] = []
     figures: list[list[StageFigures]] = []
     with fake_groups(cluster.gpus, layout.tp, experts) as groups:
         for stage, budget in enumerate(budgets):
@@ -92,7 +92,7 @@ def _captured(model: OwnModel, layout: Layout, stage: int, layers: int, groups: 
         captured = capture(part, given, *([tokens] if is_last else []))
     return _Whole(
         captured,
-        list(parameter_gradients(captured)),
+        tuple(parameter_gradients(captured)),
         (
             *captured.trace.of_kind("batch")[: not is_first],
             *(() if is_last else captured.trace.of_kind("gradient")),
@@ -111,12 +111,12 @@ def _planned(
     stage: int,
     whole: _Whole,
     budget: int,
-) -> tuple[list[StepReport], list[StageFigures]]:
+) -> tuple[list[Report], list[StageFigures]]:
     machine = load_hardware(cluster.hardware)
     beside = beside_bytes(schedule, stage, whole.coming, whole.going)
     options = Options(
-        budget,
-        solver,
+        memory_budget=budget,
+        solver=solver,
         profile="estimate",
         hardware=cluster.hardware,
         cache=cluster.costs or None,
@@ -147,7 +147,7 @@ def _outcome(
     cluster: Cluster,
     found: Found,
     rows: Schedule,
-    reports: Sequence[StepReport],
+    reports: Sequence[Report],
     figures: Sequence[StageFigures],
 ) -> Outcome:
     """The figures of the planned stages in their rows."""
@@ -188,22 +188,16 @@ def _outcome(
         layers=found.layers,
         bound_ns=min(found.bound_ns, told.step_ns),
         rows=format_schedule(rows) if layout.pp > 1 else "",
-        merged=any(stage.merged is not None for stage in stages),
+        merged=any(stage.report.merged is not None for stage in stages),
     )
     return Outcome(told, reduced(timeline, update.reduce_ns), tuple(stages), costs)
 
 
-def _stage(report: StepReport, figure: StageFigures) -> Stage:
+def _stage(report: Report, figure: StageFigures) -> Stage:
     """The stage as the search knows them. Its peak is that of its merged pieces alone, beside what
     its rank holds throughout."""
-    lone, merged = report.lone, report.merged
-    return Stage(
-        lone.problem,
-        lone.plan,
-        lone.timeline,
-        (figure.cost,),
-        lone.bound_ns,
-        1,
-        0 if merged is None else merged.timeline.peak_bytes - lone.problem.resident_bytes,
-        None if merged is None else merged.timeline,
-    )
+    merged = report.merged
+    peak_bytes = 0
+    if merged is not None:
+        peak_bytes = merged.timeline.peak_bytes - report.problem.resident_bytes
+    return Stage(report, report.timeline, (figure.cost,), 1, peak_bytes)

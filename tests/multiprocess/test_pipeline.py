@@ -127,7 +127,7 @@ def on_rank(rank: int, ranks: int, cases: list[tuple[str, int, float, str, Any]]
                     wrong.append(f"stage {stage} {parameter}")
         if last in mine and not all(map(torch.equal, losses, expected)):
             wrong.append("losses")
-        recomputed = sum(len(r.lone.plan.recomputed) for r in pipeline.reports.values())
+        recomputed = sum(len(r.plan.recomputed) for r in pipeline.reports.values())
         held = [len(stage.states) for stage in pipeline._stages.values()]
         found.append((wrong, recomputed, held))
     dist.barrier()
@@ -558,8 +558,8 @@ def test_replicas_with_other_rows_average_the_same_gradients() -> None:
 def slow_to_plan(rank: int, ranks: int) -> int:
     dist.init_process_group("gloo")
     if rank:
-        real = runtime.plan_step
-        runtime.plan_step = lambda *a, **k: (time.sleep(9), real(*a, **k))[1]
+        real = runtime.plan
+        runtime.plan = lambda *a, **k: (time.sleep(9), real(*a, **k))[1]
     pipeline = Pipeline(
         {rank: make(rank, 1, 0.0)}, "1f1b", 2, loss if rank else None,
         profile="estimate", timeout_s=5,
@@ -792,7 +792,7 @@ def costs_kept(rank: int, world_size: int, path: str) -> bool:
             modules, "1f1b", 2, loss if rank == 1 else None, cache=Path(path) / f"rank{rank}"
         )
         pipeline(*batches(2))
-        problem = pipeline.reports[rank].lone.problem  # adding gradients up is timed anew
+        problem = pipeline.reports[rank].problem  # adding gradients up is timed anew
         found.append([problem.cost(op.name) for op in problem.trace.ops if op.is_forward])
     dist.barrier()
     dist.destroy_process_group()
@@ -801,3 +801,26 @@ def costs_kept(rank: int, world_size: int, path: str) -> bool:
 
 def test_measured_costs_are_kept_where_asked(tmp_path: Path) -> None:
     assert run_ranks(costs_kept, 2, str(tmp_path), timeout_s=120) == [True, True]
+
+
+def plans_kept(rank: int, world_size: int) -> list[str]:
+    """By which solver's plan a second pipeline runs that is given the first one's plan."""
+    dist.init_process_group("gloo")
+    found = []
+    options: dict[str, Any] = {"solver": "full", "memory_budget": "1GB"}
+    for _ in range(2):
+        pipeline = Pipeline(
+            {rank: make(rank, 1, 0.0)}, "1f1b", 2, loss if rank else None,
+            profile="estimate", **options,
+        )  # fmt: skip
+        pipeline(*batches(2))
+        plan = pipeline.reports[rank].plan
+        found.append(plan.solver)
+        options = {"plan": {rank: plan}}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_pipeline_takes_plans_again() -> None:
+    assert run_ranks(plans_kept, 2, timeout_s=120) == [["full", "full"]] * 2

@@ -207,8 +207,7 @@ def test_what_a_solver_says_on_purpose_is_passed_on(monkeypatch, error):
 
 def report(problem: Problem, order: str = "", saved: str = "") -> Report:
     plan = plan_of(problem, order, saved)
-    eager = eager_timeline(problem)
-    return Report("gpt", problem, plan, simulate(problem, plan), eager)
+    return Report("gpt", problem, plan, simulate(problem, plan))
 
 
 STEP = """
@@ -280,8 +279,7 @@ def test_explain_has_a_row_for_each_collective_of_any_plan(data):
     problem = data.draw(problems())
     plan = data.draw(legal_plans(problem))
     timeline = simulate(problem, plan)
-    eager = eager_timeline(problem)
-    lines = Report("g", problem, plan, timeline, eager).explain().splitlines()
+    lines = Report("g", problem, plan, timeline).explain().splitlines()
     assert len(lines) == 4 + 1 + len(timeline.exposures)
     for line, exposure in zip(lines[5:], timeline.exposures, strict=False):
         assert line.startswith(f"  {exposure.issue} ")

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlapc
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.planning import road
 from tests.torch.exact import Batch, loss_of, randn
 from tests.torch.zoo import KINDS, MLP, tokens
 
@@ -41,6 +43,16 @@ def test_a_plan_made_beforehand_is_used(name, tmp_path):
     with KINDS[name].world():
         batch = KINDS[name].batches()[0]
         assert taken_back(KINDS[name].make, batch, tmp_path / "plan.txt").unchanged == []
+
+
+def test_torch_compile_takes_the_plan_of_a_file(tmp_path, monkeypatch):
+    path, x = tmp_path / "plan.txt", randn(4, 16)
+    taken_back(MLP, Batch((x,)), path)
+    monkeypatch.setattr(road, "solve", None)  # nobody is asked for another
+    options = {"plan": str(path), "profile": "estimate"}
+    torch.compile(MLP(), backend="overlapc", options=options)(x).sum().backward()
+    with pytest.raises(BackendCompilerFailed, match=r"InvalidPlan: .*was made for trace"):
+        torch.compile(MLP(3), backend="overlapc", options=options)(x)
 
 
 def test_so_it_is_for_experts(tmp_path):

@@ -353,7 +353,7 @@ def test_memory_is_that_of_the_layers_there_are(pp, name):
     unit = captured_once(key(model, layout))
     found = evaluate(model, cluster, layout, unit, "none")
     static = static_bytes(model, layout)
-    each = saved_bytes(unit.problem, found.stages[0].plan.saved) / unit.blocks
+    each = saved_bytes(unit.problem, found.stages[0].report.plan.saved) / unit.blocks
     schedule = make_schedule(name, pp, 4 * pp)
     for rank in range(pp):
         stages = layout.stages_of(rank)
@@ -362,7 +362,9 @@ def test_memory_is_that_of_the_layers_there_are(pp, name):
         layers = {stage: found.found.layers[stage] for stage in stages}
         inputs = schedule.held(rank, dict.fromkeys(stages, 1)) + len(stages)
         peak = found.stages[rank].peak_bytes - static[rank] - unit.boundary_bytes * inputs
-        alone = simulate(replace(unit.problem, in_flight=1), found.stages[rank].plan).peak_bytes
+        alone = simulate(
+            replace(unit.problem, in_flight=1), found.stages[rank].report.plan
+        ).peak_bytes
         held = schedule.held(rank, layers)
         curve = found.timeline.peak_bytes[rank]  # drawn on the page, counted in another way
         assert curve == pytest.approx(found.found.peak_bytes[rank], rel=0.1)
@@ -432,10 +434,11 @@ def test_microbatches_are_merged_where_a_train_step_would_merge_them():
     found = evaluate(TINY, CLUSTER, layout, unit)
     plain = evaluate(TINY, CLUSTER, layout, unit, below_ns=0)
     (stage,) = plain.stages
-    lone, merged = solve_step(stage.problem, stage.plan, 4)
+    problem = stage.report.problem
+    lone, merged = solve_step(problem, stage.report.plan, 4)
     assert merged is not None
-    alone = simulate(stage.problem, lone)
-    both = simulate(merge(stage.problem), merged)
+    alone = simulate(problem, lone)
+    both = simulate(merge(problem), merged)
     times = TINY.layers // unit.blocks
     head = sum(unit.head_ran.phase_ns)
     step_ns = times * (alone.step_ns + 3 * both.step_ns) + 4 * head

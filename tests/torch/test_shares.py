@@ -301,6 +301,6 @@ def test_one_graph_that_runs_several_times(tmp_path: Path) -> None:
 
 def test_a_backend_that_knows_of_no_step_says_so() -> None:
     torch._dynamo.reset()
-    backend = overlapc.runtime.backend.Backend(Options(0.9, "heu"))
+    backend = overlapc.runtime.backend.Backend(Options(memory_budget=0.9, solver="heu"))
     with pytest.warns(RuntimeWarning, match="each may take the whole memory_budget"):
         torch.compile(four((1,)), backend=backend)(rows()).backward()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import Infeasible, OptionError
+from overlapc.errors import Infeasible, OptionError, OverlapcError
+from overlapc.files import save_plan
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.passes import joint
@@ -174,7 +175,7 @@ def test_what_is_planned_for_a_slow_link_is_merged_and_keeps_to_its_budget(budge
             found = stepped(step, batches)
         assert differences(eagerly(model, batches, how), found) == []
         report = step.report
-        assert report.peak_bytes <= report.lone.problem.budget_bytes
+        assert report.peak_bytes <= report.problem.budget_bytes
         twin.zero_grad()
         peak = min(
             (twin.zero_grad(), measure_peak(lambda: step([b.args for b in batches])))[1]
@@ -249,6 +250,36 @@ def test_wrong_use_is_refused():
     model.requires_grad_(False)
     with pytest.raises(OptionError, match="nothing that the model returns requires a gradient"):
         TrainStep(model, loss, profile="estimate")([randn(4, 16)])
+
+
+def test_the_plans_of_a_step_are_taken_again_from_files(tmp_path, monkeypatch):
+    force(monkeypatch, 4)
+    batches = [Batch((randn(4, 16, seed=i),)) for i in range(3)]
+    model, twin = MLP(), MLP()
+    twin.load_state_dict(model.state_dict())
+    planned = TrainStep(model, loss, profile="estimate").plan([batch.args for batch in batches])
+    force(monkeypatch, 9)
+    other = TrainStep(model, loss, profile="estimate").plan([batch.args for batch in batches])
+    monkeypatch.undo()
+    paths = [tmp_path / "lone.txt", tmp_path / "merged.txt"]
+    for path, report in zip(paths, (planned, planned.merged), strict=True):
+        save_plan(path, report.plan)
+    for given, merged in ((paths, planned.merged.plan), (paths[0], None)):
+        step = TrainStep(twin, loss, profile="estimate", plan=given)
+        for each in (model, twin):
+            each.zero_grad()
+        assert differences(eagerly(model, batches), stepped(step, batches)) == []
+        assert step.report.plan == planned.plan
+        assert (step.report.merged and step.report.merged.plan) == merged
+    pair = [planned.plan, other.merged.plan]
+    for wrong, said, merges in (
+        (pair, "expected the two of one report", True),
+        (paths, "none are merged here", False),
+        (Plan("0" * 16, "none", (), ()), "the plan was made for trace 0000", True),
+    ):
+        step = TrainStep(twin, loss, merge=merges, profile="estimate", plan=wrong)
+        with pytest.raises(OverlapcError, match=said):
+            stepped(step, batches)
 
 
 def agrees(
