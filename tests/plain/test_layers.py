@@ -183,6 +183,14 @@ def test_the_docs_say_where_to_begin_in_every_folder() -> None:
     ] == []
 
 
+def test_the_files_that_the_docs_name_are_there() -> None:
+    folders = ("overlapc", "tests", "benchmarks", "docs", "examples")
+    files = [f"/{path.relative_to(ROOT)}" for each in folders for path in (ROOT / each).rglob("*")]
+    for doc in ("architecture.md", "extending.md"):
+        named = set(re.findall(r"`([\w/]+\.(?:py|md))`", (ROOT / "docs" / doc).read_text()))
+        assert [name for name in named if not any(f.endswith(f"/{name}") for f in files)] == [], doc
+
+
 def test_no_imports_go_round_in_a_circle() -> None:
     """Of modules, when they are imported; a folder whose __init__ is empty is in no circle."""
     loads = {name: modules_of(imports(path, loaded=True)) for name, path in MODULES.items()}
