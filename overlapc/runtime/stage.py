@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 
 from overlapc.errors import CaptureError
-from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
-from overlapc.passes.parts import Part, accumulate, cut
+from overlapc.passes.joint import Joint, Run, Stop, Traced
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
-from overlapc.runtime.train_step import check_loss, loss_gradient, refuse_owners
+from overlapc.runtime.program import Flight, Program, State, check_loss, refuse_owners
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
 Shapes = tuple[Shape, ...]
-State = dict[str, Any]
 
 
 class Stage:
@@ -49,7 +47,7 @@ class Stage:
         self.digest = ""  # of what was planned
         self._others: dict[str, Report] = {}  # of graphs that came up in a step, by digest
         self.code: Any = None
-        self.states: dict[int, _Flight] = {}
+        self.states: dict[int, _InFlight] = {}
         self._function = function
         self._traced: dict[Any, Traced] = {}  # by code
         self._given: dict[int, tuple[Any, ...]] = {}  # what microbatches begin with
@@ -101,16 +99,15 @@ class Stage:
         self._given[microbatch] = (*received, *given[len(received) :])
 
     def gradients_came(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
-        flight = self.states[microbatch]
-        flight.state.update(zip(flight.form.tangents, gradients, strict=True))
+        under_way = self.states[microbatch]
+        under_way.flight.state.update(zip(under_way.tangents, gradients, strict=True))
 
     def do(self, kind: str, microbatch: int) -> Sequence[Tensor]:
         """Run one action; what it gives is what F, or I and B, send on."""
         if kind == "F":
             self._at = microbatch, None
             return self._call(microbatch)
-        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
-            self.states[microbatch].run(kind)
+        self.states[microbatch].flight.run(kind)
         return self._gradients(kind, microbatch)
 
     def do_merged(self, forward: int, backward: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -149,30 +146,23 @@ class Stage:
             if report is None:
                 primals = [state[name] for name in joint.inputs]
                 report = self._others[digest] = self.plan(joint.captured, primals)
-            form.cut(report)
-            return self._forward(form, state)
+            return self._forward(form, form.program(report), state)
 
         return run
 
-    def _forward(self, form: _Form, state: State) -> Sequence[Any]:
+    def _forward(self, form: _Form, program: Program, state: State) -> Sequence[Any]:
         microbatch, backward = self._at
-        flight = _Flight(form, state, self._given[microbatch])
-        before = None if backward is None else self.states[backward]
-        if before is not None and before.form is form and form.merged is not None:
-            form.merged.run(form.shared, state, before.state)
-        else:
-            if before is not None:
-                before.run("B")  # first, which makes room
-            form.forward.run(form.shared, state)
-        self.states[microbatch] = flight
-        return [state.pop(name) for name in form.joint.results]
+        before = None if backward is None else self.states[backward].flight
+        flight = program.begin(state, before)
+        self.states[microbatch] = _InFlight(flight, form.tangents, self._given[microbatch])
+        return flight.results()
 
     def _gradients(self, kind: str, microbatch: int) -> Sequence[Tensor]:
         """What the stage before gets, if this action made it; what is done with is forgotten. What
         the stage does not use has a gradient of zeros, for it is waited for."""
-        flight = self.states[microbatch]
+        flight, given = self.states[microbatch].flight, self.states[microbatch].given
         found = []
-        for tensor, shape in zip(flight.given, self._incoming(kind), strict=False):
+        for tensor, shape in zip(given, self._incoming(kind), strict=False):
             if has_gradient(shape):
                 gradient = flight.gradient_of(tensor)
                 found.append(blank(shape).detach() if gradient is None else gradient)
@@ -186,7 +176,7 @@ class Stage:
 
 
 class _Form:
-    """A graph of the stage, and the parts that the plan makes of it."""
+    """A graph of the stage: what it is given, what it sends, and how it was planned."""
 
     def __init__(self, joint: Joint, given: Sequence[Any], last: bool) -> None:
         self.joint = joint
@@ -195,65 +185,21 @@ class _Form:
         self.outgoing: Shapes = () if last else _outgoing(joint)
         self.tangents: tuple[str, ...] = () if last else _tangents(joint)
         self.received = _received(joint, given, self.tangents)
-        static = set(joint.captured.static_inputs)
-        self.free = {  # gradients that are not added to a parameter's where they are made
-            f"gradient{i}": owner_of(name)
-            for i, name in enumerate(joint.inputs)
-            if name in joint.leaves and i not in static
-        }
-        self.forward: Part
-        self.backward: Part
-        self.pieces: Mapping[str, Part] = {}
-        self.merged: Part | None = None
-        self.shared: State = {}
-        self.report: Report | None = None
+        self._program: Program | None = None
 
-    def cut(self, report: Report) -> None:
-        if self.report is report:
-            return
-        parts = cut(self.joint.captured, report.plan)
-        self.forward, self.backward, self.pieces = parts.forward, parts.backward, parts.pieces()
-        self.merged = None if report.merged is None else parts.merged(report.merged.plan)
-        self.report = report
-        if not self.outgoing:
-            self.shared = loss_gradient(self.joint)
+    def program(self, report: Report) -> Program:
+        if self._program is None or self._program.report is not report:
+            self._program = Program(self.joint, report, whole=not self.outgoing)
+        return self._program
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """A microbatch between its forward and the end of its backward."""
 
-    form: _Form
-    state: State
+    flight: Flight
+    tangents: tuple[str, ...]
     given: tuple[Any, ...]
-    again: bool = False  # has what the backward makes again been made?
-
-    def run(self, kind: str) -> None:
-        form = self.form
-        if kind == "B":
-            # Where recompute has run already, what is left are the other two pieces.
-            parts = [form.pieces["I"], form.pieces["W"]] if self.again else [form.backward]
-        else:
-            parts = [form.pieces[kind]]
-            if kind == "I" and not self.again:
-                parts.insert(0, form.pieces["R"])
-        for part in parts:
-            part.run(form.shared, self.state)
-        self.again = self.again or kind == "R"
-
-    def gradient_of(self, tensor: Tensor) -> Tensor | None:
-        for name, owner in self.form.free.items():
-            if owner in self.state and self.state[owner].tensor is tensor:
-                found: Tensor | None = self.state.pop(name, None)
-                return found
-        return None
-
-    def end(self) -> None:
-        """Gradients of tensors that are neither the stage's parameters nor came from the stage
-        before: of the loss, say."""
-        for name, owner in self.form.free.items():
-            if (gradient := self.state.pop(name, None)) is not None:
-                accumulate((self.state[owner],), gradient)
 
 
 def has_gradient(shape: Shape) -> bool:

@@ -23,19 +23,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
-from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, owner_of
-from overlapc.passes.parts import Part, accumulate, cut, parameter_gradients
-from overlapc.passes.trace import Captured
+from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced
+from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
+from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.seeds import warn_of_seeds
-
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ class TrainStep:
         """What runs in the place of a graph: its forward, and what of an earlier microbatch's
         backward is merged with it."""
         check_loss(joint)
-        programs: dict[int, _Program] = {}
+        programs: dict[int, Program] = {}
 
         def run(state: State) -> Sequence[Any]:
             step = self._step
@@ -215,7 +213,7 @@ class TrainStep:
 
         return run
 
-    def _program(self, joint: Joint, state: State, count: int) -> _Program:
+    def _program(self, joint: Joint, state: State, count: int) -> Program:
         """Planned, or, where an equal graph was planned before, by that plan."""
         captured = joint.captured
         key = count, captured.trace.digest
@@ -230,27 +228,9 @@ class TrainStep:
                     add_ns_per_kib=adding(self.model, self._options),
                 )
                 planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
-                captured, self._reports[key] = planned.captured, planned.report
+                self._reports[key] = planned.report
                 warn_of_seeds(captured, primals, exchange)
-        return _Program.of(captured, self._reports[key], joint)
-
-
-@dataclass
-class _Program:
-    """The parts of a planned step, and what they run on."""
-
-    report: Report
-    joint: Joint
-    shared: State  # by all microbatches
-    forward: Part
-    backward: Part
-    merged: Part | None
-
-    @staticmethod
-    def of(captured: Captured, report: Report, joint: Joint) -> _Program:
-        parts = cut(captured, report.plan)
-        merged = None if report.merged is None else parts.merged(report.merged.plan)
-        return _Program(report, joint, loss_gradient(joint), parts.forward, parts.backward, merged)
+        return Program(joint, self._reports[key], whole=True)
 
 
 @dataclass
@@ -259,82 +239,25 @@ class _Step:
 
     count: int
     runs: bool = True
-    pending: tuple[_Program, State] | None = None
+    pending: Flight | None = None
 
-    def forward(self, program: _Program, state: State) -> Sequence[Any]:
-        pending = self.pending
-        if pending is not None and pending[0] is program and program.merged is not None:
-            before = pending[1]
-            program.merged.run(program.shared, state, before)
-            give_gradients(program.joint, before)
-        else:
-            self.finish()
-            program.forward.run(program.shared, state)
-        self.pending = program, state
-        return [state.pop(name) for name in program.joint.results]
+    def forward(self, program: Program, state: State) -> Sequence[Any]:
+        before, self.pending = self.pending, None
+        self.pending = program.begin(state, before)
+        if before is not None:
+            before.end()
+        return self.pending.results()
 
     def finish_alone(self) -> None:
         """The backward of a microbatch that is merged with no other, now."""
-        if self.pending is not None and self.pending[0].merged is None:
+        if self.pending is not None and self.pending.program.merged is None:
             self.finish()
 
     def finish(self) -> None:
-        if self.pending is None:
-            return
-        (program, state), self.pending = self.pending, None
-        with torch.no_grad(), torch._C._DisableAutocast():
-            program.backward.run(program.shared, state)
-        give_gradients(program.joint, state)
-
-
-def check_loss(joint: Joint) -> None:
-    """The model must return one number that requires a gradient."""
-    shapes = [tuple(value.shape) for value in _tangents(joint).values()]
-    if len(shapes) != 1 or shapes[0] not in ((), (1,)):
-        raise CaptureError(
-            f"the model returns, or keeps, {len(shapes)} results that require a gradient, of "
-            f"shapes {shapes}; expected one number, the loss: detach the others"
-        )
-
-
-def loss_gradient(joint: Joint) -> State:
-    """What the backward begins with."""
-    return {
-        name: torch.ones(value.shape, dtype=value.dtype, device=value.device)
-        for name, value in _tangents(joint).items()
-    }
-
-
-def _tangents(joint: Joint) -> dict[str, Tensor]:
-    placeholders = joint.captured.joint.graph.find_nodes(op="placeholder")
-    values = {node.name: node.meta["val"] for node in placeholders if node.name in joint.tangents}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-class NotOurs(CaptureError):
-    """A gradient does not end in `.grad` as the graph makes it."""
-
-
-def refuse_owners(joint: Joint, state: State, module: nn.Module) -> None:
-    """Gradients that go further than into `.grad` are autograd's business."""
-    for name in joint.leaves:
-        tensor = state[owner_of(name)].tensor
-        if tensor.grad_fn is not None:
-            raise NotOurs(
-                "the model reads a tensor that was computed under autograd before; expected it to "
-                "be detached, or computed in the model"
-            )
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            names = [n for n, p in module.named_parameters() if p is tensor]
-            raise NotOurs(f"{[*names, 'an input'][0]} has hooks on its gradient")
-
-
-def give_gradients(joint: Joint, state: State) -> None:
-    """Add the gradients that the graph does not add itself to those of their owners."""
-    for i, name in enumerate(joint.inputs):
-        gradient = state.pop(f"gradient{i}", None)
-        if gradient is not None:
-            accumulate((state[owner_of(name)],), gradient)
+        flight, self.pending = self.pending, None
+        if flight is not None:
+            flight.run("B")
+            flight.end()
 
 
 def _loss_of(result: Any) -> Any:

@@ -1,0 +1,139 @@
+"""The F, R, I and W of a planned graph: what `TrainStep` and the stages of a `Pipeline` both run.
+
+A `Program` is the graph of one microbatch, cut into parts by its plan. A `Flight` is a microbatch
+between its forward and the end of its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overlapc.errors import CaptureError
+from overlapc.passes.joint import Joint, owner_of
+from overlapc.passes.parts import Part, accumulate, cut
+from overlapc.planning.report import Report
+
+State = dict[str, Any]
+
+
+class Program:
+    """A graph and its parts. A `whole` one ends in the loss; others get gradients of results."""
+
+    def __init__(self, joint: Joint, report: Report, whole: bool) -> None:
+        self.joint, self.report = joint, report
+        self._parts = cut(joint.captured, report.plan)
+        self.merged: Part | None = None
+        if report.merged is not None:
+            self.merged = self._parts.merged(report.merged.plan)
+        self.shared: State = loss_gradient(joint) if whole else {}  # by all microbatches
+        self.free = {  # gradients that are not added to a parameter's where they are made
+            f"gradient{i}": owner_of(name)
+            for i, name in enumerate(joint.inputs)
+            if name in joint.leaves and i not in set(joint.captured.static_inputs)
+        }
+
+    @cached_property
+    def _pieces(self) -> Mapping[str, Part]:
+        return self._parts.pieces()
+
+    def begin(self, state: State, before: Flight | None = None) -> Flight:
+        """F of a microbatch, merged with B of the one `before` where both are of this graph;
+        otherwise that B runs first, which makes room."""
+        if before is not None and before.program is self and self.merged is not None:
+            self.merged.run(self.shared, state, before.state)
+        else:
+            if before is not None:
+                before.run("B")
+            self._parts.forward.run(self.shared, state)
+        return Flight(self, state)
+
+    def parts(self, kind: str, again: bool) -> list[Part]:
+        """What B, R, I or W runs; `again`: recompute has run already."""
+        if kind == "B":
+            return [self._pieces["I"], self._pieces["W"]] if again else [self._parts.backward]
+        if kind == "I" and not again:
+            return [self._pieces["R"], self._pieces["I"]]
+        return [self._pieces[kind]]
+
+
+@dataclass
+class Flight:
+    """A microbatch under way."""
+
+    program: Program
+    state: State
+    again: bool = False  # has what the backward makes again been made?
+
+    def results(self) -> Sequence[Any]:
+        """What the graph gives; once."""
+        return [self.state.pop(name) for name in self.program.joint.results]
+
+    def run(self, kind: str) -> None:
+        """An action of the backward."""
+        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+            for part in self.program.parts(kind, self.again):
+                part.run(self.program.shared, self.state)
+        self.again = self.again or kind == "R"
+
+    def gradient_of(self, tensor: Tensor) -> Tensor | None:
+        """The gradient of a tensor that the graph was given; once."""
+        for name, owner in self.program.free.items():
+            if owner in self.state and self.state[owner].tensor is tensor:
+                found: Tensor | None = self.state.pop(name, None)
+                return found
+        return None
+
+    def end(self) -> None:
+        """Add the gradients that the graph does not add itself, and nobody took, to those of their
+        owners."""
+        for name, owner in self.program.free.items():
+            if (gradient := self.state.pop(name, None)) is not None:
+                accumulate((self.state[owner],), gradient)
+
+
+def check_loss(joint: Joint) -> None:
+    """The model must return one number that requires a gradient."""
+    shapes = [tuple(value.shape) for value in _tangents(joint).values()]
+    if len(shapes) != 1 or shapes[0] not in ((), (1,)):
+        raise CaptureError(
+            f"the model returns, or keeps, {len(shapes)} results that require a gradient, of "
+            f"shapes {shapes}; expected one number, the loss: detach the others"
+        )
+
+
+def loss_gradient(joint: Joint) -> State:
+    """What the backward begins with."""
+    return {
+        name: torch.ones(value.shape, dtype=value.dtype, device=value.device)
+        for name, value in _tangents(joint).items()
+    }
+
+
+def _tangents(joint: Joint) -> dict[str, Tensor]:
+    placeholders = joint.captured.joint.graph.find_nodes(op="placeholder")
+    values = {node.name: node.meta["val"] for node in placeholders if node.name in joint.tangents}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+class NotOurs(CaptureError):
+    """A gradient does not end in `.grad` as the graph makes it."""
+
+
+def refuse_owners(joint: Joint, state: State, module: nn.Module) -> None:
+    """Gradients that go further than into `.grad` are autograd's business."""
+    for name in joint.leaves:
+        tensor = state[owner_of(name)].tensor
+        if tensor.grad_fn is not None:
+            raise NotOurs(
+                "the model reads a tensor that was computed under autograd before; expected it to "
+                "be detached, or computed in the model"
+            )
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            names = [n for n, p in module.named_parameters() if p is tensor]
+            raise NotOurs(f"{[*names, 'an input'][0]} has hooks on its gradient")
