@@ -121,8 +121,9 @@ def _fingerprints(
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 devices.add(value.device)
         found["random state"] = _hash([_random_state(device) for device in devices])
-    for node in captured.joint.graph.find_nodes(op="call_function"):
-        found[node.name] = _hash(_numbers(node))
+    for node in captured.joint.graph.nodes:
+        if node.op == "call_function":
+            found[node.name] = _hash(_numbers(node))
     return found
 
 
