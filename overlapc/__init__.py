@@ -1,4 +1,4 @@
-"""overlapc: hide recomputation and weight gradients under communication, with exact gradients.
+"""overlapc hides recomputation and weight gradients under communication, with exact gradients.
 
     model = overlapc.optimize(model, memory_budget="8GB")
 

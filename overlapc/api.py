@@ -1,4 +1,4 @@
-"""The front door: `optimize` for training, `capture` and `plan` for planning without running."""
+"""`optimize` makes a model train by plans; `capture` and `plan` plan without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes a plan legal; shares no code with `simulate` and the solvers, whom it judges.
+"""`check` raises unless a plan is legal; it shares no code with those whom it judges.
 
 A plan is legal for a problem when running its order, front to back, computes the trace's own
 results:

@@ -1,4 +1,4 @@
-"""Every error overlapc raises on purpose.
+"""These are the errors that overlapc raises on purpose.
 
     OverlapcError
     ├── CaptureError        the model could not be captured; execution falls back unchanged

@@ -1,4 +1,4 @@
-"""Plans, profiles, traces and problems on disk. Whatever goes wrong is a FileError.
+"""Load and save plans, profiles, traces and problems. Whatever goes wrong is a FileError.
 
 A file is replaced as a whole or not at all: readers see the old text or the new one, also when
 the writer dies. What is saved has been read back first, so that it can be loaded.
@@ -67,7 +67,7 @@ def save_problem(path: StrPath, problem: Problem) -> None:
 
 
 def read_text(path: StrPath, kind: str) -> str:
-    """The file's text, newlines as they are. `kind` says in errors what the file should hold."""
+    """Return the file's text, newlines as they are. `kind` names in errors what was expected."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -95,7 +95,7 @@ def read_text(path: StrPath, kind: str) -> str:
 
 
 def read_json(path: StrPath, kind: str) -> Any:
-    """What the file's JSON says. NaN, Infinity and numbers as large are no JSON and refused."""
+    """Return what the file's JSON says. NaN, Infinity and numbers as large are refused."""
 
     def finite(word: str) -> float:
         number = float(word)
@@ -114,7 +114,7 @@ def read_json(path: StrPath, kind: str) -> Any:
 
 
 def printable(text: str) -> str:
-    """The text on one line that any terminal can show: what cannot be printed is escaped."""
+    """Return the text on one line that any terminal can show; what cannot be printed is escaped."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
@@ -145,7 +145,7 @@ def write_file(path: StrPath, content: str | bytes) -> None:
 
 
 def make_folder(path: StrPath, option: str = "--out") -> None:
-    """The folder, if it is not there; better before the work than behind it."""
+    """Make the folder if it is missing, before any work is done."""
     try:
         os.makedirs(path, exist_ok=True)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""OVERLAPC_DEBUG: 1 stage summaries, 2 the plan, 3 what it changes, 4 full graphs (on stderr)."""
+"""OVERLAPC_DEBUG prints to stderr: 1 stage summaries, 2 the plan, 3 what it changes, 4 graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of the user's own, by "module:function"."""
+"""`find_function` imports a user's own function by its name, "module:function"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlapc.errors import OptionError
 
 
 def find_function(where: str, example: str) -> Callable[..., Any]:
-    """The function of a module that can be imported from here; `example` is named in errors."""
+    """Import the function; `example` is named in errors."""
     name, _, function = where.partition(":")
     if not name or not function:
         raise OptionError(f"{where!r}: expected module:function, as {example}")

@@ -1,4 +1,4 @@
-"""The communication of a model on several ranks, as autograd Functions that can be captured.
+"""These autograd Functions do the communication of a model on several ranks; all can be captured.
 
 Megatron's f and g operators, those of its sequence parallelism, and the experts' all-to-all, as
 functional collectives.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum of `x` over the ranks of the process group with that name."""
+    """Return the sum of `x` over the ranks of the process group with that name."""
     start = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
     return torch.ops._c10d_functional.wait_tensor(start)
 
@@ -45,13 +45,13 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """The rows of all ranks of the group, one rank's after the other's."""
+    """Concatenate the rows of all ranks of the group, in the order of ranks."""
     start = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group)
     return torch.ops._c10d_functional.wait_tensor(start)
 
 
 def scatter_sum(x: Tensor, ranks: int, group: str) -> Tensor:
-    """This rank's rows of the sum of `x` over the ranks of the group."""
+    """Sum `x` over the ranks of the group and return this rank's rows of it."""
     start = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group)
     return torch.ops._c10d_functional.wait_tensor(start)
 

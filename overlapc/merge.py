@@ -1,5 +1,5 @@
-"""From the problem of one microbatch to those of many: gradients added up, pieces merged. What
-these passes return is valid."""
+"""These passes turn the problem of one microbatch into that of several: `accumulate` adds gradients
+up, `merge` puts the forward of one beside the backward of another. Their results are valid."""
 
 from __future__ import annotations
 

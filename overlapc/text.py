@@ -1,4 +1,5 @@
-r"""The text of plans, profiles, traces and problems: what users read, ranks exchange, files store.
+r"""Plans, profiles, traces and problems have a text form, which users read, ranks exchange and
+files store.
 
     text     = "overlapc" kind version, line*, "end crc32" 8 hex digits      the last line too
     line     = field | table                                                 ends in a newline
@@ -118,7 +119,7 @@ def format_trace(trace: Trace) -> str:
 
 
 def parse_trace(text: str) -> Trace:
-    """The trace, which is valid."""
+    """Parse a trace and validate it."""
     reader = _Reader(text, "trace")
     trace = _read_trace(reader)
     reader.finish()
@@ -141,7 +142,7 @@ def format_problem(problem: Problem) -> str:
 
 
 def parse_problem(text: str) -> Problem:
-    """The problem, which is valid."""
+    """Parse a problem and validate it."""
     reader = _Reader(text, "problem")
     budget = reader.string("budget_bytes")
     budget_bytes = None if budget == "none" else reader.as_number(budget)

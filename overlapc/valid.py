@@ -1,4 +1,4 @@
-"""What makes traces and problems valid: every pass that makes one calls this once."""
+"""`validated` checks a problem's trace, costs and phases; passes that make one call it once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: `overlapc COMMAND`. Data goes to stdout, talk to stderr.
+"""`overlapc COMMAND` runs one command and sets the exit code. Data goes to stdout, talk to stderr.
 
 Exit codes: 0 good, 1 nothing fits or a check failed, 2 wrong use. Each file beside this one
 declares the arguments of a few commands and runs them. What needs torch is imported when a command

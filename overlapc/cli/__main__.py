@@ -1,4 +1,4 @@
-"""`python -m overlapc.cli`: the same as `overlapc`."""
+"""`python -m overlapc.cli` does the same as `overlapc`."""
 
 import sys
 

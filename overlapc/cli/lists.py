@@ -1,4 +1,4 @@
-"""The commands that list presets: `overlapc models` and `overlapc hardware`."""
+"""`overlapc models` and `overlapc hardware` list presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that measure on this machine: `overlapc verify` and `overlapc profile`."""
+"""`overlapc verify` and `overlapc profile` measure on this machine."""
 
 from __future__ import annotations
 

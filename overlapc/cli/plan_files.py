@@ -1,4 +1,4 @@
-"""The commands on files of problems and plans: `overlapc explain`, `plan` and `diff`."""
+"""`overlapc explain`, `plan` and `diff` read files of problems and plans."""
 
 from __future__ import annotations
 

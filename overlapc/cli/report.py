@@ -1,4 +1,4 @@
-"""The command `overlapc report`: a page, or pictures, of a search."""
+"""`overlapc report` makes a page, or pictures, of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `overlapc search`: its arguments. `search_run.py` runs it."""
+"""`overlapc search` takes these arguments; `search_run.py` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `overlapc search` runs: it reads its options, searches, prints, and writes `--out`'s files.
+"""`overlapc search` reads its options, searches, prints, and writes the files of `--out`.
 
 Apart from `search.py`, since what it needs takes long to import.
 """
@@ -31,7 +31,7 @@ from overlapc.solvers import FIELD, SOLVERS
 
 
 def run(args: argparse.Namespace, memory: int | str | None) -> bool:
-    """Search, print, then write; says whether anything fits. A full disk costs no verdict."""
+    """Search, print, then write; return whether anything fits. A full disk costs no verdict."""
     model = find_model(args.model)
     if args.seq:
         model = replace(model, seq=args.seq)

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, kinds of arguments, and how they print.
+"""All commands share these exit codes, kinds of arguments, and ways to print.
 
 Nothing here imports torch, nor what takes long: `--help` declares the arguments of every command.
 """
@@ -42,12 +42,12 @@ def seconds(text: str) -> float:
 
 
 def bytes_or_text(text: str) -> int | str:
-    """A budget as the user wrote it: bytes, where it is a whole number."""
+    """Return a budget as a number of bytes where it is a whole number, else as the user's text."""
     return int(text) if text.strip().isdigit() and len(text) < 20 else text
 
 
 def can_write(path: Path | None) -> None:
-    """Raise if the folder of `path` is missing: better before the work than after it."""
+    """Raise if the folder of `path` is missing, before any work is done."""
     if path is not None and not path.absolute().parent.is_dir():
         raise OptionError(
             f"--out {path}: there is no folder {path.absolute().parent}; make it first"

@@ -1,4 +1,4 @@
-"""The commands that run a plan or a schedule in the simulator: `overlapc simulate` and `show`."""
+"""`overlapc simulate` and `show` run a plan or a schedule in the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Try overlap without a cluster: two process groups that only pretend to have a fast network.
+"""Two process groups pretend to have a fast network, so that overlap can be tried anywhere.
 
 `emulated link` (`overlapc.emulate.link`)
     Real processes on one machine, real data through gloo, and a wait that ends no earlier

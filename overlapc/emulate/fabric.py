@@ -1,4 +1,4 @@
-"""The one-process fabric: a process group of N ranks of which one is really present.
+"""The fabric is a process group of N ranks of which only one, this process, exists.
 
 The model believes it is rank r of N: `dist.get_world_size()` says N, shards have a rank's
 size, and collectives give what N ranks with the *same* data would compute (`values.py`).
@@ -68,7 +68,7 @@ def init_fabric(fabric: Fabric | Link, *, world_size: int, rank: int = 0, **init
 
 
 class FabricGroup(EmulatedGroup):
-    """N ranks in one process."""
+    """The fabric as `torch.distributed` sees it: N ranks in one process."""
 
     backend_name = BACKEND
 

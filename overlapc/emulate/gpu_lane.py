@@ -1,4 +1,4 @@
-"""A lane of modelled collectives on a CUDA device: asynchronous for the host, as NCCL is.
+"""`GpuLane` runs modelled collectives on a CUDA device, asynchronously for the host as NCCL does.
 
     launch: the lane's stream waits for the current stream, then two things run side by side,
             the *delay* (as long as the link would take) and the *values* (real kernels)
@@ -35,7 +35,7 @@ _PIECE_BYTES = 16 << 10  # what one block copies before it looks at the clock
 
 
 class GpuLane:
-    """Collectives of one group on one device, in order."""
+    """Runs the collectives of one group on one device, in order."""
 
     def __init__(self, device: torch.device, mode: str, blocks: int) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What both emulations share: the shape of a process group that is written in Python.
+"""`EmulatedGroup` is a process group written in Python; both emulations derive from it.
 
 c10d calls a Python `ProcessGroup` from three sides: `torch.distributed.*` (Python names),
 functional collectives (a C++ trampoline, which looks the same names up) and bookkeeping
@@ -42,7 +42,7 @@ def sleep_until(deadline_ns: int) -> None:
 
 
 def size_bytes(tensors: torch.Tensor | Iterable[Any]) -> int:
-    """Bytes in a tensor or in nested lists of tensors."""
+    """Return the bytes in a tensor or in nested lists of tensors."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(size_bytes(t) for t in tensors)

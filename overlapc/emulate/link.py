@@ -1,4 +1,4 @@
-"""The emulated link: gloo moves the data, and `wait()` ends when an alpha-beta link would.
+"""Gloo moves the data, and `wait()` ends when the modelled alpha-beta link would have moved it.
 
     begin of a transfer = the later of: launch on the last rank · end of the one before it
     end of a transfer   = begin + alpha + wire bytes / bandwidth

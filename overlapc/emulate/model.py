@@ -1,4 +1,4 @@
-"""The alpha-beta model of a link: what a collective costs, in one place and without torch.
+"""`Link` says what a collective costs on an alpha-beta link, in one place and without torch.
 
     seconds = alpha_s + wire_bytes / bytes_per_s
 

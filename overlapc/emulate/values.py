@@ -1,4 +1,4 @@
-"""What N ranks that hold the same data would compute, worked out by one of them.
+"""One rank computes here what N ranks that hold the same data would compute.
 
 One function for each operation of `EmulatedGroup`, under its name. `rank` and `ranks` come
 first, then c10d's own arguments. Results go into c10d's output tensors, in place, with no

@@ -1,4 +1,4 @@
-"""Tracing what eager runs: `with as_eager():` around AOTAutograd's tracing.
+"""Within `as_eager` AOTAutograd traces the ops that eager runs.
 
 PyTorch traces some ops otherwise than eager runs them, and their results differ in the last bits.
 While the context is on,
@@ -60,7 +60,7 @@ _thread = threading.local()  # trace: what this thread is at
 
 @contextlib.contextmanager
 def as_eager(inputs: Iterable[Any] = ()) -> Iterator[None]:
-    """AOTAutograd traces the ops that eager runs on these inputs.
+    """Make AOTAutograd trace the ops that eager runs on these inputs.
 
     Fake ones stand for another machine's, likely a GPU's, where dropout is one op.
     """

@@ -1,4 +1,4 @@
-"""From a model to its joint graph and Trace without running it: `capture`, front end B."""
+"""`capture` turns a model into its joint graph and Trace without running it (front end B)."""
 
 from __future__ import annotations
 

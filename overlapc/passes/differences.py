@@ -1,4 +1,4 @@
-"""Where a graph may give other numbers than eager, and which line of the model makes it so.
+"""`differences` names the lines of a model whose graph may give other numbers than eager.
 
 `as_eager` mends what AOTAutograd traces otherwise than eager runs. What is left is the model's,
 or Dynamo's, and can only be named:
@@ -45,7 +45,7 @@ _original: Callable[[], dict[Any, Any]] | None = None
 
 @contextlib.contextmanager
 def asked(lines: list[str]) -> Iterator[None]:
-    """Adds the lines, outside of PyTorch, that ask whether they are compiled, as Dynamo meets
+    """Collect the lines, outside of PyTorch, that ask whether they are compiled, as Dynamo meets
     them."""
     global _inside, _original
     outer = getattr(_thread, "lines", None)
@@ -99,7 +99,7 @@ _FORMULAS = {
 
 
 def differences(graph: fx.GraphModule) -> list[str]:
-    """What this graph does not as eager, wherever it is run."""
+    """Say what this graph does not as eager, wherever it is run."""
     found = []
     for node in graph.graph.nodes:
         name = _name(node)

@@ -1,4 +1,4 @@
-"""Ops that do something else when they are traced: their twins, `overlapc::NAME`, do as eager.
+"""Some ops do something else when traced; their twins, `overlapc::NAME`, do as eager does.
 
 In place. A traced graph changes nothing in place: `x.sigmoid_()` becomes `sigmoid(x)`, which makes
 a new tensor with strides of its own. Where these differ from those of `x`, so do results: random
@@ -46,7 +46,7 @@ _library = torch.library.Library("overlapc", "FRAGMENT")
 
 @contextlib.contextmanager
 def twins_traced() -> Iterator[None]:
-    """Functionalisation puts the twins into graphs for as long as this is on, in every thread."""
+    """While this is on, functionalisation puts the twins into graphs, in every thread."""
     rules = {op: _in_place_rule(op) for op in _in_place_ops()}
     rules[aten.mkldnn_rnn_layer.default] = _rule(aten.mkldnn_rnn_layer.default, _trained)
     rules = {op: r for op, r in rules.items() if FunctionalTensorMode not in op.python_key_table}

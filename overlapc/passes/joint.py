@@ -1,4 +1,4 @@
-"""From a Python function to joint graphs, through Dynamo: `Traced`.
+"""`Traced` turns a Python function into joint graphs, through Dynamo.
 
 Dynamo traces the function as one graph. At every call it checks what the trace depends on, traces
 anew where that has changed, and repeats the function's side effects in Python. AOTAutograd makes
@@ -61,8 +61,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Which argument of Dynamo's graph gets a gradient. `meta` and the names of the inputs that
-    are the other parts of the gradient are there for tensor subclasses."""
+    """Says which argument of Dynamo's graph gets a gradient. `meta` and the names of the inputs
+    that are the other parts of the gradient are there for tensor subclasses."""
 
     place: int
     meta: Any = None
@@ -84,7 +84,7 @@ class Leaf:
 
 @dataclass
 class Joint:
-    """A joint graph, and what its inputs and results are, by the names of their nodes."""
+    """A joint graph with the names of the nodes that are its inputs and results."""
 
     captured: Captured
     inputs: tuple[str, ...]
@@ -96,19 +96,19 @@ class Joint:
     arguments: Sequence[Any] = ()  # of Dynamo's graph; only while it is adopted
 
     def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
-        """What the parts of the graph take, of one call."""
+        """Return what the parts of the graph read, from the arguments of one call."""
         state = dict(zip(self.inputs, inner, strict=True))
         owners = {owner_of(name): leaf.owner(flat, state) for name, leaf in self.leaves.items()}
         return state | owners
 
 
 def owner_of(name: str) -> str:
-    """What the owner of an input's gradient is called in a state."""
+    """Return the name under which a state has the owner of an input's gradient."""
     return f"owner_of_{name}"
 
 
 class Stop(Exception):
-    """Raised by what adopts a graph, or runs in its place, to go no further than that."""
+    """Raised by what adopts a graph, or runs in its place, to end the call there."""
 
 
 class Traced:
@@ -263,8 +263,8 @@ def _marks(graph: fx.GraphModule) -> tuple[int | None, ...]:
 
 
 def inner_places(joint: fx.GraphModule, static: Sequence[int]) -> tuple[int, ...]:
-    """Which inputs of the joint graph are tensors of these arguments of Dynamo's graph: a tensor
-    subclass has several inputs."""
+    """Return which inputs of the joint graph are tensors of these arguments of Dynamo's graph: a
+    tensor subclass has several inputs."""
     known = set(static)
     found = []
     for i, node in enumerate(primal_nodes(joint)):
@@ -275,7 +275,7 @@ def inner_places(joint: fx.GraphModule, static: Sequence[int]) -> tuple[int, ...
 
 
 def outer(desc: Any) -> Any:
-    """The descriptor of the tensor subclass that the described tensor is a part of."""
+    """Return the descriptor of the tensor subclass that the described tensor is a part of."""
     return outer(desc.base) if type(desc).__name__.startswith("SubclassGetAttr") else desc
 
 
@@ -342,7 +342,8 @@ def _leaves(
 
 
 def refuse_subclasses(arguments: Sequence[Any]) -> None:
-    """Of tensor subclasses AOTAutograd takes those that name the tensors they are made of."""
+    """Raise for tensor subclasses that AOTAutograd does not take: those that do not name the
+    tensors they are made of."""
     for value in arguments:
         kind = type(value)
         if (
@@ -407,7 +408,7 @@ def _never(*_: Any) -> Any:
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
-    """The joint graph of a call, which is not run."""
+    """Return the joint graph of a call, which is not run."""
     found: list[Joint] = []
 
     def adopt(joint: Joint) -> Run:

@@ -1,5 +1,5 @@
-"""What a node of a joint graph is: an input of which kind, a collective's start or wait, random, of
-which group and module.
+"""Say what a node of a joint graph is: an input of which kind, a collective's start or wait,
+random, of which group and module.
 
 `signature_of` is a node's work as text, the same on every rank.
 """
@@ -37,7 +37,7 @@ def primal_nodes(joint: fx.GraphModule) -> list[fx.Node]:
 def input_kinds(
     joint: fx.GraphModule, num_fwd_outputs: int, static: Collection[int]
 ) -> dict[str, Kind]:
-    """The kind of each input; `static` are the positions of primals that last from step to step."""
+    """The kind of each input; `static` are positions of primals that last from step to step."""
     gradients = joint.graph.find_nodes(op="output")[0].args[0][num_fwd_outputs:]
     trained = [isinstance(gradient, fx.Node) for gradient in gradients]
     kinds: dict[str, Kind] = {}
@@ -96,7 +96,7 @@ def is_folded_getitem(node: fx.Node) -> bool:
 
 
 def group_of(node: fx.Node) -> str:
-    """The process group of a collective: its last string argument."""
+    """Return the process group of a collective: its last string argument."""
     names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
     if not names:
         raise CaptureError(f"collective {node.target} names no process group", node.name)
@@ -104,8 +104,8 @@ def group_of(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """The innermost module that the op is of, or whose gradient it makes; "" where that is the
-    model itself or not known."""
+    """Return the innermost module that the op is of, or whose gradient it makes; "" where that is
+    the model itself or not known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
@@ -113,7 +113,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the user's code that a node comes from."""
+    """Return the line of the user's code that a node comes from."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
     return frames[-1] if frames else "of no known source"
@@ -135,8 +135,9 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def signature_of(node: fx.Node, symbols: dict[str, str]) -> str:
-    """Target, and dtype and shape of what enters and leaves. Numbers among the arguments are
-    left out: they may differ from rank to rank (a slice by rank) where the work does not."""
+    """Write a node's target, and dtype and shape of what enters and leaves, as text. Numbers among
+    the arguments are left out: they may differ from rank to rank (a slice by rank) where the work
+    does not."""
     given = " ".join(
         _describe(n.meta.get("val"), symbols) for n in node.all_input_nodes if "val" in n.meta
     )

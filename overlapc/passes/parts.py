@@ -1,4 +1,4 @@
-"""A training step cut into parts that hand state on explicitly: `cut(captured, plan)`.
+"""`cut` cuts a planned training step into parts that hand on their state explicitly.
 
     forward    inputs -> results, saved values            F
     backward   saved values, tangents -> gradients        R, I and W
@@ -43,8 +43,9 @@ class Part:
     names: dict[fx.Node, str]
 
     def run(self, shared: Mapping[str, Any], *states: MutableMapping[str, Any]) -> None:
-        """Run on what all microbatches share and on the state of each microbatch, which changes:
-        what is taken goes, what is given comes. Of two states the first is the forward's."""
+        """Run the part on what all microbatches share and on the state of each microbatch, which it
+        changes: what is taken goes, what is given comes. Of two states the first is the
+        forward's."""
         given = []
         for name in self.takes:
             which, _, key = name.rpartition(":")
@@ -65,8 +66,8 @@ class Parts:
     actions: Mapping[str, str]  # issue of the backward -> the action it is part of
 
     def merged(self, plan: Plan) -> Part:
-        """The forward of one microbatch and the backward of another as one graph in the order of
-        `plan`; the first state is the forward's, the second the backward's."""
+        """Join the forward of one microbatch and the backward of another as one graph in the order
+        of `plan`; the first state is the forward's, the second the backward's."""
         graph = fx.Graph()
         names: dict[fx.Node, str] = {}
         takes: list[str] = []
@@ -95,8 +96,8 @@ class Parts:
         return Part(module, tuple(takes), tuple(gives), names)
 
     def pieces(self) -> dict[str, Part]:
-        """The backward as R, I and W: three parts that run in this order, at any time. (What the
-        last recompute and the first input gradient both read, R gives back.)"""
+        """Cut the backward into R, I and W: three parts that run in this order, at any time. (What
+        the last recompute and the first input gradient both read, R gives back.)"""
         turns = self._turns()
         return {letter: _piece(self.backward, turns, letter) for letter in _TURNS}
 
@@ -165,8 +166,8 @@ def _attributes(parts: Iterable[Part]) -> torch.nn.Module:
 
 
 def cut(captured: Captured, plan: Plan) -> Parts:
-    """The parts of a captured graph under a plan that passed `check`. Gradients of parameters
-    are added to `.grad` as soon as they are there; others are given."""
+    """Return the parts of a captured graph under a plan that passed `check`. Gradients of
+    parameters are added to `.grad` as soon as they are there; others are given."""
     # One generator state a draw, as a tensor, wherever the generator lives.
     with functorch_config.patch(graphsafe_rng_functionalization=False):
         emitted = emit(captured, plan)
@@ -199,7 +200,8 @@ def accumulate(owners: Sequence[Owner], gradient: Tensor, owned: bool = False) -
 
 
 def parameter_gradients(captured: Captured) -> dict[str, list[str]]:
-    """Gradient -> the inputs, parameters all, whose gradient it is; by the names of nodes."""
+    """Return, by gradient, the inputs whose gradient it is (parameters all), by the names of
+    nodes."""
     static = set(captured.static_inputs)
     inputs = primal_nodes(captured.joint)
     found: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""From a plan to FX graphs: `rewrite(captured, plan)` -> forward and backward graph modules.
+"""`rewrite` turns a captured graph and a plan into forward and backward FX graphs.
 
 The saved set is given to AOTAutograd's own partitioner as recompute tags, so that RNG states,
 symbolic sizes and aliasing stay PyTorch's business; what is ours is the order of both graphs.
@@ -36,7 +36,7 @@ _FOREIGN_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 def rewrite(
     captured: Captured, plan: Plan, joint_inputs: Any = None, **partition_options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs that save what the plan saves, in the plan's order, boxed.
+    """Return forward and backward graphs that save what the plan saves, in the plan's order, boxed.
 
     The plan must have passed `check`. The joint graph's tags are overwritten.
     """
@@ -56,7 +56,7 @@ class Emitted:
 def emit(
     captured: Captured, plan: Plan, joint_inputs: Any = None, **partition_options: Any
 ) -> Emitted:
-    """`rewrite`, and which node is what."""
+    """Do as `rewrite`, and tell which node is which op."""
     _name_outputs(captured.joint)
     _tag(captured, plan)
     options = {"num_fwd_outputs": captured.num_fwd_outputs, **partition_options}
@@ -236,7 +236,7 @@ def reorder(
 
 
 def verify(module: fx.GraphModule, planned: Sequence[str], names: Mapping[fx.Node, str]) -> None:
-    """The emitted graph issues exactly what the plan says, in its order, save dead code."""
+    """Raise unless the emitted graph issues what the plan says, in its order, save dead code."""
     emitted = [names[n] for n in module.graph.nodes if n in names and n.op == "call_function"]
     alive = set(emitted)
     expected = [name for name in planned if name in alive]

@@ -1,5 +1,5 @@
-"""Which backward nodes lie on the way to earlier layers (I), and which only make weight
-gradients (W), by dependency alone.
+"""`weight_grads` finds the backward nodes that only make weight gradients (W), by dependency alone;
+the others lie on the way to earlier layers (I).
 
 A backward node is W when all it reaches is the gradient of one parameter module and no gradient
 of an input. Where a stage has no input gradient (its inputs are token ids) the rule still

@@ -1,4 +1,4 @@
-"""Storages of a joint graph: how many bytes a value takes, and which values share a storage."""
+"""These functions say how many bytes a value takes, and which values share a storage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def storage_bytes(val: Any) -> int:
 
 
 def hint(size: Any) -> int:
-    """A symbolic size as a number: its example value, or UNBACKED_HINT for unknown ones."""
+    """Return a symbolic size as a number: its example value, or UNBACKED_HINT for unknown ones."""
     if isinstance(size, int):
         return size
     node = size.node
@@ -40,7 +40,7 @@ def hint(size: Any) -> int:
 
 
 def aliases(node: fx.Node) -> list[fx.Node]:
-    """Inputs that an output of this node may share storage with, by its schema."""
+    """Return the inputs that an output of this node may share storage with, by its schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(r.alias_info is not None for r in schema.returns):
         return []
@@ -48,13 +48,13 @@ def aliases(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Ops whose kernel hands back its input's storage though the schema may not say so."""
+    """Whether the op's kernel hands back its input's storage though its schema may not say so."""
     name = str(node.target)
     return name.startswith(("aten._unsafe_view.", "aten._reshape_alias.", "aten.detach."))
 
 
 def same_storage(a: fx.Node, b: fx.Node) -> bool:
-    """Two values that an aliasing op joins: fake tensors of one graph share storages as real."""
+    """Whether two values that an aliasing op joins share a storage: fake tensors do as real."""
     mine, theirs = tensors_of(a.meta.get("val")), tensors_of(b.meta.get("val"))
     if not mine or not theirs:
         return False

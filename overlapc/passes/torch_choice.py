@@ -1,4 +1,4 @@
-"""What PyTorch's own budgeted min-cut would save: the baseline called `torch`."""
+"""PyTorch's own budgeted min-cut chooses what to save: the baseline called `torch`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ GLANCE = (1.0, 0.5)  # each takes torch a second or more for a few hundred ops
 def torch_choices(
     captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
 ) -> list[tuple[str, ...]]:
-    """For each activation_memory_budget, the names of the forward values torch would save."""
+    """Return, for each activation_memory_budget, the names of the forward values torch would
+    save."""
     found: dict[tuple[str, ...], None] = {}
     for _, backward in torch_partitions(captured, joint_inputs, budgets):
         found[saved_names(captured, backward)] = None
@@ -30,8 +31,8 @@ def torch_choices(
 def torch_partitions(
     captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
 ) -> Iterator[tuple[fx.GraphModule, fx.GraphModule]]:
-    """Forward and backward graph for each activation_memory_budget. Left out are budgets at which
-    torch's partitioner fails on this graph."""
+    """Return the forward and backward graph for each activation_memory_budget. Left out are budgets
+    at which torch's partitioner fails on this graph."""
     for budget in budgets:
         joint = _copied(captured.joint)
         for node in joint.graph.nodes:
@@ -61,7 +62,7 @@ def torch_partitions(
 
 
 def saved_names(captured: Captured, backward: fx.GraphModule) -> tuple[str, ...]:
-    """The forward values that a backward graph is given."""
+    """Return the forward values that a backward graph is given."""
     forward = {name for op in captured.trace.ops if op.is_forward for name in op.outputs}
     names = [
         str(node.target)

@@ -1,4 +1,4 @@
-"""From a joint FX graph to a Trace: `trace_joint`.
+"""`trace_joint` turns a joint FX graph into a Trace.
 
 The joint graph is AOTAutograd's: placeholders `primals_*` and `tangents_*`, aten and
 `_c10d_functional` calls, one output holding the results followed by the gradients. A node is an
@@ -57,7 +57,7 @@ def trace_joint(
     stage: int = 0,
     sizes: Mapping[str, int] | None = None,
 ) -> Captured:
-    """The Trace of a joint graph.
+    """Return the Trace of a joint graph.
 
     `static_inputs` are the positions of primals that are parameters or buffers: their gradients
     are weight gradients. `sizes` overrides the storage bytes of values (as measured).
@@ -215,8 +215,8 @@ def number_ops(joint: fx.GraphModule) -> None:
 
 
 def changed_inputs(joint: fx.GraphModule) -> set[str]:
-    """Inputs that the model writes to, as batch norm does to its running statistics: by a `copy_`
-    in the graph, or by AOTAutograd after the forward, from an output of the graph."""
+    """Return the inputs that the model writes to, as batch norm does to its running statistics: by
+    a `copy_` in the graph, or by AOTAutograd after the forward, from an output of the graph."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     inputs = joint.graph.find_nodes(op="placeholder")

@@ -1,4 +1,4 @@
-"""Figures measured before: a file that spares a second measurement of the same thing.
+"""The cache keeps measured figures in a file and spares a second measurement of the same thing.
 
     file     = {"overlapc": "profile cache", "version", "checksum", "entries"}
     entries  = section -> key -> whole numbers
@@ -30,18 +30,18 @@ Entries = dict[str, dict[str, list[int]]]
 
 
 def default_path() -> Path:
-    """`profile.json` in the folder OVERLAPC_CACHE names, else in ~/.cache/overlapc."""
+    """Return `profile.json` in the folder OVERLAPC_CACHE names, else in ~/.cache/overlapc."""
     folder = os.environ.get("OVERLAPC_CACHE")
     return (Path(folder) if folder else Path.home() / ".cache" / "overlapc") / "profile.json"
 
 
 def cache_key(signature: str, sizes: Iterable[object] = ()) -> str:
-    """An op's key, from its signature and the sizes that this leaves open."""
+    """Make an op's key, from its signature and the sizes that this leaves open."""
     return f"{signature} | {','.join(map(str, sizes))}"
 
 
 class Cache:
-    """What is in the file at `path`, and what is added until `save()`.
+    """Holds what is in the file at `path`, and what is added until `save()`.
 
     A file you name must be good or absent: else FileError, and it is left as it is. The default
     file is only a convenience: if it is damaged or cannot be written, one warning says so and

@@ -1,4 +1,4 @@
-"""Reading a device's clock between calls: the host's for CPU, events on the stream for CUDA."""
+"""`Clock` reads a device's clock between calls: the host's for CPU, the stream's for CUDA."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Clock:
         return event
 
     def wait(self) -> None:
-        """Until all work handed to the device has ended."""
+        """Block until all work handed to the device has ended."""
         if self.on_device:
             torch.cuda.synchronize(self.device)
 
     def read(self, marks: Sequence[Any]) -> list[int]:
-        """Nanoseconds since the first mark."""
+        """Return nanoseconds since the first mark."""
         if not self.on_device or not marks:
             return [mark - marks[0] for mark in marks]
         self.wait()
@@ -47,7 +47,7 @@ class Clock:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """What the device calls itself: times are comparable only under the same name."""
+    """Return what the device calls itself: times are comparable only under the same name."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -59,7 +59,7 @@ def device_name(device: torch.device) -> str:
 
 
 def conditions_of(device: torch.device) -> Mapping[str, str]:
-    """What a measured time depends on besides the op itself."""
+    """Return what a measured time depends on besides the op itself."""
     return {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -70,5 +70,5 @@ def conditions_of(device: torch.device) -> Mapping[str, str]:
 
 
 def section_of(device: torch.device) -> str:
-    """The section of a cache that holds what was measured under such conditions."""
+    """Name the section of a cache that holds what was measured under such conditions."""
     return " ".join(f"{key}={text}" for key, text in conditions_of(device).items())

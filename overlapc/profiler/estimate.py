@@ -1,4 +1,4 @@
-"""What every op of a captured graph should cost on a machine that is not at hand: `estimate`.
+"""`estimate` says what every op of a captured graph should cost on a machine not at hand.
 
     time of an op = launch + the longer of: flops / reachable flops · bytes moved / reachable rate
 
@@ -44,7 +44,7 @@ def estimate(
     group_sizes: Mapping[str, int] | None = None,
     known: Cache | None = None,
 ) -> Profile:
-    """Costs of all ops on `hardware`; nothing is run, so fake tensors and fake groups will do.
+    """The costs of all ops on `hardware`; nothing is run, so fake tensors and groups will do.
 
     What `known` has, as `measure` found it on this machine, is taken from there: all but how long
     collectives are on their way.
@@ -179,7 +179,7 @@ def _name(node: fx.Node) -> str:
 
 
 def forward_flops(captured: Captured) -> int:
-    """Of a whole forward."""
+    """Count the flops of a whole forward."""
     forward = {op.name for op in captured.trace.ops if op.is_forward}
     return sum(_flops(node) for node in captured.joint.graph.nodes if node.name in forward)
 

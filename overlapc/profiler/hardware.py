@@ -1,4 +1,4 @@
-"""What a machine can do, read from `hardware/*.toml`: `load_hardware("h100-sxm")` or your file.
+"""`load_hardware` reads what a machine can do from `hardware/*.toml` or a file of yours.
 
 Every figure in such a file is a table `{ value = 312e12, source = "where it is from" }`, so that
 an estimate can say what it stands on; `Hardware.sources` keeps the sources by dotted key. To
@@ -52,7 +52,8 @@ class LinkSpec:
     slowdown: Slowdown
 
     def collective_ns(self, kind: Kind, size_bytes: int, ranks: int, share: float = 1.0) -> int:
-        """`share` is this rank's part of `bytes_per_s`; it applies to tables too."""
+        """How long a collective takes; `share` is this rank's part of `bytes_per_s`, in tables
+        too."""
         if ranks <= 1 or size_bytes <= 0:
             return 0
 
@@ -98,12 +99,12 @@ class Hardware:
 
     @property
     def add_ns_per_kib(self) -> float:
-        """To add a KiB of a gradient to another of its kind: two are read, one is written."""
+        """How long it takes to add a KiB of a gradient to another: two are read, one is written."""
         return self.memory_ns(3 * 1024)
 
     def average_ns(self, sizes: Iterable[int], ranks: int, per_node: int) -> int:
-        """To average gradients of so many bytes over ranks, at most `per_node` of them on a node:
-        each is summed, then divided in place."""
+        """How long it takes to average gradients of so many bytes over ranks, at most `per_node` of
+        them on a node: each is summed, then divided in place."""
         if ranks <= 1:
             return 0
         sizes = list(sizes)
@@ -118,7 +119,7 @@ class Hardware:
         return interpolate(self.matmul_efficiency, smallest_dimension)
 
     def collective_ns(self, kind: Kind, size_bytes: int, ranks: int, per_node: int) -> int:
-        """A collective over `ranks` of which at most `per_node` are on one node.
+        """How long a collective over `ranks` takes, of which at most `per_node` are on one node.
 
         Between nodes a ring enters and leaves each node once, so its ranks share the network
         cards of as many GPUs as they are, and never more than the link inside the node carries.
@@ -133,7 +134,7 @@ class Hardware:
 
 
 def interpolate(table: Table, at: float) -> float:
-    """Linear between the points in the logarithm of the key; flat beyond both ends."""
+    """Interpolate linearly in the logarithm of the key; flat beyond both ends."""
     if at <= table[0][0]:
         return table[0][1]
     for (left, low), (right, high) in itertools.pairwise(table):
@@ -148,7 +149,7 @@ def known_hardware() -> tuple[str, ...]:
 
 
 def load_hardware(name_or_path: StrPath) -> Hardware:
-    """A machine by name (`known_hardware()`), or from a file of the same form."""
+    """Load a machine by name (`known_hardware()`), or from a file of the same form."""
     path = Path(name_or_path)
     if path.suffix != ".toml" and path.name == str(name_or_path):
         if path.name not in known_hardware():
@@ -174,7 +175,7 @@ def _read(path: Path) -> Hardware:
 
 
 def format_hardware(machine: Hardware) -> str:
-    """The machine as a file that `load_hardware` reads."""
+    """Write the machine as a file that `load_hardware` reads."""
 
     def figure(key: str, value: object) -> str:
         name, source = key.split(".", 1)[1], json.dumps(machine.sources[key])

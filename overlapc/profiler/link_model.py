@@ -1,4 +1,4 @@
-"""How long a collective takes alone on its lane, as measured: torch-free, prints and parses.
+"""`LinkModel` holds how long collectives take alone on their lanes; torch-free, prints and parses.
 
 A collective is described by its *full* bytes (what an all-gather makes, what a reduce-scatter
 takes, the larger side of an all-to-all), as in `overlapc.emulate.model`. Between measured sizes
@@ -35,7 +35,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Time by size of one kind of collective on one process group.
+    """The measured times of one kind of collective on one process group, by size.
 
     `points` are (full bytes, nanoseconds), ascending; `source` is `measured` or `cached`.
     """
@@ -65,7 +65,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The links under a graph, agreed over its ranks; `conditions` says how they were found."""
+    """The measured links under a graph, agreed over its ranks; `conditions` says how."""
 
     curves: tuple[Curve, ...]
     slowdown: Slowdown = field(default_factory=Slowdown)

@@ -1,4 +1,4 @@
-"""Measure the links under a graph: every kind of collective it holds, on its own process group.
+"""`measure_links` times every kind of collective that a graph holds, on its own process group.
 
 Collectives run as functional ones, since those are what the graph runs. All ranks of a group
 call `measure_links` with the same collectives in the same order; every figure that decides how
@@ -52,7 +52,7 @@ _ops = torch.ops._c10d_functional
 
 
 def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> Collective:
-    """What a start node moves. `number` tells what a size really is; default: its hint.
+    """Return what a start node moves. `number` tells what a size really is; default: its hint.
 
     An all-to-all of uneven parts counts as the even one in which a rank sends, or is sent, as
     much as this one does: what a rank keeps crosses no link.
@@ -86,7 +86,7 @@ def hinted_bytes(tensor: torch.Tensor) -> int:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in an op's value, which may be a list or tuple of them."""
+    """Return the tensors in an op's value, which may be a list or tuple of them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -111,7 +111,7 @@ def backend_of(group: str) -> str:
 
 
 def agree(numbers: Sequence[int], how: str, group: str, device: torch.device) -> list[int]:
-    """One answer on every rank of the group: `max`, `min` or `sum` of the ranks'. A barrier."""
+    """Return `max`, `min` or `sum` of the ranks' numbers, on every rank of the group. A barrier."""
     if ranks_in(group) == 1:
         return list(numbers)
     tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
@@ -119,7 +119,7 @@ def agree(numbers: Sequence[int], how: str, group: str, device: torch.device) ->
 
 
 def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Collective]:
-    """The same collectives with the largest size of any rank: the largest decides the time.
+    """Return the same collectives with the largest size of any rank: the largest decides the time.
 
     RankError if the ranks of a group are about to run different collectives.
     """
@@ -142,8 +142,7 @@ def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Colle
 
 def middle_mean(values: Sequence[int]) -> int:
     """The mean of the middle half. Gloo's all-to-all takes one of two times, by which rank is
-    first: of a graph's many the mean tells more than the median, and a stall is still left out.
-    """
+    first: of a graph's many the mean tells more than the median, and a stall is still left out."""
     cut = len(values) // 4
     return int(statistics.mean(sorted(values)[cut : len(values) - cut]))
 

@@ -1,4 +1,4 @@
-"""Measure a machine as `hardware/*.toml` describe one: what `overlapc profile` does.
+"""`measure_machine` measures this machine as `hardware/*.toml` describe one: `overlapc profile`.
 
 On one process its compute and memory; under torchrun also the link between the ranks. What was
 not measured is taken from a known machine, and its source says so.
@@ -35,8 +35,8 @@ _SMALLEST = 1 << 14  # bytes of a collective that is nearly all latency
 
 
 def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardware:
-    """This machine. All ranks of the default process group, if there is one, call it together,
-    and measure their compute at the same time, as they run."""
+    """Measure this machine. All ranks of the default process group, if there is one, call it
+    together, and measure their compute at the same time, as they run."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if ranks % here:

@@ -1,4 +1,4 @@
-"""Time every op of a captured graph on the device it will run on: `measure`.
+"""`measure` times every op of a captured graph on the device it will run on.
 
 The joint graph runs whole and in order, on the real inputs, a few times: so each op meets the
 caches and the allocator as it will in training. An op's time is the median over these runs and
@@ -47,7 +47,7 @@ def measure(
     links: LinkModel | None = None,
     cache: Cache | None = None,
 ) -> tuple[Profile, dict[str, int]]:
-    """Costs of all ops, and the storage bytes that every value really takes.
+    """Return the costs of all ops, and the storage bytes that every value really takes.
 
     `primals` and `tangents` are the joint graph's, tensors and numbers; those not given, or fake,
     are made up. Nothing the caller owns changes: parameters, buffers and random state are as
@@ -83,7 +83,7 @@ def measure(
 def retime(
     captured: Captured, primals: Sequence[Any] | None, profile: Profile, passes: int = 1
 ) -> Profile:
-    """The profile with every op's compute time as it is now; links and memory stay as they were.
+    """Return the profile with every op's compute time measured again; links and memory stay.
 
     A machine that others share changes its speed by the minute: a prediction is judged by op
     times taken beside the step it predicts. All ranks of the graph's groups call this together.

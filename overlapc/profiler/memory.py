@@ -1,4 +1,4 @@
-"""Measured peak memory: what one call of a function really allocated at its worst moment.
+"""`measure_peak` says how much memory one call of a function held at its worst moment.
 
 The peak is counted in bytes above the level at the call. On a GPU the caching allocator keeps
 that count. On a CPU it is rebuilt from the allocator's own events, which PyTorch's profiler
@@ -46,7 +46,7 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
 
 
 def peak_of(changes: Iterable[tuple[int, int, int]]) -> int:
-    """The highest level reached by (time, address, bytes) changes, where a free is negative.
+    """Return the highest level that (time, address, bytes) changes reach, where a free is negative.
 
     Frees of unknown addresses are ignored: that memory is older than the recording. An
     allocation over memory thought live means that its free went unrecorded: it ends there.

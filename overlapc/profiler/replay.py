@@ -1,4 +1,4 @@
-"""Run a joint graph node by node on real inputs, as often as one likes, and change nothing.
+"""`Replay` runs a joint graph node by node on real inputs, as often as wanted, and changes nothing.
 
 A replay keeps what a step of training keeps: values die after their last reader, mutation
 happens (on copies of what the caller owns), every run draws the same random numbers and so
@@ -85,7 +85,7 @@ class Replay:
         }
 
     def number(self, size: Any) -> int:
-        """A size of the graph as what it really is, or its hint as long as that is unknown."""
+        """Return what a size of the graph really is, or its hint as long as that is unknown."""
         if isinstance(size, int):
             return size
         symbols = size.node.expr.free_symbols

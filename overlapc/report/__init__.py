@@ -1,1 +1,1 @@
-"""What users read: tables from timelines. Torch-free."""
+"""These modules turn timelines into what users read. Torch-free."""

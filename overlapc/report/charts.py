@@ -1,4 +1,4 @@
-"""Charts of a search's page, as HTML that stretches with it.
+"""These functions draw the charts of a search's page, as HTML that stretches with it.
 
 Places are in percent of the plot and text stands beside it, so a chart is as legible on a phone as
 on paper and needs no script. Every function takes parts of what `overlapc search --json` prints.
@@ -50,7 +50,7 @@ class Dot:
 
 
 def parts_of(found: Found) -> dict[str, int]:
-    """Nanoseconds of a step by where they go, on the slowest rank; they add up to the step."""
+    """Split a step's nanoseconds by what takes them on the slowest rank; the parts add up."""
     exposed = found["exposed_ns"] or {}
     parts = {
         "recompute": found["recompute_ns"] - found["recompute_hidden_ns"],
@@ -62,7 +62,7 @@ def parts_of(found: Found) -> dict[str, int]:
 
 
 def bars(named: Sequence[tuple[str, Found]]) -> str:
-    """A bar for each, as long as its step."""
+    """Draw a bar for each entry, as long as its step."""
     longest = max(found["step_ns"] for _, found in named)
     rows = []
     for name, found in named:
@@ -79,7 +79,7 @@ def bars(named: Sequence[tuple[str, Found]]) -> str:
 
 
 def bar(found: Found, longest: int) -> str:
-    """The pieces of one bar."""
+    """Draw the pieces of one bar."""
     pieces = []
     for part, ns in parts_of(found).items():
         if ns:
@@ -92,8 +92,8 @@ def bar(found: Found, longest: int) -> str:
 
 
 def timeline(pipeline: Found, names: Sequence[str]) -> str:
-    """A lane for each rank, a box for each action with its microbatch; merged pieces above each
-    other. Later stages of a rank are lighter."""
+    """Draw a lane for each rank, a box for each action with its microbatch; merged pieces above
+    each other. Later stages of a rank are lighter."""
     step = max(1, pipeline["step_ns"])
     lanes, kinds = [], set()
     for rank, row in enumerate(pipeline["ranks"]):
@@ -139,7 +139,7 @@ def timeline(pipeline: Found, names: Sequence[str]) -> str:
 
 
 def told(step: Step) -> str:
-    """What a step is, in words."""
+    """Say in words what a step is."""
     return " and ".join(
         f"{KINDS[a.kind]} of microbatch {a.microbatch}, stage {a.stage}" for a in step
     )
@@ -148,8 +148,8 @@ def told(step: Step) -> str:
 def memory(
     pipeline: Found, names: Sequence[str], static: Sequence[int], peaks: Sequence[int], cap: int
 ) -> str:
-    """What each rank holds over time: weights and what goes with them below, activations above, in
-    stalls too; and the line that it may not pass."""
+    """Draw what each rank holds over time: weights and what goes with them below, activations
+    above, in stalls too; and the line that it may not pass."""
     step = max(1, pipeline["step_ns"])
     most = max(cap, *(level for row in pipeline["ranks"] for level in row["memory"])) * 1.04
     rows = []
@@ -186,7 +186,7 @@ def memory(
 
 
 def scatter(dots: Sequence[Dot]) -> str:
-    """Memory to the right, time up, and the line of those that nothing beats in both."""
+    """Draw memory to the right, time up, and the line of those that nothing beats in both."""
     sizes = [max(dot.found["peak_bytes"]) / 1e9 for dot in dots]
     times = [dot.found["step_ns"] / 1e6 for dot in dots]
     left, right = around(sizes)
@@ -226,14 +226,14 @@ def scatter(dots: Sequence[Dot]) -> str:
 
 
 def around(values: Sequence[float]) -> tuple[float, float]:
-    """A range with room at both ends."""
+    """Return a range with room at both ends."""
     least, most = min(values), max(values)
     room = (most - least) * 0.08 or most * 0.1 or 1.0
     return max(0.0, least - room), most + room
 
 
 def across(most: float, unit: str, least: float = 0.0) -> str:
-    """A horizontal axis."""
+    """Draw a horizontal axis."""
     marks = [
         f'<span style="left:{(tick - least) / (most - least):.2%}">{shown}</span>'
         for tick, shown in ticks(least, most)
@@ -243,7 +243,7 @@ def across(most: float, unit: str, least: float = 0.0) -> str:
 
 
 def ticks(least: float, most: float) -> list[tuple[float, str]]:
-    """Five or so round numbers of a range."""
+    """Return five or so round numbers of a range."""
     rough = max(most - least, 1e-9) / 7
     power = 10 ** math.floor(math.log10(rough))
     each = next(power * by for by in (1, 2, 5, 10) if power * by >= rough)
@@ -260,7 +260,7 @@ def legend(known: Iterable[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[str], titles: Mapping[str, str] | None = None) -> str:
-    """Rows under a head, whose words are explained where the pointer rests on them."""
+    """Write rows under a head, whose words are explained where the pointer rests on them."""
     known = titles or {}
     cells = "".join(
         f"<th{f' title={chr(34)}{text(known[cell])}{chr(34)}' if cell in known else ''}>"

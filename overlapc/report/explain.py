@@ -1,5 +1,5 @@
-"""`explain(report)`: for every collective its time, what is exposed, what hides it, and why the
-rest is not hidden. `op_fates(report)`: for every forward op what becomes of what it makes."""
+"""`explain` says for every collective its time, what is exposed, what hides it, and why the rest is
+not hidden; `op_fates` says for every forward op what becomes of what it makes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlapc.solvers.choice import Needs
 
 
 def explain(report: Report) -> str:
-    """A summary and a table, one row for each collective in order of issue."""
+    """Write a summary and a table, one row for each collective in order of issue."""
     problem, plan, timeline = report.problem, report.plan, report.timeline
     eager = report.eager
     budget = problem.budget_bytes or 0
@@ -55,7 +55,7 @@ def explain(report: Report) -> str:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of what a forward op makes: saved, recomputed or dropped; where and why."""
+    """Says what becomes of what a forward op makes: saved, recomputed or dropped; where and why."""
 
     op: str
     compute_ns: int
@@ -66,7 +66,7 @@ class Fate:
 
 
 def op_fates(report: Report) -> list[Fate]:
-    """Of every forward op that makes something of its own, in order."""
+    """Return the fate of every forward op that makes something of its own, in order."""
     problem, plan = report.problem, report.plan
     trace, needs = problem.trace, Needs(problem.trace)
     saved = {trace.value[name].storage for name in plan.saved}
@@ -103,7 +103,7 @@ def op_fates(report: Report) -> list[Fate]:
 
 
 def explain_ops(report: Report) -> str:
-    """The fates as a table."""
+    """Write the fates as a table."""
     fates = op_fates(report)
     rows: list[tuple[str, ...]] = [("op", "ms", "MB", "its result is", "where, or why")]
     rows += [(f.op, _ms(f.compute_ns), _mb(f.bytes), f.what, f.why) for f in fates]
@@ -126,7 +126,7 @@ def _where(mine: Span | None, windows: Sequence[Span]) -> str:
 
 
 class Reasons:
-    """Why a collective stays exposed: what else could have run beside it."""
+    """Says why a collective stays exposed: what else could have run beside it."""
 
     def __init__(self, problem: Problem, order: tuple[str, ...]) -> None:
         self.problem = problem

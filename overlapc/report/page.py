@@ -1,4 +1,4 @@
-"""A search's result as one HTML page that needs no network: `page(document)`.
+"""`page` writes a search's result as one HTML page that needs no network.
 
 The document is what `overlapc search --json` prints. Style and script stand in `page.css` and
 `page.js` beside this file and are copied into the page; charts are drawn by `charts`. Without

@@ -1,4 +1,4 @@
-"""A rank's timeline as text: one line for each lane."""
+"""`picture` draws a rank's timeline as text, one line for each lane."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from overlapc.ir import COMPUTE, RECOMPUTE, Timeline
 
 
 def picture(timeline: Timeline, columns: int = 100) -> str:
-    """`#` an op, `R` recompute, `=` a collective, `.` nothing."""
+    """Draw `#` for an op, `R` for recompute, `=` for a collective, `.` for nothing."""
     lanes = dict.fromkeys([COMPUTE, *(span.lane for span in timeline.spans)])
     width = max(map(len, lanes))
     lines = []

@@ -1,4 +1,4 @@
-"""A search's result as pictures for papers and slides, by matplotlib: `draw(document, folder)`."""
+"""`draw` makes pictures of a search's result for papers and slides, by matplotlib."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FORMATS = ("png", "svg")
 
 
 def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """What the ranks do, the memory of each, and memory against step of all layouts planned; each
-    in every format. `document` is what `overlapc search --json` prints."""
+    """Draw what the ranks do, the memory of each, and memory against step of all layouts planned;
+    each in every format. `document` is what `overlapc search --json` prints."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

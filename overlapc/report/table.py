@@ -1,4 +1,4 @@
-"""Columns of text, and figures as all reports print them."""
+"""All reports print their columns and figures by these functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from overlapc.files import printable
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """A line for each row, its cells as wide as their columns."""
+    """Write a line for each row, its cells as wide as their columns."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -18,10 +18,10 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
 
 
 def milliseconds(ns: float) -> str:
-    """One digit behind the point, three of what is short."""
+    """Write one digit behind the point, three of what is short."""
     return f"{ns / 1e6:,.1f}" if ns >= 10_000_000 or ns == 0 else f"{ns / 1e6:.3f}"
 
 
 def gigabytes(size: float) -> str:
-    """Of 10^9 bytes: one digit behind the point, three of what is small."""
+    """Write GB of 10^9 bytes: one digit behind the point, three of what is small."""
     return f"{size / 1e9:,.1f}" if size >= 1_000_000_000 or size == 0 else f"{size / 1e9:.3f}"

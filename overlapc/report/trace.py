@@ -1,4 +1,4 @@
-"""Timelines for other programs: Chrome's trace format, which Perfetto opens, and plain JSON.
+"""These functions write timelines for other programs: Perfetto (Chrome's trace format) and JSON.
 
 A rank is a process and a lane is a thread of it: `compute`, a process group, the way to another
 rank, or to the rank's replicas. Nothing on a track overlaps; an action of a pipeline encloses the
@@ -21,8 +21,8 @@ Inside = Mapping[tuple[int, str], Sequence[Span]]  # stage, kind -> what one suc
 def chrome_trace(
     timeline: Timeline | PipelineTimeline, inside: Inside | None = None
 ) -> dict[str, Any]:
-    """The events of all ranks. `inside` are the ops of a pipeline's actions, from the begin of
-    each."""
+    """Return the events of all ranks. `inside` are the ops of a pipeline's actions, from the begin
+    of each."""
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
 
@@ -82,7 +82,7 @@ def _ops(ran: Ran, inside: Inside) -> Iterator[Span]:
 
 
 def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
-    """All that a simulated pipeline does, for scripts."""
+    """Return all that a simulated pipeline does, for scripts."""
     return {
         "overlapc_pipeline": VERSION,
         "step_ns": timeline.step_ns,
@@ -108,7 +108,7 @@ def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
 
 
 def inside_of(stage: int, timeline: Timeline) -> dict[tuple[int, str], list[Span]]:
-    """The ops of F and of B of a stage, from the simulated plan of its one microbatch."""
+    """Return the ops of F and of B of a stage, from the simulated plan of its one microbatch."""
     begin = timeline.phase_ns[0]
     found: dict[tuple[int, str], list[Span]] = {(stage, "F"): [], (stage, "B"): []}
     for span in timeline.spans:

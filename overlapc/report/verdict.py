@@ -1,4 +1,4 @@
-"""What a search prints: the question with its sources, the answer, and why."""
+"""`verdict` writes what a search prints: the question with its sources, the answer, and why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verdict(
     timeline: PipelineTimeline | None,
     top: int,
 ) -> str:
-    """The whole report as text."""
+    """Write the whole report as text."""
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
@@ -98,7 +98,7 @@ def _memory(result: Result, best: Found, fitting: Sequence[Found]) -> list[str]:
 
 
 def pareto(found: Sequence[Found]) -> list[Found]:
-    """Those for which nothing is both faster and smaller; the smallest first."""
+    """Return those for which nothing is both faster and smaller; the smallest first."""
     best: list[Found] = []
     for one in sorted(found, key=lambda f: (f.step_ns, max(f.peak_bytes))):
         if not best or max(one.peak_bytes) < max(best[-1].peak_bytes):
