@@ -1,4 +1,4 @@
-"""The core types: what enters a solver and what leaves it. Torch-free, frozen.
+"""These core types are what enters a solver and what leaves it. Torch-free, frozen.
 
 Grammar (names are those of the FX nodes):
 
@@ -116,7 +116,7 @@ class Trace:
     modules: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
-        """The inputs of one of these kinds, in order."""
+        """Return the inputs of one of these kinds, in order."""
         return tuple(name for name in self.inputs if self.kinds.get(name) in kinds)
 
     @cached_property
@@ -173,8 +173,8 @@ class Trace:
 
     @cached_property
     def ahead(self) -> Mapping[int, int]:
-        """Each microbatch whose backward a later step runs -> the one whose backward runs here in
-        its place: so many steps before it that there are backwards of some here."""
+        """Microbatch whose backward a later step runs -> the microbatch that has its backward in
+        this step instead, as many steps earlier."""
         begun = {op.piece.microbatch for op in self.ops if op.is_forward}
         ended = {op.piece.microbatch for op in self.ops if not op.is_forward}
         if begun <= ended or ended <= begun:
@@ -187,12 +187,12 @@ class Trace:
 
     @cached_property
     def lag(self) -> int:
-        """How many steps ago what the backward reads was saved; 0: it is of this step."""
+        """How many steps ago what the backward reads was saved; 0 if in this step."""
         begun = {op.piece.microbatch for op in self.ops if op.is_forward}
         return next((late - early for late, early in self.ahead.items()), 0) // max(1, len(begun))
 
     def microbatch(self, op: Op, recomputed: bool = False) -> int:
-        """That of an issue: recompute is for the backward that runs in this step."""
+        """The microbatch of an issue; recompute belongs to the backward that runs in this step."""
         mine = op.piece.microbatch
         return self.ahead.get(mine, mine) if recomputed else mine
 
@@ -203,7 +203,7 @@ class Trace:
 
     @cached_property
     def digest(self) -> str:
-        """Changes whenever structure, shapes or order of the trace change.
+        """Identifies the trace: it changes whenever structure, shapes or order do.
 
         Ranks that do the same work share it. So lanes count by their order of first use, since
         process groups have other names on other ranks, and inputs by name, since a rank may put
@@ -224,8 +224,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A trace with numbers for names, for what goes through it often. Of values only those whose
-    memory the trace has a say in: made by an op, on no input's storage."""
+    """A trace with numbers in place of names, for code that goes through it often. Of values only
+    those whose memory the trace has a say in: made by an op, on no input's storage."""
 
     op: Mapping[str, tuple[int, bool]]  # issue -> its op, and whether it is that op run again
     sync: Mapping[str, tuple[str, str, str]]  # start or wait -> op, lane, start; issues
@@ -295,7 +295,7 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs by op name. `conditions` says on what and how they were found."""
+    """Costs by op name. `conditions` says on what and how they were measured or estimated."""
 
     costs: Mapping[str, Cost]
     slowdown: Slowdown = Slowdown()
@@ -334,7 +334,7 @@ class Problem:
 
     @property
     def copies(self) -> int | Fraction:
-        """How often what is saved is held beside what the trace itself makes and reads."""
+        """Extra copies of the saved set: one per microbatch in flight beyond the traced one."""
         return self.in_flight - 1 + max(0, self.trace.lag - 1)
 
     def phase_of(self, op: Op, recomputed: bool = False) -> int:
@@ -361,7 +361,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which values are saved, and in which order ops are issued.
+    """Says which values are saved, and in which order ops are issued.
 
     status is `optimal`, `feasible` or `baseline`; `bound_ns` a proven lower bound on the step
     time of any legal plan (0 when none is known). `found_by` names what of the solver chose the
@@ -433,7 +433,7 @@ def issue(op: str, recomputed: bool = False) -> str:
 
 
 def parse_issue(text: str) -> tuple[str, bool]:
-    """`R:gelu` -> ("gelu", True)"""
+    """Split an issue: `R:gelu` -> ("gelu", True)."""
     if text.startswith(RECOMPUTE):
         return text[len(RECOMPUTE) :], True
     return text, False

@@ -1,4 +1,4 @@
-"""What is alive when, in one place: memory that comes at one moment and goes at another.
+"""The ledger counts what is alive when: memory that comes at one moment and goes at another.
 
     holding   so many bytes, from the first moment that has them to the last
     Ledger    the whole of one order: all holdings, and what is there for one moment only
@@ -24,8 +24,8 @@ NO_LIMIT = 1 << 62
 
 @dataclass(slots=True)
 class Ledger:
-    """Holdings are numbered. One whose first moment is -1 was there before, and one whose last is
-    the number of moments stays."""
+    """The holdings of one order, by number. A holding whose first moment is -1 was there before,
+    and one whose last is the number of moments stays."""
 
     works: list[int]  # by moment: bytes that are there for that moment only
     size: list[int] = field(default_factory=list)  # by holding, as are:
@@ -33,7 +33,7 @@ class Ledger:
     last: list[int] = field(default_factory=list)
 
     def add(self, size: int, first: int, last: int) -> int:
-        """The number of a new holding."""
+        """Add a holding and return its number."""
         self.size.append(size)
         self.first.append(first)
         self.last.append(last)
@@ -52,8 +52,8 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What issues do to holdings, both as numbers. A holding goes with the last issue that reads
-    it, whichever that is, unless it stays."""
+    """Says which issues make and read which holdings, both as numbers. A holding goes with the last
+    issue that reads it, whichever that is, unless it stays."""
 
     allocates: list[int]  # by issue: while it runs
     makes: list[int]  # by issue: what is there more once it has run, unless what it reads goes
@@ -68,8 +68,8 @@ class Flow:
         size: Callable[[H], int],
         stays: Callable[[H], bool],
     ) -> Flow:
-        """Of some of `count` issues: number, bytes it works with, holdings that it makes and those
-        that it reads."""
+        """Make the Flow of some of `count` issues: number, bytes it works with, holdings that it
+        makes and those that it reads."""
         allocates, makes = [0] * count, [0] * count
         frees: list[list[int]] = [[] for _ in range(count)]
         sizes: list[int] = []
@@ -98,12 +98,12 @@ class Flow:
         return Flow(allocates, makes, frees, sizes, users)
 
     def during(self, issues: Iterable[int], held: Iterable[int]) -> list[int]:
-        """Bytes while each of the issues runs, with that many held before it."""
+        """Return the bytes while each of the issues runs, with that many held before it."""
         return [before + self.allocates[n] for n, before in zip(issues, held, strict=False)]
 
 
 class Balance:
-    """What is held after some issues of a Flow, that many bytes having been there before.
+    """Counts what is held after some issues of a Flow, beside so many bytes that were there before.
 
     `left` says how many readers of each holding are still to come, by default all of them.
     """
@@ -117,7 +117,7 @@ class Balance:
         self.left = [len(users) for users in flow.users] if left is None else left
 
     def adds(self, n: int) -> int:
-        """Bytes held more (or less) once the issue has run."""
+        """Return how many bytes more (or less) are held once the issue has run."""
         flow, left = self.flow, self.left
         more = flow.makes[n]
         for holding in flow.frees[n]:
@@ -135,8 +135,8 @@ class Balance:
         self.held += more
 
     def along(self, issues: Iterable[int], most: int = NO_LIMIT) -> list[int]:
-        """Run the issues, as far as none has more than `most` while it runs: what is held after
-        each."""
+        """Run the issues until one would have more than `most` while it runs; return what is held
+        after each."""
         flow, left, held = self.flow, self.left, self.held
         allocates, makes, frees, size = flow.allocates, flow.makes, flow.frees, flow.size
         after = []

@@ -1,4 +1,4 @@
-"""How time goes by, in one place: lanes that run tasks in order, and slow each other.
+"""The machine decides when work begins and ends: lanes run tasks in order, and slow each other.
 
     task    so many nanoseconds of work on one lane, which begins when the task before it on that
             lane and all that it is to come *after* have ended
@@ -22,7 +22,7 @@ from overlapc.ir import Slowdown
 
 @dataclass(slots=True)
 class Tasks:
-    """What lanes have to do. Tasks are numbered lane by lane."""
+    """The work of all lanes. Tasks are numbered lane by lane."""
 
     work_ns: Sequence[int]  # by task: how long it takes where nothing slows it
     first: Sequence[int]  # by lane: its first task; at the end, how many tasks there are
@@ -33,18 +33,18 @@ class Tasks:
 
 @dataclass(slots=True)
 class Lane:
-    """A lane that is given its tasks one by one: what `run` says where nothing slows anything."""
+    """A lane that gets its tasks one by one; it agrees with `run` where nothing slows anything."""
 
     free_ns: int = 0  # when the last of them ends
 
     def put(self, work_ns: int, ready_ns: int = 0) -> int:
-        """When one more task ends, of which all that it comes after has ended at `ready_ns`."""
+        """Append a task that may begin at `ready_ns`; return when it ends."""
         self.free_ns = max(self.free_ns, ready_ns) + work_ns
         return self.free_ns
 
 
 def timed(tasks: Tasks) -> tuple[list[int], list[int], list[int]]:
-    """When each task begins, when it ends, and all in the order in which they end."""
+    """Run the tasks; return when each begins and ends, and all in the order in which they end."""
     end_ns, ended = run(tasks, whole=True)
     begin_ns = [0, *end_ns]  # one too many, for lanes that have nothing to do
     for task in tasks.first:
@@ -55,7 +55,7 @@ def timed(tasks: Tasks) -> tuple[list[int], list[int], list[int]]:
 
 
 def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
-    """When each task ends; and all in the order in which they end, those of a moment lane by lane.
+    """Run the tasks; return when each ends, and all in that order, those of a moment lane by lane.
 
     A task that waits for what never ends has the end -1 and is not in that order. Unless `whole`,
     so may be those nobody asks for: no lane's last, and not waiting or waited for.

@@ -13,8 +13,8 @@ ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3
 
 
 def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float = 0.0) -> Problem:
-    """The problem in which each of these gradients, once made, is added to what the microbatches
-    before left, and ends there, instead of being handed out at the end."""
+    """Return the problem in which each of these gradients, once made, is added to what the
+    microbatches before left, and ends there, instead of being handed out at the end."""
     trace = problem.trace
     ops: list[Op] = []
     costs = dict(problem.profile.costs)
@@ -47,14 +47,14 @@ def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float =
 
 
 def merge(problem: Problem, lag: int = 1) -> Problem:
-    """F of one microbatch with R, I and W of the one `lag` before it. Those between them are among
-    the problem's microbatches in flight."""
+    """Put F of one microbatch beside R, I and W of the one `lag` before it. Those between them are
+    among the problem's microbatches in flight."""
     trace, in_flight = ahead(problem.trace, lag), max(1, problem.in_flight - lag + 1)
     return validated(replace(problem, trace=trace, phases=("FIW",), in_flight=in_flight))
 
 
 def ahead(trace: Trace, steps: int) -> Trace:
-    """The trace with its forwards of the microbatches that come so many steps later."""
+    """Return the trace with its forwards of the microbatches that come so many steps later."""
     count = steps * len({op.piece.microbatch for op in trace.ops if op.is_forward})
 
     def later(op: Op) -> Op:

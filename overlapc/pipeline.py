@@ -1,4 +1,4 @@
-"""What a schedule does: times of all ranks, bubbles and memory, from what each stage takes.
+"""`simulate_pipeline` runs a schedule's rows: times of all ranks, bubbles and memory.
 
 A rank runs the steps of its row one after the other. What a step makes for another rank is sent
 when the step ends, on the lane between the two ranks, in order; the rank that needs it waits.
@@ -53,7 +53,7 @@ class StageCost:
                 raise ValueError(f"{each.name} is {value!r}, expected a whole number, not negative")
 
     def takes(self, kind: str, remade: bool = False) -> int:
-        """`remade`: recompute is an action of its own."""
+        """How long an action takes. `remade`: recompute is an action of its own."""
         recompute = 0 if remade else self.recompute_ns
         if kind == "B":
             if self.whole_ns and not remade:
@@ -80,8 +80,8 @@ class StageCost:
         return dict(self.working)
 
     def allocates(self, kind: str, remade: bool = False) -> int:
-        """What an action takes at its worst moment, above what is held when it begins. `remade`:
-        recompute is an action of its own, and done."""
+        """How much an action allocates at its worst moment, above what is held when it begins.
+        `remade`: recompute is an action of its own, and done."""
         works = self.works
         if kind == "I" and not remade:
             return max(works.get("R", 0), self.remade + works.get("I", 0))
@@ -93,21 +93,21 @@ class StageCost:
 
 @dataclass(slots=True)
 class Rank:
-    """A rank that is given its actions one by one: its times and what it holds between them are
-    those of `simulate_pipeline`, if it is told when what an action needs is there."""
+    """A rank that gets its actions one by one. Its times and what it holds are those of
+    `simulate_pipeline`, if it is told when what an action needs is there."""
 
     costs: Sequence[StageCost]  # by stage
     lane: Lane = field(default_factory=Lane)
     held: int = 0
 
     def during(self, action: Action, remade: bool = False) -> int:
-        """Bytes that it would hold while it runs the action, but for what travels."""
+        """How many bytes the rank would hold while it runs the action, but for what travels."""
         cost = self.costs[action.stage]
         more = {"F": cost.saved, "R": cost.remade}.get(action.kind, 0)
         return self.held + max(more, cost.allocates(action.kind, remade))
 
     def run(self, action: Action, ready_ns: int = 0, remade: bool = False) -> int:
-        """When the action ends. `remade`: its recompute is an action of its own."""
+        """Run the action and return when it ends. `remade`: recompute is an action of its own."""
         cost = self.costs[action.stage]
         self.held += cost.holds(action.kind, remade)
         return self.lane.put(cost.takes(action.kind, remade), ready_ns)
@@ -136,7 +136,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """What all ranks do, in the order of their rows, and what it adds up to."""
+    """What all ranks do, in the order of their rows, and the time and memory that this takes."""
 
     ran: tuple[tuple[Ran, ...], ...]  # by rank
     transfers: tuple[Ran, ...]
@@ -147,12 +147,11 @@ class PipelineTimeline:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """By rank."""
+        """The most that each rank holds."""
         return tuple(max(levels, default=0) for levels in self.memory)
 
     def peaks_with(self, gradients: Sequence[int]) -> list[int]:
-        """Peaks by rank, with so many bytes of a rank's gradients from behind its first backward
-        on, which makes them: there they are its own."""
+        """Peaks by rank where its gradients, so many bytes, stay from its first backward on."""
         found = []
         for row, levels, size in zip(self.ran, self.memory, gradients, strict=True):
             first = next(
@@ -171,7 +170,7 @@ class PipelineTimeline:
         return self.step_ns - self.busy_ns(rank)
 
     def picture(self, columns: int = 100) -> str:
-        """One line for each rank: letters for what runs, dots for standing still."""
+        """Draw one line for each rank: letters for what runs, dots for standing still."""
         lines = []
         for rank, row in enumerate(self.ran):
             line = ["."] * columns
@@ -233,9 +232,9 @@ def simulate_pipeline(
 
 
 def reduced(timeline: PipelineTimeline, takes_ns: Sequence[int]) -> PipelineTimeline:
-    """The timeline with a reduction of each stage's gradients, which takes so long, on a lane of
-    the stage's rank: it begins when the last gradient of the stage is there and the rank's later
-    stages are reduced, as `Pipeline` begins it. The step ends when the last reduction does."""
+    """Add a reduction of each stage's gradients, which takes so long, on a lane of the stage's
+    rank: it begins when the last gradient of the stage is there and the rank's later stages are
+    reduced, as `Pipeline` begins it. The step ends when the last reduction does."""
     found = []
     for rank, row in enumerate(timeline.ran):
         there = {a.stage: ran.end_ns for ran in row for a in ran.step if a.kind in "BW"}
@@ -346,7 +345,7 @@ def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, 
 
 
 def describe(timeline: PipelineTimeline) -> str:
-    """The picture, and below it each rank's time and memory."""
+    """Draw the picture, and below it write each rank's time and memory."""
     lines = [timeline.picture(), f"step {timeline.step_ns / 1e6:.3f} ms"]
     for rank, row in enumerate(timeline.ran):
         share = timeline.bubble_ns(rank) / max(1, timeline.step_ns)

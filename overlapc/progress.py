@@ -1,4 +1,4 @@
-"""What long work says of itself, and how it is asked to stop.
+"""Long work says on stderr what it does, and may be asked to stop.
 
     with doing("solving") as note:      # silent for 3 s
         note("12 plans tried")          # overlapc: solving, 4 s: 12 plans tried
@@ -25,8 +25,8 @@ _EVERY_S, _REWRITE_S = 10.0, 0.5
 
 @contextlib.contextmanager
 def doing(what: str, rank: int | None = None) -> Iterator[Callable[[str], None]]:
-    """While the block runs and takes long, stderr is told what it does; what is yielded adds to
-    that. `rank` is this process's among those that do the same, by default torchrun's."""
+    """Tell stderr what the block does, if it takes long; what is yielded adds to that. `rank` is
+    this process's among those that do the same, by default torchrun's."""
     rank = int(os.environ.get("RANK", "0") or 0) if rank is None else rank
     if rank:
         yield lambda _: None
@@ -47,8 +47,8 @@ def doing(what: str, rank: int | None = None) -> Iterator[Callable[[str], None]]
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """In the block SIGTERM is what Ctrl-C is: a KeyboardInterrupt, by which a search ends with the
-    best it has found. Where a program handles SIGTERM itself, that stays."""
+    """Make SIGTERM what Ctrl-C is in the block: a KeyboardInterrupt, by which a search ends with
+    the best it has found. Where a program handles SIGTERM itself, that stays."""
 
     def stop(number: int, frame: FrameType | None) -> Any:
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""Schedules of a pipeline: for each rank a row of actions, and what makes rows legal.
+"""A schedule gives each rank of a pipeline a row of actions; `check_schedule` says whether rows are
+legal.
 
 Grammar (PyTorch's letters, and R):
 
@@ -73,8 +74,8 @@ class Schedule:
         return len({action.microbatch for action in self.actions})
 
     def lag(self, stage: int) -> int:
-        """How many microbatches the backwards that are merged with a forward are behind it; 0 if
-        none are, or not all as many."""
+        """How many microbatches later a merged backward's forward is; 0 if none are merged, or not
+        all alike."""
         found = {
             forward.microbatch - backward.microbatch
             for step in self.rows[self.rank_of[stage]]
@@ -100,7 +101,7 @@ class Schedule:
         return most
 
     def needs(self, action: Action) -> Iterator[Action]:
-        """What has to be done before an action, on whatever rank."""
+        """Return what has to be done before an action, on whatever rank."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind == "F":
             if stage > 0:
@@ -127,12 +128,12 @@ def format_step(step: Step) -> str:
 
 
 def is_pair(step: Step) -> bool:
-    """Is it a forward and a whole backward of one stage, which may run as one graph?"""
+    """Whether a step is a forward and a whole backward of one stage, which may run as one graph."""
     return [a.kind for a in step] == ["F", "B"] and step[0].stage == step[1].stage
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text form: a line for each rank."""
+    """Write the text form: a line for each rank."""
     lines = [_VERSION, f"name {schedule.name}"]
     for rank, row in enumerate(schedule.rows):
         lines.append(f"rank {rank}: {' '.join(map(format_step, row))}".rstrip())
@@ -170,8 +171,9 @@ def parse_step(word: str) -> Step:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Compute actions as PyTorch's pipeline runtime loads them. Recompute is left out; a forward
-    merged with a whole backward is its OVERLAP_F_B, other merged actions follow each other."""
+    """Write compute actions as PyTorch's pipeline runtime loads them. Recompute is left out; a
+    forward merged with a whole backward is its OVERLAP_F_B, other merged actions follow each
+    other."""
     lines = []
     for row in schedule.rows:
         words: list[str] = []
@@ -263,7 +265,7 @@ def _complete(schedule: Schedule) -> None:
 
 
 def table(schedule: Schedule, marked: Collection[tuple[int, int]] = ()) -> str:
-    """Rows below each other; the steps at these (rank, place) between > and <."""
+    """Write rows below each other; the steps at these (rank, place) between > and <."""
     shown: list[list[str]] = []
     for rank, row in enumerate(schedule.rows):
         words = [format_step(step) for step in row]
@@ -278,5 +280,5 @@ def table(schedule: Schedule, marked: Collection[tuple[int, int]] = ()) -> str:
 
 
 def steps_of(actions: Sequence[Action]) -> tuple[Step, ...]:
-    """Each action a step of its own."""
+    """Make each action a step of its own."""
     return tuple((action,) for action in actions)

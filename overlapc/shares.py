@@ -1,4 +1,4 @@
-"""One memory budget for a step of several graphs: what each of them may hold.
+"""`divide` shares one memory budget among the graphs of a step.
 
 Where capture breaks, a model's forward is a row of graphs, G1 to Gn. Their backwards run in
 reverse, so while Gk runs, what G1 to Gk-1 hold for their backward is there, and in its backward
@@ -66,7 +66,7 @@ class Takes:
 
     @property
     def least(self) -> tuple[int, int]:
-        """By which the plan of a graph is chosen when nothing is known of the others."""
+        """The key by which a graph's plan is chosen when nothing is known of the others."""
         return max(self.forward_bytes, self.backward_bytes) + self.held_bytes, self.held_bytes
 
 
@@ -137,7 +137,7 @@ class Run:
     flows: tuple[tuple[int, int, int], ...] = ()
 
     def beside(self, shares: Sequence[Share], chosen: Sequence[Takes]) -> list[tuple[int, int]]:
-        """What the others hold while each graph's forward runs, and while its backward does."""
+        """How much the others hold while each graph's forward runs, and while its backward does."""
         passed = [0] * len(self.graphs)
         for _, reader, size in self.flows:
             passed[reader] += size
@@ -161,7 +161,7 @@ class Run:
         )
 
     def lasting_bytes(self, shares: Sequence[Share]) -> int:
-        """The results and gradients that are there at the worst moment, whatever the plans."""
+        """How much the results and gradients take at the worst moment, whatever the plans."""
         results = [shares[g].lasting_bytes - shares[g].gradient_bytes for g in self.graphs]
         nothing = [replace(share.eager, held_bytes=0) for share in shares]
         beside = [second for _, second in self.beside(shares, nothing)]
@@ -172,7 +172,7 @@ class Run:
 
 
 def divide(shares: Sequence[Share], runs: Sequence[Run], budgets: Sequence[int]) -> list[Takes]:
-    """A plan for every graph with which each run keeps to its budget; the fastest that was found.
+    """Return a plan for every graph with which each run keeps to its budget; the fastest found.
 
     Infeasible names the smallest budget of the run that does not fit.
     """
@@ -245,7 +245,7 @@ def plan_frugally(
     exchange: Exchange | None = None,
     torch_choices: Choices = tuple,
 ) -> tuple[Share, Report]:
-    """The road for a graph that shares the budget with others which are not known yet."""
+    """Plan a graph that shares the budget with others which are not known yet."""
     captured, step, profiles = agreed(captured, step, options, primals, exchange)
     problem = step.microbatch(captured.trace, merge_profiles(profiles))
     choices = tuple(torch_choices()) if options.solver == "torch" else ()
@@ -261,9 +261,9 @@ def plan_shares(
     options: Options,
     exchange: Exchange | None,
 ) -> list[Report]:
-    """Plans for all graphs of a model whose steps, `runs`, each keep to the budget, in the place
-    of those that were `found` for each alone. In a report what the others hold beside a graph
-    counts as resident."""
+    """Plan all graphs of a model so that each of its steps, `runs`, keeps to the budget; `found`
+    are the plans that each had alone. In a report what the others hold beside a graph counts as
+    resident."""
     if exchange is not None:
         exchange.agree(
             "graphs of a step",

@@ -1,4 +1,4 @@
-"""What a plan does: the only definition of time and memory in overlapc.
+"""`simulate` says what a plan takes; it is the only definition of time and memory in overlapc.
 
 `simulate(problem, plan)` issues the plan's order on one compute lane and one in-order lane per
 process group and returns the Timeline. With `ranks`, the profiles of all ranks, every rank runs
@@ -34,7 +34,7 @@ RNG_STATE_BYTES = 5056
 
 
 def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = None) -> Timeline:
-    """Time, exposure and memory of a legal plan. The Timeline's exposures are rank 0's."""
+    """Compute time, exposure and memory of a legal plan. The Timeline's exposures are rank 0's."""
     trace, order = problem.trace, plan.order
     profiles = [problem.profile] if ranks is None else ranks
     ops = [trace.ops[trace.numbered.op[text][0]] for text in order]
@@ -73,12 +73,12 @@ def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = Non
 
 
 def peak_bytes(problem: Problem, plan: Plan) -> int:
-    """The peak of `simulate`, without the rest."""
+    """Compute only the peak of `simulate`."""
     return max(memory_curve(problem, plan), default=0)
 
 
 def step_ns(problem: Problem, plan: Plan) -> int:
-    """The step of `simulate` on one rank, without the rest: for solvers, which ask it often."""
+    """Compute only the step of `simulate` on one rank: for solvers, which ask it often."""
     costs = [problem.compute_ns[text] for text in plan.order]
     end_ns, _ = machine.run(_tasks(problem, plan, costs, [problem.profile])[0])
     return max(end_ns, default=0)
@@ -149,13 +149,13 @@ def _exposures(spans: Sequence[Span], blocked: dict[str, int]) -> tuple[Exposure
 
 
 def memory_curve(problem: Problem, plan: Plan) -> list[int]:
-    """Bytes alive while each issue of the plan runs."""
+    """Return the bytes alive while each issue of the plan runs."""
     return _written(problem, plan)[0].alive()
 
 
 def flow_of(problem: Problem, plan: Plan) -> tuple[Flow, int, int]:
-    """What the plan's issues, numbered by its order, do to memory in any legal order; how much is
-    held before the first; and how much more, which nobody reads, is there until the first ends."""
+    """Return what the plan's issues, numbered by its order, do to memory in any legal order; how
+    much is held before the first; and how much more, which nobody reads, until the first ends."""
     names, end = problem.trace.numbered, len(plan.order)
     ledger, once, by_backward = _written(problem, plan)
     makes = [set[int]() for _ in plan.order]
@@ -260,7 +260,7 @@ def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
 
 
 def saved_bytes(problem: Problem, saved: Sequence[str]) -> int:
-    """Bytes of the distinct, not resident storages of the saved values."""
+    """Count the bytes of the distinct, not resident storages of the saved values."""
     trace = problem.trace
     storages = {trace.value[name].storage: trace.value[name].bytes for name in saved}
     return sum(b for storage, b in storages.items() if storage not in trace.resident)

@@ -1,4 +1,5 @@
-"""A planned stage as a pipeline sees it: which op is of which action, what an action takes."""
+"""`stage_cost` says what a pipeline's actions take on a planned stage; `turns` which op is of which
+action."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ TURNS = "RIW"
 
 
 def turns(trace: Trace, order: Sequence[str]) -> dict[str, str]:
-    """Each issue of the backward -> its action: R is what needs no gradient, W what only weight
-    gradients need, recompute included. What is no op of the trace adds a gradient up."""
+    """Map each issue of the backward to its action: W if only weight gradients need it, else R for
+    recompute and I for the rest. An issue that is no op of the trace adds up a gradient."""
     in_order = set(order)
     found: dict[str, str] = {}
     for text in reversed(order):
@@ -96,7 +97,7 @@ def stage_cost(
 
 
 def in_parts(trace: Trace, plan: Plan) -> Plan:
-    """The plan with its backward as three actions, one after the other."""
+    """Return the plan with its backward as three actions, one after the other."""
     action = turns(trace, plan.order)
     order = [text for kind in ("", *TURNS) for text in plan.order if action.get(text, "") == kind]
     return replace(plan, order=tuple(order))
