@@ -89,7 +89,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def parse_plan(text: str) -> Plan:
-    reader = _Reader(text, "plan")
+    reader = _TextReader(text, "plan")
     plan = Plan(
         digest=reader.string("trace"),
         solver=reader.string("solver"),
@@ -108,7 +108,7 @@ def format_profile(profile: Profile) -> str:
 
 
 def parse_profile(text: str) -> Profile:
-    reader = _Reader(text, "profile")
+    reader = _TextReader(text, "profile")
     profile = _read_profile(reader)
     reader.finish()
     return profile
@@ -120,7 +120,7 @@ def format_trace(trace: Trace) -> str:
 
 def parse_trace(text: str) -> Trace:
     """Parse a trace and validate it."""
-    reader = _Reader(text, "trace")
+    reader = _TextReader(text, "trace")
     trace = _read_trace(reader)
     reader.finish()
     return trace
@@ -143,7 +143,7 @@ def format_problem(problem: Problem) -> str:
 
 def parse_problem(text: str) -> Problem:
     """Parse a problem and validate it."""
-    reader = _Reader(text, "problem")
+    reader = _TextReader(text, "problem")
     budget = reader.string("budget_bytes")
     budget_bytes = None if budget == "none" else reader.as_number(budget)
     resident_bytes = reader.number("resident_bytes")
@@ -169,7 +169,7 @@ def _profile_lines(profile: Profile) -> Iterator[str]:
         yield _row(op, cost.compute_ns, cost.comm_ns, cost.workspace_bytes, cost.source)
 
 
-def _read_profile(reader: _Reader) -> Profile:
+def _read_profile(reader: _TextReader) -> Profile:
     compute, comm = reader.field("slowdown", 2)
     slowdown = Slowdown(reader.as_number(compute), reader.as_number(comm))
     conditions: dict[str, str] = {}
@@ -210,7 +210,7 @@ def _trace_lines(trace: Trace) -> Iterator[str]:
             yield _row(name, module)
 
 
-def _read_trace(reader: _Reader) -> Trace:
+def _read_trace(reader: _TextReader) -> Trace:
     digest = reader.string("digest")
     inputs = reader.strings("inputs")
     outputs = reader.strings("outputs")
@@ -244,7 +244,7 @@ def _read_trace(reader: _Reader) -> Trace:
     return trace
 
 
-def _read_op(reader: _Reader, row: list[str]) -> Op:
+def _read_op(reader: _TextReader, row: list[str]) -> Op:
     if len(row) < 7 or ">" not in row[5:-1]:
         reader.fail(" ".join(row), f"columns {_OPS.partition(' ')[2]}")
     arrow = row.index(">", 5)
@@ -305,7 +305,7 @@ def _end(body: str) -> str:
     return f"end crc32 {zlib.crc32(body.encode(errors='surrogatepass')):08x}\n"
 
 
-class _Reader:
+class _TextReader:
     """Hands out the lines of one text in order; whatever is not as expected is a FileError."""
 
     def __init__(self, text: str, kind: str) -> None:

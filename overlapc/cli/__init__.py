@@ -91,10 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     def command(
         name: str, run: Callable[[argparse.Namespace], int], what: str
     ) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=what, description=what)
-        found.set_defaults(run=run)
-        found.add_argument("--json", action="store_true", help="print JSON instead of text")
-        return found
+        subparser = commands.add_parser(name, help=what, description=what)
+        subparser.set_defaults(run=run)
+        subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        return subparser
 
     for declare in _COMMANDS:
         declare(command)

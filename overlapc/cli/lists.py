@@ -45,11 +45,11 @@ def _hardware(args: argparse.Namespace) -> int:
 
     machines = {name: load_hardware(name) for name in known_hardware()}
     if args.json:
-        found = {
+        described = {
             name: {"status": m.status, "memory_bytes": m.memory_bytes, "sources": dict(m.sources)}
             for name, m in machines.items()
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(described, indent=1))
         return GOOD
     rows = [("hardware", "TFLOP/s", "memory", "a node", "between GPUs", "trust")]
     for name, m in machines.items():

@@ -46,26 +46,26 @@ def _verify(args: argparse.Namespace) -> int:
     from overlapc.runtime.verify import verify
 
     memory = None if args.memory is None else value_of(args.memory)
-    found = verify(args.model, memory_budget=memory, solver=args.solver, plan=args.plan)
+    verified = verify(args.model, memory_budget=memory, solver=args.solver, plan=args.plan)
     if os.environ.get("RANK", "0") != "0":
         pass  # the first rank tells
     elif args.json:
-        print(json.dumps(asdict(found), indent=1))
+        print(json.dumps(asdict(verified), indent=1))
     else:
         verdict = "equal, bit by bit"
-        if not found.equal:
-            verdict = f"DIFFER: {', '.join(found.different)} ({found.blame})"
+        if not verified.equal:
+            verdict = f"DIFFER: {', '.join(verified.different)} ({verified.blame})"
         rows = [("", "step ms", "peak MB", "gradients")]
         for name, ns, size, said in (
-            ("eager, measured", found.eager_ns, found.eager_peak_bytes, "reference"),
-            ("planned, measured", found.planned_ns, found.planned_peak_bytes, verdict),
-            ("planned, predicted", found.predicted_ns, found.predicted_peak_bytes, ""),
+            ("eager, measured", verified.eager_ns, verified.eager_peak_bytes, "reference"),
+            ("planned, measured", verified.planned_ns, verified.planned_peak_bytes, verdict),
+            ("planned, predicted", verified.predicted_ns, verified.predicted_peak_bytes, ""),
         ):
             rows.append((name, f"{ns / 1e6:.3f}", f"{size / 1e6:.2f}", said))
         print_table(rows)
-        for reason in found.unchanged:
+        for reason in verified.unchanged:
             print(f"runs as plain PyTorch: {reason}")
-    return GOOD if found.equal else FAILED
+    return GOOD if verified.equal else FAILED
 
 
 def _profile(args: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def _profile(args: argparse.Namespace) -> int:
         dist.init_process_group("nccl" if cuda else "gloo")
     try:
         with Exchange(range(ranks)) as exchange:  # a rank that is lost is an error on all
-            found = exchange.during(
+            machine = exchange.during(
                 "measuring", lambda: measure_machine(args.out.stem, base, args.seconds)
             )
     finally:
@@ -97,24 +97,24 @@ def _profile(args: argparse.Namespace) -> int:
             dist.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
         return GOOD  # the first rank tells
-    write_file(args.out, format_hardware(found))
-    guessed = [key for key, source in found.sources.items() if source.startswith("not measured")]
+    write_file(args.out, format_hardware(machine))
+    guessed = [key for key, source in machine.sources.items() if source.startswith("not measured")]
     figures = {
         "written": str(args.out),
-        "peak_flops": dict(found.peak_flops),
-        "memory_bytes_per_s": found.memory_bytes_per_s,
-        "launch_ns": found.launch_ns,
+        "peak_flops": dict(machine.peak_flops),
+        "memory_bytes_per_s": machine.memory_bytes_per_s,
+        "launch_ns": machine.launch_ns,
         "ranks": ranks,
         "not_measured": guessed,
     }
     if args.json:
         print(json.dumps(figures, indent=1))
         return GOOD
-    for dtype, rate in found.peak_flops.items():
+    for dtype, rate in machine.peak_flops.items():
         print(f"{dtype:10} {rate / 1e12:10.3f} TFLOP/s")
-    print(f"memory     {found.memory_bytes_per_s / 1e9:10.1f} GB/s")
-    print(f"launch     {found.launch_ns / 1e3:10.1f} us")
-    link = found.intra if "intra.alpha_ns" not in guessed else found.inter
+    print(f"memory     {machine.memory_bytes_per_s / 1e9:10.1f} GB/s")
+    print(f"launch     {machine.launch_ns / 1e3:10.1f} us")
+    link = machine.intra if "intra.alpha_ns" not in guessed else machine.inter
     for kind, table in link.busbw.items() if ranks > 1 else ():
         size, rate = table[-1]
         print(f"{kind:16} {rate / 1e9:6.2f} GB/s of {ranks} ranks at {size / 1e6:.0f} MB")

@@ -117,13 +117,13 @@ def _diff(args: argparse.Namespace) -> int:
     }
     moved = _moved(plans[0].order, plans[1].order)
     if args.json:
-        found = {
+        differences = {
             **figures,
             "recomputed_only_in_first": sorted(first - second),
             "recomputed_only_in_second": sorted(second - first),
             "moved": moved,
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(differences, indent=1))
         return GOOD
     rows = [("", args.first, args.second, "ratio")]
     for key, (a, b) in figures.items():

@@ -40,11 +40,11 @@ def _simulate(args: argparse.Namespace) -> int:
         print(json.dumps(pipeline_json(timeline), indent=1) if args.json else describe(timeline))
         return GOOD
     keys = ("step_ns", "phase_ns", "exposed_ns", "comm_ns", "recompute_ns", "peak_bytes")
-    found = {key: getattr(timeline, key) for key in keys}
+    figures = {key: getattr(timeline, key) for key in keys}
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
     else:
-        print("\n".join(f"{key:13} {value}" for key, value in found.items()))
+        print("\n".join(f"{key:13} {value}" for key, value in figures.items()))
     return GOOD
 
 

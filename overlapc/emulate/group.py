@@ -265,9 +265,9 @@ def register(name: str, create: Any) -> None:
 def settings_of_world(kind: type, name: str) -> Any:
     """The settings a new group inherits: those the default group was made with."""
     world = dist.group.WORLD
-    found = getattr(world, "settings", None)
-    if isinstance(found, kind):
-        return found
+    inherited = getattr(world, "settings", None)
+    if isinstance(inherited, kind):
+        return inherited
     raise OptionError(
         f"the backend {name!r} was asked for without its settings, and the default group has "
         f"none to inherit: pass pg_options={kind.__name__}(...), or start with "

@@ -100,21 +100,21 @@ _FORMULAS = {
 
 def differences(graph: fx.GraphModule) -> list[str]:
     """Say what this graph does not as eager, wherever it is run."""
-    found = []
+    lines = []
     for node in graph.graph.nodes:
         name = _name(node)
         if _is_numpys(node) and not _is_alike(node):
-            found.append(f"{line_of(node)}: {name}: numpy is traced as torch, whose kernels it has")
+            lines.append(f"{line_of(node)}: {name}: numpy is traced as torch, whose kernels it has")
         if name in _FORMULAS and _learns(node):
-            found.append(f"{line_of(node)}: {name}: {_FORMULAS[name]}")
+            lines.append(f"{line_of(node)}: {name}: {_FORMULAS[name]}")
         if "checkpoint" in str(node.target) and node.op == "call_function":
             for inner in _inside_of(node):
                 if _changes_an_input(inner):
-                    found.append(
+                    lines.append(
                         f"{line_of(inner)}: eager's checkpoint changes a buffer "
                         f"({inner.name}) once more in the backward"
                     )
-    return found + _shared_by_reentrant(graph)
+    return lines + _shared_by_reentrant(graph)
 
 
 def _is_numpys(node: fx.Node) -> bool:
@@ -175,29 +175,29 @@ def views_handed_on(graph: fx.GraphModule) -> list[str]:
     """Results that share memory with another result or an input, all of which get gradients."""
     results = _results(graph)
     owners = {_storage(n): n for n in graph.graph.find_nodes(op="placeholder") if _learns(n)}
-    found = []
+    lines = []
     for node in (n for n in results if isinstance(n, fx.Node) and _learns(n)):
         other = owners.setdefault(_storage(node), node)
         if other is not node and node.op != "placeholder":
-            found.append(
+            lines.append(
                 f"{line_of(node)}: a view leaves the graph, so autograd adds up the gradients of "
                 f"{other.name} in another order"
             )
-    return found
+    return lines
 
 
 def used_several_times(graph: fx.GraphModule) -> dict[int, str]:
     """Inputs, by position, whose gradient this graph adds up from several; what to say if there is
     more to add outside of it: eager adds one to the other from the last use on."""
-    found = {}
+    lines = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         users = [user for user in node.users if _learns(user)]
         if _learns(node) and len(users) > 1:
-            found[i] = (
+            lines[i] = (
                 f"{line_of(users[-1])}: {node.name} is used several times here, and in a later "
                 "graph or as a result, so autograd adds up its gradients in another order"
             )
-    return found
+    return lines
 
 
 def _results(graph: fx.GraphModule) -> Sequence[Any]:

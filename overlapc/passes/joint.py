@@ -221,8 +221,8 @@ def _settings() -> dict[str, Any]:
 
 
 def _said_once() -> set[Any]:
-    found = getattr(logging.Logger, "warning_once", None)
-    return set() if found is None else {found}
+    warning = getattr(logging.Logger, "warning_once", None)
+    return set() if warning is None else {warning}
 
 
 def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,12 +266,12 @@ def inner_places(joint: fx.GraphModule, static: Sequence[int]) -> tuple[int, ...
     """Return which inputs of the joint graph are tensors of these arguments of Dynamo's graph: a
     tensor subclass has several inputs."""
     known = set(static)
-    found = []
+    inner = []
     for i, node in enumerate(primal_nodes(joint)):
         place = _place(node.meta.get("desc"))
         if (i if place is None else place) in known and isinstance(node.meta.get("val"), Tensor):
-            found.append(i)
-    return tuple(found)
+            inner.append(i)
+    return tuple(inner)
 
 
 def outer(desc: Any) -> Any:
@@ -321,7 +321,7 @@ def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequenc
 def _leaves(
     inputs: Sequence[fx.Node], gradients: Sequence[Any], places: Sequence[int], metas: Sequence[Any]
 ) -> dict[str, Leaf]:
-    found = {}
+    leaves = {}
     for place in dict.fromkeys(places):
         mine = [i for i, other in enumerate(places) if other == place]
         made = [i for i in mine if is_gradient(gradients[i])]
@@ -337,8 +337,8 @@ def _leaves(
                 f"{inputs[made[0]].name} is a tensor subclass of several tensors, expected one"
             )
         names = tuple("" if i == made[0] else part for i, part in zip(mine, parts, strict=True))
-        found[inputs[made[0]].name] = Leaf(place, meta, names if meta is not None else ())
-    return found
+        leaves[inputs[made[0]].name] = Leaf(place, meta, names if meta is not None else ())
+    return leaves
 
 
 def refuse_subclasses(arguments: Sequence[Any]) -> None:
@@ -366,8 +366,8 @@ def is_gradient(node: Any) -> bool:
 
 def _metas(exported: Any) -> Sequence[Any]:
     """How gradients that are tensor subclasses are made of their parts."""
-    found = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
-    return () if found is None else found.grad_input_metas or ()
+    metas = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
+    return () if metas is None else metas.grad_input_metas or ()
 
 
 # --------------------------------------------------------------------------- in AOTAutograd's place
@@ -409,14 +409,14 @@ def _never(*_: Any) -> Any:
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
     """Return the joint graph of a call, which is not run."""
-    found: list[Joint] = []
+    joints: list[Joint] = []
 
     def adopt(joint: Joint) -> Run:
-        found.append(joint)
+        joints.append(joint)
         raise Stop
 
     with contextlib.suppress(Stop):
         Traced(function, adopt)(*args, **kwargs)
-    if not found:
+    if not joints:
         raise CaptureError("torch.compile traced nothing; expected it to be enabled")
-    return found[0]
+    return joints[0]

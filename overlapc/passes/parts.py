@@ -104,17 +104,17 @@ class Parts:
     def _turns(self) -> dict[fx.Node, int]:
         """Node of the backward -> whose turn it is in. What is no op of its own goes with the
         first that reads it."""
-        found: dict[fx.Node, int] = {}
+        turn_of: dict[fx.Node, int] = {}
         for node in reversed(self.backward.module.graph.nodes):
             if node.op in ("placeholder", "output"):
                 continue
             name = self.backward.names.get(node)
-            first = min((found[user] for user in node.users if user in found), default=0)
-            found[node] = _TURNS[self.actions[name]] if name else first
+            first = min((turn_of[user] for user in node.users if user in turn_of), default=0)
+            turn_of[node] = _TURNS[self.actions[name]] if name else first
         for node in self.backward.module.graph.nodes:
-            if node.target is operator.getitem and node.args[0] in found:
-                found[node] = found[node.args[0]]
-        return found
+            if node.target is operator.getitem and node.args[0] in turn_of:
+                turn_of[node] = turn_of[node.args[0]]
+        return turn_of
 
 
 _TURNS = {letter: turn for turn, letter in enumerate(TURNS)}
@@ -204,12 +204,12 @@ def parameter_gradients(captured: Captured) -> dict[str, list[str]]:
     nodes."""
     static = set(captured.static_inputs)
     inputs = primal_nodes(captured.joint)
-    found: dict[str, list[str]] = {}
+    inputs_of: dict[str, list[str]] = {}
     results = captured.joint.graph.find_nodes(op="output")[0].args[0]
     for i, grad in enumerate(results[captured.num_fwd_outputs :]):
         if i in static and isinstance(grad, fx.Node):
-            found.setdefault(grad.name, []).append(inputs[i].name)
-    return found
+            inputs_of.setdefault(grad.name, []).append(inputs[i].name)
+    return inputs_of
 
 
 def _forward(captured: Captured, emitted: Emitted) -> Part:

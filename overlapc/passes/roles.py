@@ -59,9 +59,9 @@ def _modules(parameters: list[fx.Node], forward: set[fx.Node]) -> dict[fx.Node, 
                     front.append(user)  # a view, a cast: still the parameter
                 else:
                     consumers.append(user)
-        found = [owner[c] for c in consumers if c in owner]
+        owners = [owner[c] for c in consumers if c in owner]
         # A parameter used in several places (tied) is a module of its own.
-        mine = found[0] if len(consumers) == 1 and found else index
+        mine = owners[0] if len(consumers) == 1 and owners else index
         home[parameter] = mine
         for consumer in consumers:
             owner.setdefault(consumer, mine)

@@ -22,10 +22,10 @@ def torch_choices(
 ) -> list[tuple[str, ...]]:
     """Return, for each activation_memory_budget, the names of the forward values torch would
     save."""
-    found: dict[tuple[str, ...], None] = {}
+    choices: dict[tuple[str, ...], None] = {}
     for _, backward in torch_partitions(captured, joint_inputs, budgets):
-        found[saved_names(captured, backward)] = None
-    return list(found)
+        choices[saved_names(captured, backward)] = None
+    return list(choices)
 
 
 def torch_partitions(

@@ -100,9 +100,9 @@ def trace_joint(
     outputs = dict.fromkeys(n.name for n in results if isinstance(n, fx.Node))
     modules = {node.name: path for node in joint.graph.nodes if (path := module_of(node))}
     modules = {op.name: modules[op.name] for op in ops if op.name in modules}
-    found = tuple(values.found.values())
+    known_values = tuple(values.found.values())
     kinds = input_kinds(joint, num_fwd_outputs, static_inputs)
-    trace = Trace(tuple(ops), found, tuple(inputs), tuple(outputs), kinds, modules)
+    trace = Trace(tuple(ops), known_values, tuple(inputs), tuple(outputs), kinds, modules)
     try:
         validate_trace(trace)
     except Exception as error:
@@ -172,16 +172,16 @@ def _role(node: fx.Node, letter: str) -> Role:
 
 def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
     """The nodes that AOTAutograd's partitioner counts as forward: all up to the last so tagged."""
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     last = 0
     for node in joint.graph.nodes:
         if node.op == "output":
             break
         if not is_tangent(node):
-            found.append(node)
+            nodes.append(node)
         if node.meta.get("partitioner_tag") == "is_forward" or is_primal(node):
-            last = len(found)
-    return set(found[:last])
+            last = len(nodes)
+    return set(nodes[:last])
 
 
 def tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -223,10 +223,10 @@ def changed_inputs(joint: fx.GraphModule) -> set[str]:
     output = joint.graph.find_nodes(op="output")[0]
     written = [_whole(desc) for desc in output.meta.get("desc", ())]
     targets = [w.mutated_input for w in written if isinstance(w, InputMutationAOTOutput)]
-    found = {node.name for node in inputs if _whole(node.meta.get("desc")) in targets}
+    changed = {node.name for node in inputs if _whole(node.meta.get("desc")) in targets}
     for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        found.add(node.args[0].name)
-    return found
+        changed.add(node.args[0].name)
+    return changed
 
 
 def _leave_changed_parameters(

@@ -60,8 +60,8 @@ class Cache:
 
     def get(self, section: str, key: str) -> tuple[int, ...] | None:
         for entries in (self._added, self._entries):
-            if (found := entries.get(section, {}).get(key)) is not None:
-                return tuple(found)
+            if (numbers := entries.get(section, {}).get(key)) is not None:
+                return tuple(numbers)
         return None
 
     def put(self, section: str, key: str, numbers: Sequence[int]) -> None:

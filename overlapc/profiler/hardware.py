@@ -171,7 +171,7 @@ def _read(path: Path) -> Hardware:
         data = tomllib.loads(read_text(path, "hardware file"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise FileError(f"hardware file {printable(str(path))} is not TOML: {error}") from error
-    return _Reader(path, data).hardware()
+    return _TomlReader(path, data).hardware()
 
 
 def format_hardware(machine: Hardware) -> str:
@@ -210,7 +210,7 @@ def format_hardware(machine: Hardware) -> str:
     return "\n".join(lines) + "\n"
 
 
-class _Reader:
+class _TomlReader:
     """Takes figures out of the parsed file by dotted key, and keeps their sources."""
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:

@@ -57,10 +57,10 @@ class Curve:
         if len(sizes) == 1:
             return self.points[0][1] * size_bytes // sizes[0]
         (left, low), (right, high) = self.points[max(0, min(at, len(sizes) - 1) - 1) :][:2]
-        found = low + (high - low) * (size_bytes - left) / (right - left)
-        if at == 0 and found < 0:  # a negative latency is noise: through the origin instead
+        between_ns = low + (high - low) * (size_bytes - left) / (right - left)
+        if at == 0 and between_ns < 0:  # a negative latency is noise: through the origin instead
             return low * size_bytes // left
-        return max(round(found), high if at == len(sizes) else 0)
+        return max(round(between_ns), high if at == len(sizes) else 0)
 
 
 @dataclass(frozen=True)

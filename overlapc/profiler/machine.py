@@ -50,10 +50,10 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
         said += f", {torch.get_num_threads()} threads"
     sources = {key: f"not measured: as {base.name} ({text})" for key, text in base.sources.items()}
     share = 0.4 if ranks > 1 else 1.0
-    found = _Compute(device, budget_s * share).measure(base, sources, said)
+    machine = _Compute(device, budget_s * share).measure(base, sources, said)
     sources["memory.bytes"] = sources["node.gpus"] = said
-    found = replace(
-        found,
+    machine = replace(
+        machine,
         name=name,
         status=f"{said}; what was not measured is of {base.name}",
         memory_bytes=_memory_bytes(device) // (1 if cuda else here),
@@ -64,13 +64,13 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
         left_s = budget_s * (1 - share)
         if here == ranks:
             link = _link(device, dist.group.WORLD, 1, left_s, "intra", sources, said)
-            return replace(found, intra=link)
+            return replace(machine, intra=link)
         link = _link(device, _across_nodes(ranks, here), here, left_s, "inter", sources, said)
-        if found.intra.bytes_per_s < link.bytes_per_s:
+        if machine.intra.bytes_per_s < link.bytes_per_s:
             sources["intra.bytes_per_s"] = "not measured: no slower than what crosses nodes"
-            found = replace(found, intra=replace(found.intra, bytes_per_s=link.bytes_per_s))
-        found = replace(found, inter=link)
-    return found
+            machine = replace(machine, intra=replace(machine.intra, bytes_per_s=link.bytes_per_s))
+        machine = replace(machine, inter=link)
+    return machine
 
 
 def _across_nodes(ranks: int, here: int) -> Any:
@@ -132,19 +132,19 @@ class _Compute:
         return _short(2 * n**3 / self.time_ns(lambda: torch.mm(a, a, out=out)) * 1e9)
 
     def peaks(self, n: int) -> dict[str, float]:
-        found = {}
+        rates = {}
         for name in _DTYPES:
             if name == "float16" and not self.cuda:
                 n = min(n, 256)  # there may be no fast kernel
-            found[name] = self.matmul_rate(n, getattr(torch, name))
+            rates[name] = self.matmul_rate(n, getattr(torch, name))
         if self.cuda:
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("high")
             try:
-                found["tf32"] = self.matmul_rate(n, torch.float32)
+                rates["tf32"] = self.matmul_rate(n, torch.float32)
             finally:
                 torch.set_float32_matmul_precision(before)
-        return found
+        return rates
 
     @property
     def large_bytes(self) -> int:

@@ -382,10 +382,10 @@ def _from_cache(
     costs: dict[str, Cost] = {}
     section = section_of(replay.device)
     for name, key in keys.items():
-        found = cache.get(section, key) if key is not None else None
-        if found is None or len(found) != 2:
+        figures = cache.get(section, key) if key is not None else None
+        if figures is None or len(figures) != 2:
             return None
-        costs[name] = Cost(found[0], 0, found[1], "measured")
+        costs[name] = Cost(figures[0], 0, figures[1], "measured")
     sizes = {
         node.name: sum(
             _rounded(replay.number(t.untyped_storage().nbytes()), t.device)

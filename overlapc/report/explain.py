@@ -76,7 +76,7 @@ def op_fates(report: Report) -> list[Fate]:
     ran = {span.issue: span for span in spans if span.lane == COMPUTE}
     windows = [span for span in spans if span.lane != COMPUTE]
     seen = set(trace.resident)
-    found = []
+    fates = []
     for op in trace.ops:
         if not op.is_forward:
             continue
@@ -98,8 +98,8 @@ def op_fates(report: Report) -> list[Fate]:
         else:
             what, why = "dropped", "nothing behind the forward needs it"
         module = trace.modules.get(op.name, "")
-        found.append(Fate(op.name, cost_ns, sum(made.values()), what, why, module))
-    return found
+        fates.append(Fate(op.name, cost_ns, sum(made.values()), what, why, module))
+    return fates
 
 
 def explain_ops(report: Report) -> str:

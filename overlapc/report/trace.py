@@ -110,13 +110,13 @@ def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
 def inside_of(stage: int, timeline: Timeline) -> dict[tuple[int, str], list[Span]]:
     """Return the ops of F and of B of a stage, from the simulated plan of its one microbatch."""
     begin = timeline.phase_ns[0]
-    found: dict[tuple[int, str], list[Span]] = {(stage, "F"): [], (stage, "B"): []}
+    spans_of: dict[tuple[int, str], list[Span]] = {(stage, "F"): [], (stage, "B"): []}
     for span in timeline.spans:
         if span.rank:
             continue
         if span.end_ns <= begin:
-            found[stage, "F"].append(span)
+            spans_of[stage, "F"].append(span)
         elif span.start_ns >= begin:
             later = Span(span.lane, span.issue, span.start_ns - begin, span.end_ns - begin)
-            found[stage, "B"].append(later)
-    return found
+            spans_of[stage, "B"].append(later)
+    return spans_of

@@ -131,11 +131,11 @@ def _is_guess(source: str) -> bool:
 def _nothing(result: Result) -> list[str]:
     if result.interrupted:
         return ["interrupted before anything was planned"]
-    found = min(result.tried, key=lambda f: f.smallest_bytes)
+    smallest = min(result.tried, key=lambda f: f.smallest_bytes)
     known = "the smallest memory that works is" if result.certain else "what works is more than"
     return [
-        f"nothing fits with layers split evenly; {known} {gigabytes(found.smallest_bytes)} GB a "
-        f"GPU, with {found.layout}; rank {found.blocking_stage} of the pipeline blocks.",
+        f"nothing fits with layers split evenly; {known} {gigabytes(smallest.smallest_bytes)} GB a "
+        f"GPU, with {smallest.layout}; rank {smallest.blocking_stage} of the pipeline blocks.",
         "More GPUs, a larger tp or pp, a smaller microbatch or shorter sequences would help.",
     ]
 

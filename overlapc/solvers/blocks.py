@@ -154,7 +154,7 @@ def _sums(changes: Iterable[int]) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Repeat:
     """Each op of [first, end) is like the one a period before it and the one a period behind it,
     where these are in the run."""
 
@@ -181,7 +181,7 @@ def _largest(flow: _Flow, where: range, least: int) -> Repetition | None:
     return None
 
 
-def _runs(signatures: list[str], low: int) -> Iterator[_Run]:
+def _runs(signatures: list[str], low: int) -> Iterator[_Repeat]:
     last: dict[str, int] = {}
     distances: Counter[int] = Counter()
     for i, signature in enumerate(signatures):
@@ -196,11 +196,11 @@ def _runs(signatures: list[str], low: int) -> Iterator[_Run]:
                 length += 1
                 continue
             if length >= period:
-                yield _Run(low + i - length, low + i + period, period)
+                yield _Repeat(low + i - length, low + i + period, period)
             length = 0
 
 
-def _border(flow: _Flow, run: _Run) -> int | None:
+def _border(flow: _Flow, run: _Repeat) -> int | None:
     """The op of a run with which a block begins; None if no block hands anything on to the next."""
     crossings = flow.crossings(run.period)
     options = []

@@ -36,7 +36,7 @@ def exact(problem: Problem, steps: int = EXACT, best: Plan | None = None) -> Pla
 
     TooLarge after `steps` issues tried. `best` is a legal plan to beat, if one is known.
     """
-    search = _Search(problem, steps)
+    search = _Enumeration(problem, steps)
     if best is not None:
         search.offer(best)
     if len(search.candidates) > MOST_VALUES:
@@ -127,7 +127,7 @@ def must_follow(
 
 
 @dataclass
-class _Search:
+class _Enumeration:
     problem: Problem
     steps: int
     best: Plan | None = None

@@ -80,7 +80,7 @@ def _walk(
 
 def _hull(problem: Problem, needs: Needs, free: frozenset[str], solves: int) -> list[_Corner]:
     """Corners of the hull, bytes falling, by cutting the widest gap again and again."""
-    program = _Program(problem, needs, free)
+    program = _CutProgram(problem, needs, free)
 
     def corner(kept: Iterable[str]) -> _Corner:
         choice = needs.complete(frozenset(kept))
@@ -131,7 +131,7 @@ def _between(
         yield frozenset(early | {s for s in large if born.get(s, 0) >= border})
 
 
-class _Program:
+class _CutProgram:
     """The linear program; only its prices change from solve to solve."""
 
     def __init__(self, problem: Problem, needs: Needs, free: frozenset[str]) -> None:

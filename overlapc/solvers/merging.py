@@ -77,7 +77,7 @@ class Merged:
 def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
     """The best plans that fit of a problem whose backward lags behind, each of another choice,
     the fastest first."""
-    search = _Search(problem)
+    search = _MergeSearch(problem)
     found = [merged for c in dict.fromkeys(choices) if (merged := search.listed(c)) is not None]
     found.sort(key=_step)
     if search.budget < NEVER:
@@ -99,7 +99,7 @@ def _how(plan: Plan) -> str:
     return plan.found_by.partition(", ")[2]
 
 
-class _Search:
+class _MergeSearch:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes

@@ -73,7 +73,7 @@ def opt(
     start from, and `others` at the end. Ctrl-C or SIGTERM ends the search and keeps its best.
     Infeasible if nothing fits, which is certain only for small problems.
     """
-    search = _Search(problem, time_limit_s, gap, progress)
+    search = _OptSearch(problem, time_limit_s, gap, progress)
     try:
         with stoppable():
             search.run(known, menu, others)
@@ -118,7 +118,7 @@ class _Proof(threading.Thread):
         return self.stop.is_set()
 
 
-class _Search:
+class _OptSearch:
     def __init__(
         self,
         problem: Problem,

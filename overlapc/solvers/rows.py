@@ -42,7 +42,7 @@ def placed(
         return schedule
     if limits is None:
         limits = [max(given.peak_bytes)] * len(schedule.rows)
-    search = _Search(schedule.name, costs, limits)
+    search = _RowSearch(schedule.name, costs, limits)
     found = [rows for rows in [schedule] if search.offer(rows, given)]
     for start in [schedule, *(() if keep_order else _through_time(schedule, costs, limits))]:
         timeline = simulate_pipeline(start, costs, trusted=True)
@@ -191,7 +191,7 @@ class _Clock:
         return during <= self.limits[rank]
 
 
-class _Search:
+class _RowSearch:
     """Rows that were simulated, and the best of those that fit."""
 
     def __init__(self, name: str, costs: Sequence[StageCost], limits: Sequence[int]) -> None:

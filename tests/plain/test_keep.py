@@ -1,6 +1,6 @@
 """The saved sets a linear program finds, against all subsets of storages of small problems.
 
-`_Program` is right if no subset is cheaper at the same price, in the program's own terms. `_hull`
+`_CutProgram` is right if no subset is cheaper at the same price, in its own terms. `_hull`
 is right if, in the terms of plans (`complete`), its corners are the whole lower hull of all
 subsets; that holds where the two agree: no views but waits', and nothing that runs only once.
 """
@@ -19,7 +19,7 @@ from overlapc.check import check
 from overlapc.ir import Cost, Problem, Profile
 from overlapc.simulate import saved_bytes
 from overlapc.solvers.choice import Needs, plan_on_demand
-from overlapc.solvers.keep import _hull, _Program, keep_sets
+from overlapc.solvers.keep import _CutProgram, _hull, keep_sets
 from tests.plain.strategies import problems
 from tests.plain.tiny import tiny
 
@@ -90,7 +90,7 @@ def test_no_subset_is_cheaper_at_the_same_price(problem, price_permille, data):
         return
     free = frozenset(s for s in storages if data.draw(st.integers(0, 4)) == 4)
     storages, priced = own_terms(problem, free)
-    program = _Program(problem, Needs(problem.trace), free)
+    program = _CutProgram(problem, Needs(problem.trace), free)
     if not program.columns:
         return
     for price in (0.001, price_permille / 250, 1000.0):
