@@ -141,7 +141,9 @@ def generators(
     if solver == "overlap":
         found["menu"] = overlap_plans(problem, choices, worth=worth)
         found["ladder"] = _ladder(problem, simple, worth)
-        return found | {"torch": _theirs(problem, torch_choices, worth)}
+        if len(problem.trace.ops) <= LARGE:  # beyond, torch takes longer than all the rest together
+            found["torch"] = _theirs(problem, torch_choices, worth)
+        return found
     found["others'"] = rivals
     found["torch"] = _theirs(problem, torch_choices, lambda _: True)
     found["menu"] = overlap_plans(problem, choices)

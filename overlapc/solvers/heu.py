@@ -38,7 +38,9 @@ from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True))
 _STEPS = 20  # in which the room is looked for that makes a choice fit
+_AGAIN = (EXPOSED, EXPOSED / 5)  # shares of recomputed collectives that may turn out to be exposed
 _ROOMS = (0.0, 0.015, ROOM**2)  # of the budget, left to the schedule besides
+_MUCH_ROOM = (ROOM / 2, ROOM, 2 * ROOM)  # where nothing would have to run again
 _PASSES = (PASSES[0], PASSES[3])
 _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
 
@@ -136,9 +138,12 @@ class Totals:
         return Totals(compute, comm, weights, there)
 
 
-def policy(problem: Problem, period: Period, totals: Totals, room: int) -> dict[int, int] | None:
+def policy(
+    problem: Problem, period: Period, totals: Totals, room: int, again: float = EXPOSED
+) -> dict[int, int] | None:
     """In how many of its blocks to keep each class of storage, if `room` bytes are to stay free;
-    None if that cannot be."""
+    None if that cannot be. `again` is the share of a recomputed collective that is thought to be
+    exposed."""
     unit = max(1, totals.compute) / 1000
     program = pulp.LpProblem("period", pulp.LpMinimize)
     keep = [
@@ -158,9 +163,9 @@ def policy(problem: Problem, period: Period, totals: Totals, room: int) -> dict[
         # What the last block recomputes has no window before it.
         hidden.append(cost.compute_ns / unit * (blocks - 1) / blocks * run[op.name])
     # Less recompute and fewer collectives run again, if windows have room for either.
-    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * EXPOSED + idle
+    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * again + idle
     gap = (totals.comm - totals.weights) / unit
-    program += idle + pulp.lpSum(hidden) - 2 * EXPOSED * pulp.lpSum(comm) >= gap
+    program += idle + pulp.lpSum(hidden) - 2 * again * pulp.lpSum(comm) >= gap
     for c in period.wanted:
         terms = keep[c] + run[period.maker[c].name] if c in period.maker else keep[c] + 0
         program += terms >= period.blocks[c]
@@ -233,7 +238,7 @@ def heu_plans(
             yield from schedules(problem, choice, None, defer)
         return
     tried: list[Choice] = []
-    for choice in _fitting(problem, period, needs, totals, budget, thorough):
+    for choice in _fitting(problem, period, needs, totals, budget, thorough, _AGAIN):
         if choice not in tried:
             tried.append(choice)
             if worth(choice):
@@ -245,7 +250,7 @@ def heu_plans(
     if not hopeful and not tried and not others:
         return
     for several in _groups(problem, needs, repeated, whole=not tried):
-        for choice in _fitting(problem, several, needs, totals, budget, thorough):
+        for choice in _fitting(problem, several, needs, totals, budget, thorough, _AGAIN[:1]):
             if choice not in tried:
                 tried.append(choice)
                 others.append(choice)
@@ -270,20 +275,23 @@ def _fitting(
     totals: Totals,
     budget: int,
     thorough: bool,
+    shares: Sequence[float],
 ) -> Iterator[Choice]:
-    """The period's choices that just fit, and if `thorough` those with more room left."""
-    program = cache(partial(policy, problem, period, totals))
-    room = _least_room(problem, period, needs, program, budget)
-    if room is None:
-        return
-    rooms = list(_ROOMS if thorough else _ROOMS[:1])
-    for i, more in enumerate(rooms):
-        if (keep := program(room + int(budget * more))) is None:
-            continue
-        choice = period.choice(needs, keep, f" room {more:g}")
-        yield choice
-        if thorough and i == 0 and not choice.recomputed:
-            rooms.append(ROOM)  # recompute hides what late weight gradients cannot
+    """The period's choices that just fit, and if `thorough` those with more room left, for each
+    share of recomputed collectives that may be exposed."""
+    for again in shares if thorough else shares[:1]:
+        program = cache(partial(policy, problem, period, totals, again=again))
+        room = _least_room(problem, period, needs, program, budget)
+        if room is None:
+            return
+        rooms = list(_ROOMS if thorough else _ROOMS[:1])
+        for i, more in enumerate(rooms):
+            if (keep := program(room + int(budget * more))) is None:
+                continue
+            choice = period.choice(needs, keep, f" exposing {again:g} room {more:g}")
+            yield choice
+            if thorough and i == 0 and not choice.recomputed:
+                rooms += _MUCH_ROOM  # recompute hides what late weight gradients cannot
 
 
 def _most_promising(
