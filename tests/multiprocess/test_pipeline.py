@@ -244,7 +244,7 @@ def test_tensor_and_expert_parallel_stages(kind: str, name: str) -> None:
 
 def merged_on_rank(rank: int, ranks: int) -> Any:
     """A stage over both ranks, on a link so slow that merging pays, in a pipeline of its own."""
-    merging._EVALUATIONS = 20_000  # a quick search finds enough
+    merging.MERGED = 20_000  # a quick search finds enough
     init_link(Link(alpha_s=2e-3, bytes_per_s=1e8))
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     module, twin = (make(1, 1, 0.0, dist.group.WORLD) for _ in range(2))
@@ -266,10 +266,11 @@ def merged_on_rank(rank: int, ranks: int) -> Any:
         loss(twin(x), target).backward()
     pairs = zip(module.named_parameters(), twin.parameters(), strict=True)
     wrong = [name for (name, a), b in pairs if not torch.equal(a.grad, b.grad)]
-    form = pipeline._stages[0].form
+    stage = pipeline._stages[0]
+    merged = stage.form.program(stage.report).merged
     dist.barrier()
     dist.destroy_process_group()
-    return wrong, form.merged is not None, [part is form.merged for part in ran]
+    return wrong, merged is not None, [part is merged for part in ran]
 
 
 def test_merged_graphs_run_in_a_pipeline() -> None:
@@ -558,8 +559,8 @@ def test_replicas_with_other_rows_average_the_same_gradients() -> None:
 def slow_to_plan(rank: int, ranks: int) -> int:
     dist.init_process_group("gloo")
     if rank:
-        real = runtime.plan
-        runtime.plan = lambda *a, **k: (time.sleep(9), real(*a, **k))[1]
+        real = runtime.plan_stage
+        runtime.plan_stage = lambda *a, **k: (time.sleep(9), real(*a, **k))[1]
     pipeline = Pipeline(
         {rank: make(rank, 1, 0.0)}, "1f1b", 2, loss if rank else None,
         profile="estimate", timeout_s=5,

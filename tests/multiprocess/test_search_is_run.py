@@ -68,7 +68,7 @@ def found_by(fixed: Fixed, cluster: Cluster) -> Found:
 
 def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> Any:
     """The step that a rank predicts of this layout; the rows it runs."""
-    merging._EVALUATIONS = EFFORT
+    merging.MERGED = EFFORT
     dist.init_process_group("gloo")
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     model, layout = find_model(WHERE), found.layout
@@ -116,7 +116,7 @@ def test_a_search_predicts_what_is_planned_on_the_ranks(
 ) -> None:
     monkeypatch.setattr("overlapc.search.search.planners", lambda count: ThreadPoolExecutor(1))
     monkeypatch.setattr("overlapc.search.search._LESS", ())  # memory is not asked about here
-    monkeypatch.setattr(merging, "_EVALUATIONS", EFFORT)
+    monkeypatch.setattr(merging, "MERGED", EFFORT)
     cluster = replace(CLUSTER, memory_bytes=memory)
     found = found_by(fixed, cluster)
     budgets = memory_budgets(find_model(WHERE), cluster, found)

@@ -17,7 +17,7 @@ from tests.plain.strategies import problems, random_problem
 from tests.plain.tiny import tiny
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(problems())
 def test_solve_is_legal_never_worse_and_monotone(problem):
     free = replace(problem, budget_bytes=None)

@@ -21,8 +21,6 @@ from tests.torch.zoo import on_fabric, tokens
 
 pytestmark = DYNAMO_WARNINGS
 
-BUDGETS = 12
-
 
 class Convolutions(nn.Module):
     def __init__(self) -> None:
@@ -103,9 +101,12 @@ def peak(model: nn.Module, step: Callable[[], None]) -> int:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "convolutions")) for n in MODELS]
+    ("name", "budgets"),
+    [("convolutions", 4), *(pytest.param(n, 12, marks=pytest.mark.slow) for n in MODELS)],
 )
-def test_twelve_budgets(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_row_of_budgets(
+    name: str, budgets: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     make, world = MODELS[name]
     cache = tmp_path / "costs"
     lines, measured, seen = [], [], []
@@ -116,8 +117,8 @@ def test_twelve_budgets(name: str, capsys: pytest.CaptureFixture[str], tmp_path:
             optimized(make, 1, cache)
         least = caught.value.smallest_bytes
         assert least < 0.9 * most
-        for index in range(BUDGETS):
-            budget = most - (most - least) * index // (BUDGETS - 1)
+        for index in range(budgets):
+            budget = most - (most - least) * index // (budgets - 1)
             model, step = optimized(make, budget, cache)
             found = peak(model, step)
             predicted = model.timeline.peak_bytes

@@ -153,10 +153,10 @@ HOW = ("any", "any", "any", "overlap", "overlap", "full", "selective", "none", "
 
 @pytest.mark.timeout(3600)
 def test_any_legal_plan_of_any_graph() -> None:
-    """100 examples in `make test`, 700 in `make test-all`."""
+    """50 examples in `make test`, 500 in `make test-all`."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=min(700, settings.default.max_examples))
+    @settings(max_examples=settings.default.max_examples // 2)
     @given(
         recipe=recipes(),
         how=st.sampled_from(HOW),
@@ -187,7 +187,7 @@ def test_any_legal_plan_of_any_graph() -> None:
     holds()
     examples = seen["examples"]
     # Some are views of their input or nothing with a gradient.
-    assert examples > min(700, settings.default.max_examples) / 2
+    assert examples > settings.default.max_examples / 4
     assert seen["recomputes"] > examples / 2
     assert seen["in a new order"] > examples / 2
     rare = ("collectives again",) if examples > 300 else ()
