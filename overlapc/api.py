@@ -51,7 +51,7 @@ _CAST_AGAIN = (
 
 
 def optimize(model: Model, **options: Any) -> Model:
-    """A twin of `model` whose training step overlaps recompute and weight gradients with
+    """Return a twin of `model` whose training step overlaps recompute and weight gradients with
     communication, with bitwise the same gradients.
 
     The twin shares all state with `model` (parameters, buffers, hooks, mode) and has its type;
@@ -78,7 +78,7 @@ def _check_model(model: object) -> None:
 
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
-    """The joint graph of one training step of `model`, without running it: the graph that
+    """Return the joint graph of one training step of `model`, which is not run: the graph that
     `optimize` plans. Real and fake tensors, real and fake process groups.
 
     `model(*args)` must give tensors, at least one of which requires a gradient.
@@ -159,7 +159,7 @@ class Optimized:
         return self._only().timeline
 
     def explain(self) -> str:
-        """For every collective: how long it takes, what hides it, and why not more."""
+        """Say for every collective how long it takes, what hides it, and why not more."""
         parts = [report.explain() for report in self.reports]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
         parts += [f"may be not as eager: {line}" for line in self.differences]

@@ -1,4 +1,4 @@
-"""What ranks agree on: that they plan the same, what it costs, and the plan.
+"""Ranks agree that they plan the same, what it costs, and on the plan.
 
 Without an `Exchange` a rank is alone, and each function does the same for it.
 """
@@ -32,8 +32,8 @@ def agreed(
     primals: Sequence[Any] | None,
     exchange: Exchange | None,
 ) -> tuple[Captured, TrainingStep, list[Profile]]:
-    """The graph with measured sizes in its trace, the step with the mean of the ranks' costs, and
-    each rank's profile, once the ranks have found that they plan the same."""
+    """Agree with the other ranks that all plan the same; return the graph with measured sizes in
+    its trace, the step with the mean of the ranks' costs, and each rank's profile."""
     from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
@@ -60,7 +60,7 @@ def agreed(
 
 
 def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
-    """The plans that the leader's `decide` gives, on every rank; Infeasible, too, is on all."""
+    """Let the leader `decide`; return its plans, or raise its Infeasible, on every rank."""
 
     def tell() -> str:
         try:
@@ -139,7 +139,7 @@ def profile_captured(
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """One profile of all ranks': mean compute, the slowest rank's communication and memory."""
+    """Merge all ranks' profiles: mean compute, the slowest rank's communication and memory."""
     first = profiles[0]
     count = len(profiles)
     costs = {}

@@ -1,4 +1,4 @@
-"""What a user asks of planning: `Options`, the same at every front door, and a memory budget."""
+"""`Options` holds what a user asks of planning, the same at every front door."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFUSED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `optimize`, `TrainStep`, `Pipeline` and `torch.compile(..., backend="overlapc")` take.
+    """Options of `optimize`, `TrainStep`, `Pipeline` and `torch.compile(..., backend="overlapc")`.
 
     memory_budget   what one step may allocate at its peak: bytes (int), text with a unit
                     ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
@@ -103,7 +103,7 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str, door: str = "optimize") -> Options:
-        """The options of a front door, from keywords or from text."""
+        """Read the options of a front door, from keywords or from text."""
         given = dict(_read(given)) if isinstance(given, str) else given
         for name in given:
             if name not in DEFAULTS:
@@ -122,7 +122,7 @@ class Options:
         return self.text(DEFAULTS)
 
     def text(self, names: Collection[str]) -> str:
-        """Those of these options that are not at their defaults, as `name=value`."""
+        """Write the options that are not at their defaults, as `name=value`."""
         given = [(name, getattr(self, name)) for name in names if name != "plan"]
         given.append(("plan", [format_plan(plan) for plan in self.plans] or None))
         return " ".join(f"{n}={_word(value)}" for n, value in given if value != DEFAULTS[n])
@@ -153,7 +153,7 @@ def _plans(given: Any) -> tuple[Plan, ...]:
 
 
 def value_of(text: str) -> Any:
-    """What a word says: a value of JSON, if it is one, else itself."""
+    """Read a word as a value of JSON if it is one, else as itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -180,7 +180,7 @@ def _read(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def schedule_of(schedule: Schedule | str, ranks: int, microbatches: int) -> Schedule:
-    """A schedule, or the one of that name."""
+    """Return a schedule as it is, or make the one of that name."""
     if isinstance(schedule, str):
         schedule = make_schedule(schedule, ranks, microbatches)
     check_schedule(schedule)
@@ -188,7 +188,7 @@ def schedule_of(schedule: Schedule | str, ranks: int, microbatches: int) -> Sche
 
 
 def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_bytes: int) -> int:
-    """A budget in bytes for one step's peak.
+    """Turn a budget for one step's peak into bytes.
 
     None keeps eager's peak. A float is a fraction of eager's activation memory: of what its peak
     holds beyond `lasting_bytes`, the gradients and results that no plan can avoid. Text has a

@@ -1,4 +1,4 @@
-"""What is to be solved: a `Problem` from a trace, a profile and a budget, for a `TrainingStep`."""
+"""`formulate` makes the `Problem` to solve of a trace, a profile and a budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overlapc.valid import validated
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """How many microbatches of a captured graph make a step, and what else its budget holds.
+    """Says how many microbatches of a captured graph make a step, and what else its budget holds.
 
     By default one, whose gradients are handed out: a graph under autograd.
     """
@@ -42,8 +42,8 @@ GRAPH = TrainingStep()
 def formulate(
     trace: Trace, profile: Profile, budget: Budget = None, step: TrainingStep = GRAPH
 ) -> Problem:
-    """The problem of a microbatch, all of the forward and then all of the backward, in the budget
-    of the whole step."""
+    """Make the problem of a microbatch, all of the forward and then all of the backward, in the
+    budget of the whole step."""
     problem = step.microbatch(trace, profile)
     resident_bytes = problem.resident_bytes + step.beside_bytes
     problem = replace(problem, in_flight=step.in_flight, resident_bytes=resident_bytes)
@@ -55,7 +55,7 @@ def formulate(
 
 
 def tangent_bytes(trace: Trace) -> int:
-    """Incoming gradients are there, too, made by whoever calls backward."""
+    """Count the incoming gradients, which whoever calls backward makes and holds."""
     return sum(trace.value[name].bytes for name in trace.of_kind("gradient"))
 
 

@@ -1,4 +1,4 @@
-"""What was decided: a `Report` on one graph, or on a step of several microbatches of it."""
+"""`Report` says what was planned and what it is predicted to take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Report:
 
     @property
     def step_ns(self) -> int:
-        """Of the whole step."""
+        """How long the whole step takes."""
         alone = self.timeline.step_ns
         if self.merged is None:
             return self.microbatches * alone
@@ -43,17 +43,17 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the whole step."""
+        """How much the whole step holds at most."""
         return max(self.timeline.peak_bytes, self.merged.timeline.peak_bytes if self.merged else 0)
 
     @cached_property
     def eager(self) -> Timeline:
-        """Of the plan that saves all, in the graph's own order."""
+        """The timeline of the plan that saves all, in the graph's own order."""
         return eager_timeline(self.problem)
 
     @cached_property
     def bound_ns(self) -> int:
-        """What any plan of this problem takes at least: computed when it is first asked for."""
+        """How long any plan of this problem takes at least: computed when it is first asked for."""
         if self.timeline.step_ns <= (least := simple_bound_ns(self.problem)):
             return least
         proven = 0 if self.given else self.plan.bound_ns
@@ -72,7 +72,7 @@ class Report:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the road ends with: the graph with measured sizes in its trace, and the report.
+    """The result of the road: the graph with measured sizes in its trace, and the report.
 
     `roomier` are those on plans that leave room for more microbatches in the same budget.
     """

@@ -1,4 +1,4 @@
-"""The road from a captured graph to a plan: `plan`, on one rank or many, of one microbatch or many.
+"""`plan` takes a captured graph to a plan, on one rank or many, of one microbatch or many.
 
 One rank solves; every rank checks that its trace is the same, receives the plan's text, and judges
 it for itself.
@@ -130,7 +130,7 @@ def reports(
     *,
     given: bool = False,
 ) -> list[Report]:
-    """What plans do, of one microbatch each; or of one, and behind it that of two merged."""
+    """Report on plans of one microbatch each; or on one, and behind it that of two merged."""
 
     def alone(plan: Plan) -> Report:
         report = judged(step.name, problem, plan, ranks, given=given)
@@ -159,7 +159,7 @@ def judged(
     *,
     given: bool = False,
 ) -> Report:
-    """The report on a plan, which must be legal and, unless it was `given`, keep to the budget."""
+    """Report on a plan, which must be legal and, unless it was `given`, keep to the budget."""
     check(problem, plan)
     timeline = simulate(problem, plan, profiles)
     if problem.budget_bytes is None:

@@ -1,4 +1,4 @@
-"""A pipeline's rows: which of each stage's plans it takes, and what its ranks do when."""
+"""`plan_rows` chooses each stage's plan and says what a pipeline's ranks do when."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CHOICES = 9  # of plans for all stages that are tried one by one
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What ranks tell each other of a planned stage: what a microbatch takes, what a merged step
-    takes (0: nothing is merged), how much memory all microbatches may hold, whether its forward
-    draws random numbers, and how long replicas take to sum its gradients."""
+    """Ranks tell each other these figures of a planned stage: what a microbatch takes, what a
+    merged step takes (0: nothing is merged), how much memory all microbatches may hold, whether its
+    forward draws random numbers, and how long replicas take to sum its gradients."""
 
     cost: StageCost
     merged_ns: int
@@ -50,8 +50,8 @@ class StageFigures:
 def plan_rows(
     schedule: Schedule, figures: Sequence[Sequence[StageFigures]], place: bool = True
 ) -> tuple[tuple[int, ...], Schedule, PipelineTimeline]:
-    """The fastest step that a plan for each stage makes: which plan each takes, the rows, and what
-    all ranks are predicted to do. A stage's `figures` are of plans that leave ever more room."""
+    """Find the fastest step that a plan for each stage makes: the plans, the rows, and what all
+    ranks are predicted to do. A stage's `figures` are of plans that leave ever more room."""
     best: tuple[tuple[int, ...], Schedule, PipelineTimeline] | None = None
     for chosen in _choices([len(plans) for plans in figures]):
         each = [plans[which] for plans, which in zip(figures, chosen, strict=True)]

@@ -1,4 +1,4 @@
-"""A stage of a pipeline, planned: the same calls for a rank that runs it and for a search."""
+"""`plan_stage` plans a stage of a pipeline, for a rank that runs it and for a search alike."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def plan_stage(
 
 
 def beside_bytes(schedule: Schedule, stage: int, coming: int, going: int) -> int:
-    """Bytes that a stage holds whatever its plan: inputs of the microbatches in flight, and what
-    is on its way in and out. A microbatch brings `coming` bytes and sends `going`."""
+    """Count the bytes that a stage holds whatever its plan: inputs of the microbatches in flight,
+    and what is on its way in and out. A microbatch brings `coming` bytes and sends `going`."""
     return schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
 
 
@@ -65,8 +65,8 @@ def stage_figures(
     beside: int,
     reduce_ns: int,
 ) -> list[StageFigures]:
-    """What each plan of a stage means for the rows of all ranks. `received` are inputs that other
-    ranks send, `sent_ns` is how long what the stage sends is on its way."""
+    """Turn each plan of a stage into figures for the rows of all ranks. `received` are inputs that
+    other ranks send, `sent_ns` is how long what the stage sends is on its way."""
     return [
         StageFigures.of(
             stage_cost(report.problem, report.plan, received, sent_ns),

@@ -1,1 +1,1 @@
-"""Which layout, schedule and plan is fastest: models, layouts of a cluster, and the search."""
+"""The search finds which layout, schedule and plan of a model on a cluster is fastest."""

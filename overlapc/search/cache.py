@@ -1,4 +1,4 @@
-"""What searches planned before, kept in files."""
+"""The cache keeps in files what searches planned."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ VERSION = 10
 
 
 class Cache:
-    """Layouts that were planned before: a folder for each question, in it a file for each layout,
-    so that searches at the same time keep what all of them found."""
+    """Planned layouts: a folder for each question, in it a file for each layout, so that searches
+    at the same time keep what all of them found."""
 
     def __init__(self, folder: Path | None, model: Model, cluster: Cluster, solver: str) -> None:
         from overlapc import __version__
@@ -36,7 +36,7 @@ class Cache:
         self.folder = folder / name.replace(os.sep, "_")
 
     def get(self, layout: Layout, within: int = 0) -> Found | None:
-        """`within` so many bytes, if that is not the question's own memory."""
+        """Look up a layout; `within` is a limit in bytes other than the question's own memory."""
         if self.folder is None:
             return None
         path = self._path(self.folder, layout, within)

@@ -1,4 +1,4 @@
-"""What `overlapc search` wrote, as training code takes it."""
+"""`load_search` reads what `overlapc search` wrote, for training code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Chosen:
 
 
 def load_search(path: StrPath) -> Chosen:
-    """The winner of a search, from the `search.json` in its `--out` folder."""
+    """Load the winner of a search, from the `search.json` in its `--out` folder."""
     document = read_json(path, "search")
     try:
         if not isinstance(document, dict) or document.get("overlapc_search") != VERSION:
@@ -98,9 +98,9 @@ def load_search(path: StrPath) -> Chosen:
 
 
 def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
-    """What each stage of what was found may take, as `Pipeline` counts it: its gradients, and of
-    what is left on its rank as much as its layers in flight are of all that the rank holds at its
-    worst moment, which its stages need not share."""
+    """Divide a rank's memory among its stages, as `Pipeline` counts it: each gets its gradients,
+    and of what is left as much as its layers in flight are of all that the rank holds at its worst
+    moment, which its stages need not share."""
     layout, layers = found.layout, found.layers
     schedule = layout.rows(found.microbatches)
     static = static_bytes(model, layout, layers)

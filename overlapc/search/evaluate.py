@@ -1,6 +1,5 @@
-"""What a layout takes: the best plan of each stage, all stages in rows as `Pipeline` places them,
-and what is left.
-"""
+"""`evaluate` says what a layout takes: the best plan of each stage, all stages in rows as
+`Pipeline` places them, and what is left."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class Found:
 
     @property
     def is_final(self) -> bool:
-        """Has all been done to make the step short?"""
+        """Whether all has been done to make the step short."""
         return self.least_ns >= self.step_ns
 
     @property
@@ -76,8 +75,8 @@ class Found:
 
     @property
     def asked(self) -> Schedule:
-        """What `Pipeline` is given. It places the rows of what was planned whole as the search did,
-        from the schedule as it is."""
+        """The schedule that `Pipeline` is given. It places the rows of what was planned whole as
+        the search did, from the schedule as it is."""
         if self.whole and self.merged:
             return merged_rows(1, self.microbatches)
         return self.layout.rows(self.microbatches) if self.whole else self.schedule
@@ -87,7 +86,7 @@ class Found:
 
     @staticmethod
     def parse(found: Mapping[str, Any]) -> Found:
-        """Raises ValueError, TypeError or KeyError where it is no such thing."""
+        """Read what `as_json` gave; ValueError, TypeError or KeyError where it is no such thing."""
         layout = Layout(**found["layout"])
         lists = {key: tuple(found[key]) for key in ("peak_bytes", "layers")}
         parsed = Found(**{**found, **lists, "layout": layout})
@@ -103,7 +102,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found, and how it came about; without stages where nothing fits."""
+    """A layout with its stages' plans and its timeline; without stages where nothing fits."""
 
     found: Found
     timeline: PipelineTimeline | None = None  # of few microbatches
@@ -123,8 +122,8 @@ def lower_bound(
     layers: Sequence[int] | None = None,
     placed: bool = True,
 ) -> int:
-    """No plan can take less: the slowest rank does each microbatch, its blocks take what they take
-    at least, the pipeline fills and drains, and the weights are brought up to date. `layers`
+    """Bound the step from below: the slowest rank does each microbatch, its blocks take what they
+    take at least, the pipeline fills and drains, and the weights are brought up to date. `layers`
     are those of each stage, by default an even split; `placed`: rows may be, and microbatches
     merged."""
     layers = layers or stage_layers(model, layout.stages)
@@ -158,7 +157,7 @@ def lower_bound(
 
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
-    """The same before anything is captured: flops at the full rate, layers split evenly."""
+    """Bound the step before anything is captured: flops at the full rate, layers split evenly."""
     peak = max(load_hardware(cluster.hardware).peak_flops.values())
     tokens = cluster.global_batch * model.seq
     flops_ns = round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
@@ -177,7 +176,7 @@ def evaluate(
     below_ns: float = math.inf,
     known: str = "",
 ) -> Outcome:
-    """The layout's step under the solver's plans, and what its pipeline does; or what memory it
+    """Plan the layout's stages; return its step and what its pipeline does, or what memory it
     lacks. `layers` are those of each stage, by default an even split.
 
     Rows are placed as `Pipeline` places them, in the memory that the plans leave; `known` are those
@@ -233,7 +232,7 @@ def _by_stage(layout: Layout, ranks: Sequence[Stage]) -> tuple[StageCost, ...]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What the pipeline of planned ranks does in a step, up to its last gradient."""
+    """Says what the pipeline of planned ranks does in a step, up to its last gradient."""
 
     costs: tuple[StageCost, ...]  # by stage
     rows: Rows
@@ -254,7 +253,7 @@ class Ran:
         place: bool,
         known: str,
     ) -> Ran:
-        """`place`: rows are placed; `known` are those that were placed before."""
+        """Run the pipeline. `place`: place its rows; `known` are those that were placed before."""
         costs = _by_stage(layout, ranks)
         slowest_ns = max(rank.microbatch_ns for rank in ranks)
         few = Rows.of(layout, count)

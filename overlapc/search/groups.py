@@ -1,4 +1,4 @@
-"""The process groups of a layout, on fake ranks."""
+"""`fake_groups` makes the process groups of a layout, on fake ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overlapc.errors import OptionError
 def fake_groups(
     ranks: int, tp: int, expert_ranks: int
 ) -> Iterator[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]:
-    """The first rank's tensor-parallel group, of neighbours, and its experts', one of each of
+    """Make the first rank's tensor-parallel group, of neighbours, and its experts', one of each of
     these; none for one rank. The process has no process groups before and after."""
     if dist.is_initialized():
         raise OptionError(

@@ -1,5 +1,5 @@
-"""Layouts of a model on a cluster: how the ranks are divided, what that takes in memory, and a
-bound on the step that needs no plan."""
+"""`layouts` lists how a model can be divided over a cluster; `static_bytes` says what memory is
+fixed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """tp ranks share each matrix, pp hold different layers, dp see different data; a pipeline takes
-    `microbatch` sequences at a time. Its schedule says how many stages a rank holds. With
-    `sequence` the tp ranks have a part of each sequence between the matrices, as Megatron's
+    """How ranks are divided: tp share a matrix, pp hold different layers, dp see different data; a
+    pipeline takes `microbatch` sequences at a time. Its schedule says how many stages a rank holds.
+    With `sequence` the tp ranks have a part of each sequence between the matrices, as Megatron's
     sequence parallelism does. `chunks` are the stages of a rank where these are interleaved."""
 
     tp: int
@@ -42,7 +42,7 @@ class Layout:
         return make_schedule(self.schedule, self.pp, microbatches, self.chunks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Those that a rank of the pipeline holds, as its schedule places them."""
+        """The stages that a rank of the pipeline holds, as its schedule places them."""
         if self.schedule == "interleaved":
             return tuple(range(rank, self.stages, self.pp))
         if self.schedule == "zero-bubble-v":
@@ -70,8 +70,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user has decided; 0 or none is left open. Without `sequence` every tp rank has
-    whole sequences."""
+    """The user's decisions; 0 or none is left open. Without `sequence` every tp rank has whole
+    sequences."""
 
     tp: int = 0
     pp: int = 0
@@ -159,13 +159,13 @@ def expert_replicas(model: Model, layout: Layout) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """All divisors of a number, in order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def stage_layers(model: Model, stages: int) -> list[int]:
-    """Blocks of each stage, in whole periods; the stages in the middle get what is left over."""
+    """Split blocks into stages of whole periods; the stages in the middle get what is left over."""
     periods = model.layers // model.period
     if periods < stages:
         raise OptionError(
@@ -209,9 +209,9 @@ def rank_parameters(
 
 
 def static_bytes(model: Model, layout: Layout, layers_of: Sequence[int] | None = None) -> list[int]:
-    """What weights, gradients and optimizer take on each rank of the pipeline. The optimizer's part
-    is divided over all replicas that hold the same weights (a distributed optimizer), but for a
-    model that is run whole, by the user's own."""
+    """Count what weights, gradients and optimizer take on each rank of the pipeline. The
+    optimizer's part is divided over all replicas that hold the same weights (a distributed
+    optimizer), but for a model that is run whole, by the user's own."""
     dp, replicas = (1, 1) if model.whole else (layout.dp, expert_replicas(model, layout))
     return [
         dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // dp

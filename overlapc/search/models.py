@@ -1,5 +1,5 @@
-"""Models as the search knows them: shapes of a transformer, by preset or HuggingFace config, or a
-user's own block (`search/own.py`)."""
+"""A model is shapes of a transformer, by preset or HuggingFace config, or a user's own block
+(`search/own.py`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Transformer:
 
     @property
     def period(self) -> int:
-        """After how many blocks they repeat."""
+        """After how many blocks the kinds of block repeat."""
         return self.moe_every if self.experts else 1
 
     @property
@@ -97,7 +97,7 @@ class Transformer:
         return dense, here * self.mlp_parameters(self.expert_width)
 
     def hint(self) -> str:
-        """What its layouts must obey."""
+        """Says in an error what the model's layouts must obey."""
         return (
             f"a tp that divides a node, {self.heads} heads, {self.ffn} hidden units and "
             f"{self.vocab} words"
@@ -108,13 +108,13 @@ class Transformer:
         return tp > 1 and self.seq % tp == 0
 
     def blocks(self, count: int, tensor: Any, expert: Any, sequence: bool = False) -> Any:
-        """The first so many, as modules of one rank in these process groups."""
+        """Make the first so many blocks, as modules of one rank in these process groups."""
         from overlapc.search.modules import Blocks
 
         return Blocks(self, count, tensor, expert, sequence)
 
     def parameters(self) -> int:
-        """All of them."""
+        """How many parameters the whole model has."""
         dense = self.layers - self.moe_layers
         blocks = self.layers * (self.attention_parameters + 2 * self.norm_parameters)
         blocks += dense * self.mlp_parameters(self.ffn)
@@ -123,8 +123,8 @@ class Transformer:
         return blocks + self.moe_layers * experts + ends
 
     def flops_per_token(self) -> int:
-        """Of forward and backward, without recompute, as MFU counts them: six for each weight of a
-        matrix that a token meets, and attention without a mask."""
+        """Flops of forward and backward, without recompute, as MFU counts them: six for each weight
+        of a matrix that a token meets, and attention without a mask."""
         dense = self.layers - self.moe_layers
         met = self.layers * self.attention_parameters + dense * self.mlp_parameters(self.ffn)
         routed = self.top_k * self.mlp_parameters(self.expert_width) + self.experts * self.width
@@ -183,7 +183,7 @@ PRESETS = {
 
 
 def find_model(name: str) -> Model:
-    """A preset by name, the model of a HuggingFace `config.json`, or a user's "module:function"."""
+    """Find a preset by name, or the model of a HuggingFace `config.json` or "module:function"."""
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
     path = Path(name)
@@ -233,7 +233,7 @@ def _named(path: Path) -> str:
 
 
 def from_config(path: str | Path) -> Transformer:
-    """The model that a HuggingFace `config.json` describes, its vocabulary padded as Megatron
+    """Read the model that a HuggingFace `config.json` describes, its vocabulary padded as Megatron
     does."""
     name, path = _named(Path(path)), Path(path)
     shown = printable(str(path))

@@ -13,8 +13,8 @@ from overlapc.search.models import Model, Transformer
 
 
 class Ranks:
-    """Those of a process group; without one, one rank. With `sequence` each of them has its part of
-    every sequence, which is then the first dimension, wherever not all of it is needed."""
+    """The ranks of a process group; without one, one rank. With `sequence` each of them has its
+    part of every sequence, which is then the first dimension, wherever not all of it is needed."""
 
     def __init__(self, group: ProcessGroup | None, sequence: bool = False) -> None:
         self.name = group.group_name if group else None
@@ -49,7 +49,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Heads are divided over the ranks."""
+    """Attention whose heads are divided over the ranks."""
 
     def __init__(self, model: Transformer, ranks: Ranks) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return self.ranks.leave(self.out(self.by_head(mixed, back=True).flatten(2)))
 
     def by_head(self, x: Tensor, back: bool = False) -> Tensor:
-        """(batch, heads, sequence, width) of a head, from what the ranks have; or back."""
+        """Reshape what the ranks have to (batch, heads, sequence, width) of a head; or back."""
         if not self.ranks.sequence:
             return x.transpose(1, 2)
         return x.permute(2, 0, 1, 3) if back else x.permute(1, 2, 0, 3)

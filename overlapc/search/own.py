@@ -1,4 +1,4 @@
-"""A user's own model in the search: a block that a function of theirs builds for a layout's ranks.
+"""A user's function builds a block for a layout's ranks: `OwnModel` searches with it.
 
     def for_search(tensor, expert):
         return overlapc.Repeats(Block(config, tensor), layers=32, width=4096, seq=2048, vocab=51200)
@@ -30,8 +30,8 @@ EXAMPLE = "examples.gpt.model:for_search"
 
 @dataclass
 class Repeats:
-    """What the function returns: a block, from (batch, seq, width) to the same, as this rank holds
-    it, and how many of them the model has. Tensor-parallel ranks must divide `heads`; the ranks
+    """A user's function returns this: a block, from (batch, seq, width) to the same, as this rank
+    holds it, and how often the model has it. Tensor-parallel ranks must divide `heads`; the ranks
     that `experts` are divided over are replicas. `first` makes a block's input of tokens (batch,
     seq), `last` makes of its output what `loss(output, targets)` takes, the targets as many."""
 
@@ -68,7 +68,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """As `Transformer`, its blocks those of a function named `name`."""
+    """A model like `Transformer`, whose blocks a function named `name` makes."""
 
     name: str
     layers: int
@@ -106,7 +106,7 @@ class OwnModel:
         return self.layers * sum(_counts(self.name, 1, 1).values()) + ends
 
     def flops_per_token(self) -> int:
-        """Counted in a forward of the block on one rank, thrice; and those of the scores."""
+        """Flops counted in a forward of the block on one rank, thrice; and those of the scores."""
         return self.layers * _sizes(self.name, self.seq)[1] + 6 * self.vocab * self.width
 
     def hint(self) -> str:
@@ -134,7 +134,7 @@ class OwnModel:
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
     ) -> tuple[nn.Module, Tensor]:
-        """So many blocks, and the ends that the stage has; and what a block is given."""
+        """Make so many blocks, and the ends that the stage has; and what a block is given."""
         made = _made(self.name, tensor, expert)
         assert made.first is not None
         assert made.last is not None

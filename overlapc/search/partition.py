@@ -1,4 +1,5 @@
-"""Layers to the stages of a layout, each stage with its own best plan; a rank has one stage."""
+"""`partitioned` gives layers to a layout's stages, each with its own best plan; a rank has one
+stage."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def partitioned(
     pool: Executor,
     solver: str = "heu",
 ) -> tuple[Partition, Partition]:
-    """The even split of the model's periods, and the one whose slowest stage is fastest; plans are
-    made in the pool."""
+    """Return the even split of the model's periods, and the one whose slowest stage is fastest;
+    plans are made in the pool."""
     count = microbatches(cluster, layout)
     schedule = layout.rows(min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period

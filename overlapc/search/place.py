@@ -1,4 +1,4 @@
-"""A rank of a layout's pipeline: what it holds, and what that takes under its best plan.
+"""`planned` says what a rank of a layout's pipeline holds, and what that takes under its best plan.
 
 A stage of many blocks is planned by a few of them: its time is as many times theirs, and as many
 times more microbatches are in flight. That is exact in memory where every few blocks are treated
@@ -54,7 +54,7 @@ class Place:
         rank: int,
         layers: Sequence[int],
     ) -> Place:
-        """With so many layers in each stage of the pipeline."""
+        """Place a rank, with so many layers in each stage of the pipeline."""
         mine = layout.stages_of(rank)
         inputs = schedule.held(rank, dict.fromkeys(mine, 1)) + len(mine)
         return Place(
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def room(self) -> int:
-        """What is left for what blocks save and work with, and the head's scores between."""
+        """How much is left for what blocks save and work with, and the head's scores between."""
         return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
 
     @property
@@ -85,7 +85,7 @@ class Place:
         return mine.index(last) if last in mine else None
 
     def problem(self, unit: Unit) -> Problem:
-        """The captured blocks stand for all that the rank holds."""
+        """The problem in which the captured blocks stand for all that the rank holds."""
         times = Fraction(self.in_flight, unit.blocks)
         whole = times.numerator if times.denominator == 1 else times
         blocks = unit.problem if self.head is None else unit.with_head
@@ -94,8 +94,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of the pipeline holds, planned: a few of its blocks, and what all of them take,
-    in each of the rank's stages."""
+    """A rank's planned stages: a few of its blocks stand for all of them."""
 
     report: Report  # on the blocks; merged where that pays
     timeline: Timeline  # of the blocks, in pieces where the schedule has them
@@ -105,12 +104,12 @@ class Stage:
 
     @property
     def microbatch_ns(self) -> int:
-        """Forward and backward of one."""
+        """How long forward and backward of one microbatch take."""
         return sum(cost.forward_ns + cost.takes("B") for cost in self.costs)
 
     @property
     def merged_ns(self) -> int:
-        """The same of two microbatches that are merged. The head is merged with nothing."""
+        """How long two merged microbatches take. The head is merged with nothing."""
         merged = self.report.merged
         if merged is None:
             return self.microbatch_ns
@@ -118,7 +117,7 @@ class Stage:
         return self.microbatch_ns - round(saved_ns * self.times)
 
     def ran(self, count: int) -> list[tuple[Timeline, float]]:
-        """What runs in a step of so many microbatches, and how often."""
+        """The timelines that run in a step of so many microbatches, and how often."""
         merged = self.report.merged
         if merged is None:
             return [(self.timeline, self.times * count)]
@@ -126,8 +125,7 @@ class Stage:
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
-    """A rank's stages: their blocks under their best plan in the memory that is left, and what is
-    at their ends."""
+    """Plan a rank's stages: their blocks in the memory that is left, and what is at their ends."""
     problem = place.problem(unit)
     try:
         plan = solve(problem, solver, time_limit_s=time_limit_s)
@@ -138,8 +136,7 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
 
 
 def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
-    """The stage with each forward merged with the backward of the microbatch before, where
-    `TrainStep` would merge them."""
+    """Merge each forward with the backward of the microbatch before, where `TrainStep` would."""
     problem = stage.report.problem
     lone, merged = solve_step(problem, stage.report.plan, count)
     if merged is None:

@@ -1,4 +1,4 @@
-"""Processes that plan beside this one."""
+"""These processes plan beside this one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WORKERS = min(2, os.cpu_count() or 1)
 
 
 def planners(count: int = WORKERS) -> ProcessPoolExecutor:
-    """Each has process groups of its own, so it starts afresh."""
+    """Start the processes; each has process groups of its own, so it starts afresh."""
     return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _quiet)
 
 
 def stop(pool: ProcessPoolExecutor) -> None:
-    """End its processes, in the middle of what they do."""
+    """End the processes, in the middle of what they do."""
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:

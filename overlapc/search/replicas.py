@@ -1,5 +1,5 @@
-"""What a step does for its weights: gradients summed over the replicas, the optimizer, and the new
-weights gathered."""
+"""`Update` says how long a step takes for its weights: gradients summed over the replicas, the
+optimizer, and the new weights gathered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Update:
 
     @property
     def after_ns(self) -> int:
-        """What comes after all gradients."""
+        """How much of the update comes after all gradients."""
         return self.optimizer_ns + self.gather_ns
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""The rows of a layout: a few microbatches after which the others go on alike, or all of them with
-recompute and weight gradients placed as `Pipeline` places them."""
+"""`Rows` says what a layout's rows take: a few microbatches after which the others go on alike, or
+all of them with recompute and weight gradients placed as `Pipeline` places them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rows:
 
     @staticmethod
     def of(layout: Layout, count: int) -> Rows:
-        """For so many microbatches, as the layout's schedule has them."""
+        """Simulate so many microbatches, as the layout's schedule has them."""
         few = min(count, 4 * layout.pp)
         return Rows(layout.rows(few), layout.rows(few - layout.pp) if count > few else None)
 
@@ -63,8 +63,8 @@ class Rows:
 def placed(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], random: bool
 ) -> Schedule:
-    """The rows that `Pipeline` makes of these for stages with one plan each. `limits` are what a
-    rank may hold; `random`: stages draw random numbers."""
+    """Place the rows as `Pipeline` does for stages with one plan each. `limits` are what a rank may
+    hold; `random`: stages draw random numbers."""
     _, rows, _ = plan_rows(schedule, figures(schedule, costs, limits, random))
     return rows
 
@@ -72,8 +72,8 @@ def placed(
 def figures(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], random: bool
 ) -> list[list[StageFigures]]:
-    """What the ranks of a `Pipeline` would tell each other. All that a rank may hold is said of its
-    first stage: only the sum counts."""
+    """Return what the ranks of a `Pipeline` would tell each other. All that a rank may hold is said
+    of its first stage: only the sum counts."""
     first = {rank: stage for stage, rank in sorted(schedule.rank_of.items(), reverse=True)}
     shares = {stage: limits[rank] for rank, stage in first.items()}
     return [
@@ -82,7 +82,7 @@ def figures(
 
 
 def least_ns(layout: Layout, costs: Sequence[StageCost], count: int) -> int:
-    """No rows of these stages take less: a rank begins when the forwards before its first stage
+    """Bound rows of these stages from below: a rank begins when the forwards before its first stage
     have come; then it does all its work, or all but weight gradients before the gradients go back
     through the stages before."""
     back = [c.recompute_ns + c.input_ns + c.weight_ns for c in costs]

@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass
 class Result:
-    """What a search found. `tried` are all layouts that were planned; `pruned` could not win.
+    """The result of a search. `tried` are all layouts that were planned; `pruned` could not win.
     `less` is the best of them with less memory, `rivals` what other solvers find at best, each on
     the layout that suits it."""
 
@@ -86,10 +86,10 @@ def search(
     cache: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
-    """The layout whose step is shortest with its stages' best plans, and so many to compare it
-    with; and of each of the rivals, which are solvers, the best of its own. Ctrl-C or SIGTERM
-    ends it with the best so far. With `cache`, what was planned is kept in that folder and not
-    planned again."""
+    """Find the layout whose step is shortest with its stages' best plans, and so many to compare it
+    with; and for each of the rivals, which are solvers, its own best. Ctrl-C or SIGTERM ends it
+    with the best so far. With `cache`, what was planned is kept in that folder and not planned
+    again."""
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
@@ -163,8 +163,8 @@ def compare(
     solvers: Sequence[str],
     planned: Sequence[Found] = (),
 ) -> list[Found]:
-    """The chosen layout with the plans of each solver, its layers divided as chosen or evenly,
-    whichever is faster. What is among `planned` is not planned again."""
+    """Plan the chosen layout by each solver, its layers divided as chosen or evenly, whichever is
+    faster. What is among `planned` is not planned again."""
     splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages))}
     known = {(f.solver, f.layers): f for f in planned if f.layout == chosen.layout}
     limit = _OPT_SECONDS / (chosen.layout.pp * len(splits))
@@ -197,7 +197,7 @@ def _ended(error: BrokenProcessPool) -> OverlapcError:
 
 
 def rank(found: Found) -> tuple[bool, int, Layout]:
-    """To sort by: what fits first, the fastest first."""
+    """The sort key of a layout: what fits first, the fastest first."""
     return not found.fits, found.step_ns or found.smallest_bytes, found.layout
 
 

@@ -1,4 +1,4 @@
-"""What is captured once for many layouts: a few blocks of the model, and its head, on one rank."""
+"""`make_unit` captures once what many layouts share: a few blocks and the head, on one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = 4  # that are captured, or one period; a stage of more is as many times
 
 @dataclass(frozen=True)
 class UnitKey:
-    """All that a capture depends on."""
+    """Names all that a capture depends on."""
 
     model: Model
     hardware: str
@@ -63,8 +63,7 @@ class Least:
 
 @dataclass(frozen=True)
 class Unit:
-    """A few blocks as a problem, the head as another, and what travels between stages; what the
-    blocks take at least, and what the head does without a plan."""
+    """A few blocks as a problem, the head as another, and what travels between stages."""
 
     blocks: int
     problem: Problem

@@ -1,4 +1,4 @@
-"""A layout as it runs: its stages captured whole, and planned by the calls that `Pipeline` makes.
+"""`as_it_runs` plans a layout whole, by the calls that `Pipeline` makes.
 
 `evaluate` plans a few blocks and thinks of all the others as of these, so that many layouts can be
 tried. Where the user's function gives what is before and behind the blocks, too, the winner is then
@@ -44,8 +44,8 @@ class _Whole:
 
 
 def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
-    """What `Pipeline` will plan for what was found: its layout and its split of the layers. The
-    process has no process groups before and after. Infeasible where that does not fit after all."""
+    """Plan what `Pipeline` will plan for this layout and its split of the layers. The process has
+    no process groups before and after. Infeasible where that does not fit after all."""
     from overlapc.search.groups import fake_groups
 
     layout = found.layout
