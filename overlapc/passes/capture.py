@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes.as_eager import are_fake, as_eager
+from overlapc.passes.collectives import Raw
 from overlapc.passes.trace import Captured, trace_joint
 
 
@@ -19,10 +20,14 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     """The joint graph of one training step of `model`, without running it.
 
     Works on real and fake tensors and on real and fake process groups. `model(*args)` must give
-    tensors, at least one of which requires a gradient.
+    tensors, at least one of which requires a gradient. Raw collectives of `torch.distributed`,
+    also asynchronous ones, become functional ones.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
     from torch.fx.traceback import preserve_node_meta
 
     model = without_ties(model)
@@ -30,14 +35,18 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     with contextlib.ExitStack() as stack, preserve_node_meta(), _named_modules(model):
         if not are_fake(given):  # what is planned on fake tensors runs elsewhere
             stack.enter_context(as_eager())
+        raw = Raw()
+        stack.callback(model.register_forward_pre_hook(raw.begin).remove)
         try:
             try:
-                with contextlib.ExitStack() as first:
+                with contextlib.ExitStack() as first, raw:
                     exported = aot_export_joint_with_descriptors(first, model, args, kwargs)
                     stack.push(first.pop_all())
-            except DataDependentOutputException:
+            except (DataDependentOutputException, DynamicOutputShapeException):
                 args, kwargs = _with_unknown_sizes((args, kwargs))
-                exported = aot_export_joint_with_descriptors(stack, model, args, kwargs)
+                with raw:
+                    exported = aot_export_joint_with_descriptors(stack, model, args, kwargs)
+            raw.end()
         except Exception as error:
             raise CaptureError(
                 f"{type(model).__name__} could not be traced as one graph: {error}"

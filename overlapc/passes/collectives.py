@@ -1,0 +1,377 @@
+"""Turns calls of `torch.distributed` into functional collectives while a model is traced: `Raw`.
+
+A raw collective writes into tensors it is given; a traced graph changes nothing in place. So
+`dist.all_reduce(x, async_op=True)` becomes a start of `_c10d_functional`, and the `wait()` of the
+work that it returns becomes the start's wait and a write into `x`. A synchronous call waits at once.
+
+Below autograd, as in eager, where a collective is unknown to autograd: what a model wants of its
+gradient it says in an `autograd.Function`.
+
+What eager leaves to chance is refused: a read of what a collective in flight writes, a write to
+what it reads, and a collective that is never waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed import distributed_c10d as c10d
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from overlapc.errors import CaptureError
+
+functional = torch.ops._c10d_functional
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_lock = threading.Lock()
+_inside = 0  # how many `Raw` are on, in all threads
+_changes = contextlib.ExitStack()
+
+
+@dataclass(eq=False)
+class Flight:
+    """A collective that was started: its result, one after the other what its targets get."""
+
+    name: str
+    line: str
+    result: Tensor
+    targets: Sequence[Tensor]
+    sources: Sequence[Tensor] = ()  # that it reads until it ends
+
+    def land(self) -> None:
+        """Wait for it and write what it brings into its targets."""
+        got = functional.wait_tensor(self.result)
+        parts = [got]
+        if len(self.targets) > 1:
+            parts = list(got.reshape(-1).split([t.numel() for t in self.targets]))
+        for target, part in zip(self.targets, parts, strict=True):
+            _write(target, _shaped(part, target.shape), len(parts) == 1)
+
+
+class Work:
+    """What an asynchronous call returns in place of `torch.distributed.Work`."""
+
+    def __init__(self, raw: Raw, flight: Flight) -> None:
+        self._raw = raw
+        self._flight = flight
+
+    def wait(self, timeout: object = None) -> bool:
+        self._raw.land(self._flight)
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CaptureError(
+            f"the work of dist.{self._flight.name} is asked for {name}, expected wait() alone: a "
+            "graph does not know how far a collective is",
+            _line(),
+        )
+
+
+class Raw(TorchDispatchMode):
+    """The mode under which raw collectives are traced; `begin` is called before each trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flights: list[Flight] = []
+
+    def __enter__(self) -> Raw:
+        _enter()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        _leave()
+
+    def begin(self, *_: object) -> None:
+        self._flights.clear()
+
+    def end(self) -> None:
+        for flight in self._flights:
+            raise CaptureError(
+                f"dist.{flight.name} is never waited for, expected work.wait(): without it eager "
+                "returns what happens to be there",
+                flight.line,
+            )
+
+    def start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
+        """The call of a function of `torch.distributed`."""
+        waits = not kwargs.pop("async_op", False)
+        if name not in _STARTS:
+            raise _refused(f"dist.{name}")
+        group = kwargs.pop("group", None) or dist.group.WORLD
+        if c10d._rank_not_in_group(group):
+            c10d._warn_not_in_group(name)
+            return None
+        if group in c10d._world.pg_coalesce_state:
+            raise _refused(f"dist.{name} within a coalescing manager")
+        with torch._C._AutoDispatchBelowAutograd():
+            flight = Flight(name, _line(), *_STARTS[name](group, *args, **kwargs))
+        self._flights.append(flight)
+        if not waits:
+            return Work(self, flight)
+        self.land(flight)
+        return None
+
+    def land(self, flight: Flight) -> None:
+        if flight in self._flights:  # else it was waited for before
+            self._flights.remove(flight)
+            with torch._C._AutoDispatchBelowAutograd():
+                flight.land()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if op.namespace == "c10d":  # not by a function that asks `_asked`
+            raise _refused(str(op))
+        if self._flights and not op.is_view:
+            self._refuse_races(op, args, kwargs)
+        return op(*args, **kwargs)
+
+    def _refuse_races(self, op: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        for argument, given in zip(op._schema.arguments, args, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            self._refuse_race(op, given, writes)
+        for argument in op._schema.arguments:
+            if argument.name in kwargs:
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                self._refuse_race(op, kwargs[argument.name], writes)
+
+    def _refuse_race(self, op: Any, given: Any, writes: bool) -> None:
+        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+        for flight in self._flights:
+            known = [*flight.targets, *(flight.sources if writes else ())]
+            if any(_overlap(tensor, other) for tensor in tensors for other in known):
+                raise CaptureError(
+                    f"{op} {'writes' if writes else 'reads'} a tensor that dist.{flight.name} "
+                    f"({flight.line}) may still be at, expected work.wait() before it",
+                    _line(),
+                )
+
+
+# --------------------------------------------------------------------------- collectives
+
+# What each gives: the result in flight, its targets, and what it reads until it ends.
+_Start = tuple[Any, Sequence[Tensor], Sequence[Tensor]]
+
+
+def _all_reduce(group: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Start:
+    target = _as_it_lies(_real(tensor))
+    return functional.all_reduce(target, _reduction(op), group.group_name), [target], []
+
+
+def _broadcast(
+    group: Any, tensor: Tensor, src: int | None = None, group_src: int | None = None
+) -> _Start:
+    root = c10d._canonicalize_group_rank(group, src, group_src)
+    target = _as_it_lies(_real(tensor))
+    return functional.broadcast(target, root, group.group_name), [target], []
+
+
+def _all_gather_single(group: Any, output_tensor: Tensor, input_tensor: Tensor) -> _Start:
+    source = _real(input_tensor)
+    rows = source.contiguous() if source.dim() else source.view(1)
+    result = functional.all_gather_into_tensor(rows, group.size(), group.group_name)
+    return result, [_real(output_tensor)], [source]
+
+
+def _all_gather(group: Any, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Start:
+    if len({tuple(one.shape) for one in tensor_list}) > 1:  # everyone sends all it has to each
+        return _all_to_all(group, tensor_list, [tensor] * group.size())
+    result, _, sources = _all_gather_single(group, tensor, tensor)
+    return result, [_real(one) for one in tensor_list], sources
+
+
+def _reduce_scatter_single(
+    group: Any, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
+) -> _Start:
+    size = group.size()
+    rows = input.reshape(-1) if input.dim() != output.dim() else input.contiguous()
+    result = functional.reduce_scatter_tensor(rows, _reduction(op), size, group.group_name)
+    return result, [output], [input]
+
+
+def _reduce_scatter(
+    group: Any, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
+) -> _Start:
+    if any(one.shape != output.shape for one in input_list):
+        raise _refused("dist.reduce_scatter of tensors of several shapes")
+    whole = torch.cat([one.reshape(-1) for one in input_list])
+    result = functional.reduce_scatter_tensor(whole, _reduction(op), group.size(), group.group_name)
+    return result, [output], input_list
+
+
+def _all_to_all_single(
+    group: Any,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> _Start:
+    target, source, size = _real(output), _real(input), group.size()
+    leaves = list(input_split_sizes or [source.shape[0] // size] * size)
+    arrives = list(output_split_sizes or [target.shape[0] // size] * size)
+    result = functional.all_to_all_single(source.contiguous(), arrives, leaves, group.group_name)
+    return result, [target], [source]
+
+
+def _all_to_all(
+    group: Any, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor]
+) -> _Start:
+    targets = [_real(one) for one in output_tensor_list]
+    sources = [_real(one) for one in input_tensor_list]
+    leaves, arrives = [one.numel() for one in sources], [one.numel() for one in targets]
+    whole = torch.cat([one.reshape(-1) for one in sources])
+    result = functional.all_to_all_single(whole, arrives, leaves, group.group_name)
+    return result, targets, sources
+
+
+_STARTS: dict[str, Callable[..., _Start]] = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather_single,
+    "all_gather_into_tensor": _all_gather_single,  # its name before torch 2.13
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "reduce_scatter_tensor": _reduce_scatter_single,  # its name before torch 2.13
+    "all_to_all_single": _all_to_all_single,
+    "all_to_all": _all_to_all,
+}
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def _reduction(op: Any) -> str:
+    for name in _REDUCTIONS:
+        if op == getattr(dist.ReduceOp, name):
+            return name.lower()
+    raise _refused(f"a reduction by {op}")
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """A view with the axes in the order of memory: where an element lies decides in which order
+    the ranks' values are added."""
+    axes = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    ordered = tensor.permute(axes)
+    return ordered if ordered.is_contiguous() and not tensor.is_contiguous() else tensor
+
+
+def _shaped(value: Tensor, shape: Sequence[Any]) -> Tensor:
+    same = value.dim() == len(shape) and all(
+        statically_known_true(one == other) for one, other in zip(value.shape, shape, strict=True)
+    )
+    return value if same else value.view(shape)
+
+
+def _write(target: Tensor, value: Tensor, whole: bool) -> None:
+    """Into the target: the tensor itself, if it is the `whole` of what was allocated, or a copy,
+    whose address is as aligned as eager's."""
+    if whole and isinstance(target, FunctionalTensor) and target.is_contiguous():
+        assert isinstance(value, FunctionalTensor)
+        target.replace_(FunctionalTensor.from_functional(value))
+        target.commit_update()
+        target.sync()
+        return
+    # Autograd's count of changes stays as it is: eager's collectives do not count.
+    with torch.autograd._unsafe_preserve_version_counter(target):
+        target.copy_(value)
+
+
+# --------------------------------------------------------------------------- while it is on
+
+
+def _enter() -> None:
+    """The functions of `torch.distributed` ask `has_torch_function`, by whatever name a model
+    imported them, whether something else takes the call."""
+    global _inside
+    with _lock:
+        if not _inside:
+            has, handle = c10d.has_torch_function, c10d.handle_torch_function
+
+            def asked(relevant: Any) -> bool:
+                return _current() is not None or has(relevant)
+
+            def taken(function: Any, relevant: Any, *args: Any, **kwargs: Any) -> Any:
+                raw = _current()
+                if raw is None:
+                    return handle(function, relevant, *args, **kwargs)
+                return raw.start(function.__name__, args, kwargs)
+
+            _changes.enter_context(_replaced("has_torch_function", asked))
+            _changes.enter_context(_replaced("handle_torch_function", taken))
+        _inside += 1
+
+
+def _leave() -> None:
+    global _inside
+    with _lock:
+        _inside -= 1
+        if not _inside:
+            _changes.close()
+
+
+@contextlib.contextmanager
+def _replaced(name: str, new: Any) -> Iterator[None]:
+    old = getattr(c10d, name)
+    setattr(c10d, name, new)
+    try:
+        yield
+    finally:
+        setattr(c10d, name, old)
+
+
+def _current() -> Raw | None:
+    """The mode of this thread, or of the one whose backward this thread of autograd's runs."""
+    found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Raw)]
+    return found[-1] if found else None
+
+
+# --------------------------------------------------------------------------- errors
+
+
+def _refused(what: str) -> CaptureError:
+    return CaptureError(f"{what} cannot be captured, expected one of {', '.join(_STARTS)}", _line())
+
+
+def _line() -> str:
+    """The line of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__
+    ):
+        frame = frame.f_back
+    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory from their first to their last elements may have bytes in common."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    (begin, end), (start, stop) = _extent(one), _extent(other)
+    return begin < stop and start < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    size = tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    length = 1 + sum((rows - 1) * stride for rows, stride in steps) if tensor.numel() else 0
+    return tensor.storage_offset() * size, (tensor.storage_offset() + length) * size

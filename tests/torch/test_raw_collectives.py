@@ -1,0 +1,363 @@
+"""Raw collectives of `torch.distributed`, sync and async, are captured as what they are in eager."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overlapc.emulate import Link, init_fabric
+from overlapc.errors import CaptureError
+from overlapc.passes.capture import capture
+from tests.torch.exact import randn
+from tests.torch.raw_models import gather, planned_step, scatter
+
+RANKS = 2
+Call = Callable[..., Any]
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Calls(nn.Module):
+    """Calls a collective on what it computes, and hands on what that wrote."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+        self.weight = nn.Parameter(randn(4, 4, seed=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        class Raw(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, y: Tensor) -> Tensor:
+                out: Tensor = self.call(y.clone())
+                ctx.shape = y.shape
+                return out
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad.sum().expand(ctx.shape)
+
+        out: Tensor = Raw.apply(x @ self.weight)
+        return out.sum()
+
+
+def starts_and_waits(call: Call) -> list[str]:
+    trace = capture(Calls(call), randn(4, 4)).trace
+    return [op.name for op in trace.ops if op.role in ("start", "wait")]
+
+
+def reduced(y: Tensor, **how: Any) -> Any:
+    return y, dist.all_reduce(y, **how)
+
+
+def broadcast(y: Tensor, **how: Any) -> Any:
+    return y, dist.broadcast(y, 1, **how)
+
+
+def gathered(y: Tensor, **how: Any) -> Any:
+    out = y.new_empty(4 * RANKS, 4)
+    return out, gather(out, y, **how)
+
+
+def listed(y: Tensor, **how: Any) -> Any:
+    outs = [torch.empty_like(y) for _ in range(RANKS)]
+    work = dist.all_gather(outs, y, **how)
+    return torch.stack(outs) if work is None else outs[1], work
+
+
+def listed_unevenly(y: Tensor, **how: Any) -> Any:
+    outs = [y.new_empty(4 + rank, 4) for rank in range(RANKS)]
+    return outs[1], dist.all_gather(outs, y, **how)
+
+
+def scattered(y: Tensor, **how: Any) -> Any:
+    out = y.new_empty(2, 4)
+    return out, scatter(out, y, **how)
+
+
+def scattered_list(y: Tensor, **how: Any) -> Any:
+    out = y.new_empty(2, 4)
+    return out, dist.reduce_scatter(out, [y[:2], y[2:]], **how)
+
+
+def exchanged(y: Tensor, **how: Any) -> Any:
+    out = torch.empty_like(y)
+    return out, dist.all_to_all_single(out, y, **how)
+
+
+def exchanged_unevenly(y: Tensor, **how: Any) -> Any:
+    out = y.new_empty(5, 4)
+    return out, dist.all_to_all_single(out, y, [2, 3], [1, 3], **how)
+
+
+def exchanged_lists(y: Tensor, **how: Any) -> Any:
+    outs = [y.new_empty(2, 4), y.new_empty(3, 2)]
+    return outs[1], dist.all_to_all(outs, [y[:1], y[1:]], **how)
+
+
+COLLECTIVES = {
+    reduced: "all_reduce",
+    broadcast: "broadcast",
+    gathered: "all_gather_into_tensor",
+    listed: "all_gather_into_tensor",
+    listed_unevenly: "all_to_all_single",
+    scattered: "reduce_scatter_tensor",
+    scattered_list: "reduce_scatter_tensor",
+    exchanged: "all_to_all_single",
+    exchanged_unevenly: "all_to_all_single",
+    exchanged_lists: "all_to_all_single",
+}
+each = pytest.mark.parametrize("call", COLLECTIVES, ids=lambda call: call.__name__)
+
+
+@each
+def test_a_synchronous_call_is_a_start_and_a_wait(fake_ranks: None, call: Call) -> None:
+    assert starts_and_waits(lambda y: call(y)[0]) == [COLLECTIVES[call], "wait_tensor"]
+
+
+@each
+def test_an_asynchronous_call_is_waited_for_where_the_model_waits(
+    fake_ranks: None, call: Call
+) -> None:
+    def later(y: Tensor) -> Tensor:
+        out, work = call(y, async_op=True)
+        meanwhile = torch.ones(3).exp()
+        work.wait()
+        work.wait()
+        return out.sum() + meanwhile.sum()
+
+    names = [op.name for op in capture(Calls(later), randn(4, 4)).trace.ops]
+    assert names.index(COLLECTIVES[call]) < names.index("exp") < names.index("wait_tensor")
+    assert names.count("wait_tensor") == 1
+
+
+def never_waited(y: Tensor) -> Tensor:
+    dist.all_reduce(y, async_op=True)
+    return torch.ones(4, 4)
+
+
+def read_too_early(y: Tensor) -> Tensor:
+    work = dist.all_reduce(y[1:], async_op=True)
+    early = y * 2
+    work.wait()
+    return early
+
+
+def written_too_early(y: Tensor) -> Tensor:
+    out, work = gathered(y, async_op=True)
+    y.mul_(2)
+    work.wait()
+    return out
+
+
+def asked(y: Tensor) -> Tensor:
+    work = dist.all_reduce(y, async_op=True)
+    while not work.is_completed():
+        pass
+    return y
+
+
+def reduced_to_one(y: Tensor) -> Tensor:
+    dist.reduce(y, 0)
+    return y
+
+
+def sent(y: Tensor) -> Tensor:
+    dist.isend(y, 1).wait()
+    return y
+
+
+def received(y: Tensor) -> Tensor:
+    dist.irecv(y, 1).wait()
+    return y
+
+
+def barred(y: Tensor) -> Tensor:
+    dist.barrier()
+    return y
+
+
+def by_the_group(y: Tensor) -> Tensor:
+    dist.group.WORLD.allreduce([y]).wait()
+    return y
+
+
+def scaled(y: Tensor) -> Tensor:
+    dist.all_reduce(y, op=dist._make_nccl_premul_sum(2.0))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (never_waited, r"dist\.all_reduce is never waited for"),
+        (read_too_early, r"aten\.mul\.Tensor reads a tensor that dist\.all_reduce .* may still"),
+        (written_too_early, r"aten\.mul_\.Tensor writes a tensor that dist\.all_gather"),
+        (asked, r"asked for is_completed"),
+        (reduced_to_one, r"dist\.reduce cannot be captured"),
+        (sent, r"dist\.isend cannot be captured"),
+        (received, r"dist\.irecv cannot be captured"),
+        (barred, r"c10d\.barrier\.default cannot be captured"),
+        (by_the_group, r"c10d\.allreduce_\.default cannot be captured"),
+        (scaled, r"a reduction by .* cannot be captured"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(fake_ranks: None, call: Call, message: str) -> None:
+    with pytest.raises(CaptureError, match=message) as refused:
+        capture(Calls(call), randn(4, 4))
+    line = call.__code__.co_firstlineno
+    assert any(f'{__file__}", line {line + i}' in str(refused.value) for i in range(1, 5))
+
+
+def test_other_parts_of_a_tensor_are_free_while_one_is_reduced(fake_ranks: None) -> None:
+    def beside(y: Tensor) -> Tensor:
+        work = dist.all_reduce(y[:2], async_op=True)
+        y[2:].mul_(2)
+        work.wait()
+        return y
+
+    assert starts_and_waits(beside) == ["all_reduce", "wait_tensor"]
+
+
+def test_outside_of_a_function_autograd_does_not_know_the_collective(fake_ranks: None) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(4, 4, seed=1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x @ self.weight).exp()
+            dist.all_reduce(y)
+            return y.sum()
+
+    trace = capture(Plain(), randn(4, 4)).trace
+    assert [op.name for op in trace.ops if op.role == "start"] == ["all_reduce"]
+
+
+def test_after_a_capture_collectives_are_eagers_again(fake_ranks: None) -> None:
+    with pytest.raises(CaptureError):
+        capture(Calls(never_waited), randn(4, 4))
+    y = torch.ones(4)
+    assert isinstance(dist.all_reduce(y, async_op=True), dist.Work)
+
+
+# --------------------------------------------------------------------------- in sequence, on views
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda t: t,
+    "rows": lambda t: t[2:6],
+    "one row": lambda t: t[3],
+    "turned": lambda t: t.t(),
+    "flat": lambda t: t.view(-1)[8:40],
+    "columns": lambda t: t[:, 2:4],
+}
+CALLS = {"all_reduce", "broadcast", "gather", "scatter", "exchange", "listed"}
+
+
+def run_calls(t: Tensor, calls: list[tuple[str, str, bool, bool]]) -> Tensor:
+    """Each call on a view of `t`, asynchronous or not; the works are waited for at the end of
+    each, or with compute on another tensor in between."""
+    total = torch.zeros(())
+    for name, where, later, doubled in calls:
+        view = VIEWS[where](t)
+        if name in ("all_reduce", "broadcast") and where == "columns":
+            view = VIEWS["rows"](t)  # these take what lies without gaps
+        rows = view.shape[0]
+        out: Tensor | list[Tensor] = view
+        if name == "all_reduce":
+            work = dist.all_reduce(view, async_op=later)
+        elif name == "broadcast":
+            work = dist.broadcast(view, 1, async_op=later)
+        elif name == "gather":
+            out = view.new_zeros(RANKS * rows, *view.shape[1:])
+            work = gather(out, view.contiguous(), async_op=later)
+        elif name == "scatter":
+            out = view.new_zeros(rows // RANKS, *view.shape[1:])
+            work = scatter(out, view.contiguous(), async_op=later)
+        elif name == "exchange":
+            out = view.new_zeros(view.shape)
+            work = dist.all_to_all_single(out, view.contiguous(), async_op=later)
+        else:
+            out = [view.new_zeros(view.shape) for _ in range(RANKS)]
+            work = dist.all_gather(out, view.contiguous(), async_op=later)
+        other = total.cos()
+        if later:
+            work.wait()
+        whole = torch.stack(out) if isinstance(out, list) else out
+        total = other + (whole * torch.arange(1.0, whole.numel() + 1).view(whole.shape)).sum()
+        if doubled:
+            VIEWS["rows"](t).mul_(0.5)
+    return t.sum() + total
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(CALLS)),
+            st.sampled_from(sorted(VIEWS)),
+            st.booleans(),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_sequence_of_collectives_on_views_is_as_eager(
+    calls: list[tuple[str, str, bool, bool]],
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        init_fabric(Link(alpha_s=0.0, bytes_per_s=1e13), world_size=RANKS, rank=1)
+    try:
+        model = Sequence(calls)
+        x = randn(8, 8)
+        eager = model(x)
+        eager.backward()
+        expected = model.weight.grad
+        assert expected is not None
+        loss, (gradient,) = planned_step(model, (x,))
+        assert torch.equal(loss, eager.detach())
+        assert gradient is not None
+        assert torch.equal(gradient, expected)
+    finally:
+        dist.destroy_process_group()
+
+
+class Sequence(nn.Module):
+    """The calls in a Function's forward, and in its backward."""
+
+    def __init__(self, calls: list[tuple[str, str, bool, bool]]) -> None:
+        super().__init__()
+        self.calls = calls
+        self.weight = nn.Parameter(randn(8, 8, seed=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = self.calls
+
+        class Both(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, y: Tensor) -> Tensor:
+                y = y.clone()
+                return y + run_calls(y, calls)
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                grad = grad.clone()
+                return grad + run_calls(grad, calls)
+
+        return (Both.apply(x @ self.weight) * x).sum()
