@@ -1,8 +1,8 @@
 """Turns calls of `torch.distributed` into functional collectives while a model is traced: `Raw`.
 
 A raw collective writes into tensors it is given; a traced graph changes nothing in place. So
-`dist.all_reduce(x, async_op=True)` becomes a start of `_c10d_functional`, and the `wait()` of the
-work that it returns becomes the start's wait and a write into `x`. A synchronous call waits at once.
+`dist.all_reduce(x, async_op=True)` becomes a start of `_c10d_functional`, and the `wait()` of
+the work that it returns its wait and a write into `x`. A synchronous call waits at once.
 
 Below autograd, as in eager, where a collective is unknown to autograd: what a model wants of its
 gradient it says in an `autograd.Function`.
@@ -118,6 +118,7 @@ class Raw(TorchDispatchMode):
             c10d._warn_not_in_group(name)
             return None
         if group in c10d._world.pg_coalesce_state:
+            c10d._world.pg_coalesce_state.pop(group)  # the manager itself does not, on an error
             raise _refused(f"dist.{name} within a coalescing manager")
         with torch._C._AutoDispatchBelowAutograd():
             flight = Flight(name, _line(), *_STARTS[name](group, *args, **kwargs))

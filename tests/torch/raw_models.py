@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from overlapc.passes.capture import capture
 from overlapc.passes.rewrite import rewrite
 from overlapc.planning.options import Options
-from overlapc.planning.road import plan_captured
+from overlapc.planning.road import plan
 
 with warnings.catch_warnings():
     # torch 2.13 renames them; torch 2.11 knows only the names used here.
@@ -170,13 +170,13 @@ def planned_step(
     model: nn.Module, args: Sequence[Tensor], solver: str = "overlap", budget: Any = None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss and the gradients of parameters, by a plan of the directly captured graph."""
-    captured = capture(model, *args)
-    options = Options(budget, solver, profile="estimate", hardware="cpu-gloo")
-    plan = plan_captured(captured, options)[1].plan
-    forward, backward = rewrite(captured, plan)
+    options = Options(memory_budget=budget, solver=solver, profile="estimate")
+    planned = plan(capture(model, *args), options)
+    forward, backward = rewrite(planned.captured, planned.report.plan)
     primals = [*model.parameters(), *model.buffers(), *args]
     with torch.no_grad():
         loss, *saved = forward([*primals])
+        saved.sort(key=torch.is_tensor)  # sizes that are data come first, as in AOTAutograd
         gradients = backward([*saved, torch.ones_like(loss)])
     return loss, list(gradients[: len([*model.parameters()])])
 

@@ -1,4 +1,4 @@
-"""Raw collectives of `torch.distributed`, sync and async, are captured as what they are in eager."""
+"""A capture holds the raw collectives of `torch.distributed`, sync and async, as eager has them."""
 
 from __future__ import annotations
 
@@ -196,6 +196,12 @@ def by_the_group(y: Tensor) -> Tensor:
     return y
 
 
+def coalesced(y: Tensor) -> Tensor:
+    with dist.distributed_c10d._coalescing_manager():
+        dist.all_reduce(y)
+    return y
+
+
 def scaled(y: Tensor) -> Tensor:
     dist.all_reduce(y, op=dist._make_nccl_premul_sum(2.0))
     return y
@@ -213,6 +219,7 @@ def scaled(y: Tensor) -> Tensor:
         (received, r"dist\.irecv cannot be captured"),
         (barred, r"c10d\.barrier\.default cannot be captured"),
         (by_the_group, r"c10d\.allreduce_\.default cannot be captured"),
+        (coalesced, r"dist\.all_reduce within a coalescing manager cannot be captured"),
         (scaled, r"a reduction by .* cannot be captured"),
     ],
 )
@@ -249,9 +256,11 @@ def test_outside_of_a_function_autograd_does_not_know_the_collective(fake_ranks:
 
 
 def test_after_a_capture_collectives_are_eagers_again(fake_ranks: None) -> None:
-    with pytest.raises(CaptureError):
-        capture(Calls(never_waited), randn(4, 4))
+    for refused in (never_waited, coalesced):
+        with pytest.raises(CaptureError):
+            capture(Calls(refused), randn(4, 4))
     y = torch.ones(4)
+    assert dist.all_reduce(y) is None
     assert isinstance(dist.all_reduce(y, async_op=True), dist.Work)
 
 
@@ -304,7 +313,7 @@ def run_calls(t: Tensor, calls: list[tuple[str, str, bool, bool]]) -> Tensor:
     return t.sum() + total
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     st.lists(
         st.tuples(
