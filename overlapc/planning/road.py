@@ -21,7 +21,7 @@ from overlapc.planning.options import Options
 from overlapc.planning.problem import GRAPH, TrainingStep, formulate
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
-from overlapc.simulate import simulate
+from overlapc.simulate import peak_bytes, simulate
 from overlapc.solvers import FIELD, best_baseline, solve
 from overlapc.solvers.merging import solve_step
 from overlapc.text import format_plan
@@ -41,18 +41,23 @@ def plan(
     primals: Sequence[Any] | None = None,
     exchange: Exchange | None = None,
     torch_choices: Choices = tuple,
+    own: Callable[[Problem], Plan] | None = None,
 ) -> StepPlan:
     """Plan a step of one captured graph: agree, cost, formulate, solve, check, simulate, report.
 
     `primals` are real inputs, to measure with. `exchange` joins the ranks that must agree; without
     one this rank plans alone. `torch_choices` gives the saved sets that PyTorch's own partitioner
-    would choose.
+    would choose, `own` the plan of the model's own recompute, if it has any: its peak is the
+    default budget, and it is what runs if nothing else fits.
     """
     captured, step, profiles = agreed(captured, step, options, primals, exchange)
     profile = merge_profiles(profiles)
     problem = formulate(captured.trace, profile, options.memory_budget, step)
+    theirs = own and own(problem)
+    if theirs is not None and options.memory_budget is None:
+        problem = replace(problem, budget_bytes=peak_bytes(problem, theirs))
     log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
-    plans = decided(lambda: _solved(problem, step, options, torch_choices), exchange)
+    plans = decided(lambda: _solved(problem, step, options, torch_choices, theirs), exchange)
     for each in plans:
         found_by = each.found_by and f", found by {each.found_by}"
         log(1, f"{step.name}: plan of {each.solver}{found_by}")
@@ -63,13 +68,22 @@ def plan(
 
 
 def _solved(
-    problem: Problem, step: TrainingStep, options: Options, choices: Choices
+    problem: Problem,
+    step: TrainingStep,
+    options: Options,
+    choices: Choices,
+    theirs: Plan | None = None,
 ) -> tuple[Plan, ...]:
     """The plan of a microbatch. Where microbatches are merged that of two comes behind it, if
     merging pays, else those that leave room for more microbatches."""
     if options.plans:
         return options.plans
-    alone = _alone(problem, options, choices)
+    try:
+        alone = _alone(problem, options, choices)
+    except Infeasible:
+        if theirs is None or peak_bytes(problem, theirs) > (problem.budget_bytes or 0):
+            raise
+        alone = theirs
     if not step.lag:
         return alone, *_roomier(alone, problem, step, options.solver)
     if options.solver in FIELD:

@@ -9,7 +9,8 @@ from typing import Any
 from overlapc.pipeline import PipelineTimeline
 from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
-from overlapc.search.layouts import Cluster
+from overlapc.search.layouts import Cluster, expert_ranks
+from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments
 from overlapc.search.models import Model
 from overlapc.search.search import Result
 from overlapc.solvers.partition import layout
@@ -28,7 +29,7 @@ def verdict(
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
-    lines += ["", *_winner(result, result.best)]
+    lines += ["", *_winner(result, result.best), *_megatron(model, result.best)]
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
     if compared:
@@ -63,6 +64,22 @@ def _winner(result: Result, best: Found) -> list[str]:
     if best.merged:
         lines.append("  microbatches merged: each forward with the backward before (TrainStep)")
     return lines
+
+
+def _megatron(model: Model, best: Found) -> list[str]:
+    """What to pass to Megatron's scripts for this layout."""
+    schedule = best.layout.schedule
+    if schedule not in RUN_BY_MEGATRON:
+        return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
+    experts = expert_ranks(model, best.layout.dp)
+    said = " ".join(megatron_arguments(best.layout, best.layers, best.microbatches, experts))
+    return textwrap.wrap(
+        f"Megatron: {said}",
+        100,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
 
 
 def _picture(timeline: PipelineTimeline, microbatches: int) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from overlapc.errors import FileError, InvalidSchedule, OptionError
 from overlapc.files import StrPath, read_json
@@ -11,6 +13,7 @@ from overlapc.search.evaluate import Found
 from overlapc.search.layouts import (
     GRADIENT_BYTES,
     Cluster,
+    Layout,
     stage_parameters,
     static_bytes,
 )
@@ -48,6 +51,8 @@ class Chosen:
     solver: str
     sequence_parallel: bool = False
     merged: bool = False  # microbatches: as `overlapc.TrainStep` runs them
+    layout: Layout = Layout(1, 1, 1, 1)
+    shapes: Mapping[str, Any] = field(default_factory=dict)  # of the model, as the file has them
 
 
 def load_search(path: StrPath) -> Chosen:
@@ -66,6 +71,8 @@ def load_search(path: StrPath) -> Chosen:
         if len(layers) != layout.stages:
             raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         budgets = tuple(map(int, document["memory_budgets"]))
+        if not isinstance(document["model"], dict):
+            raise ValueError("found no shapes of the model")
         if len(budgets) != layout.stages:
             raise ValueError(f"memory budgets of {len(budgets)} stages, expected {layout.stages}")
     except (
@@ -94,6 +101,8 @@ def load_search(path: StrPath) -> Chosen:
         found.solver,
         layout.sequence,
         found.merged,
+        layout,
+        document["model"],
     )
 
 
