@@ -15,7 +15,11 @@ from torch import Tensor, nn
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
 from overlapc.errors import Infeasible
+from overlapc.planning.options import Options
+from overlapc.planning.road import plan
 from overlapc.profiler.memory import measure_peak
+from overlapc.simulate import peak_bytes
+from overlapc.solvers.baselines import full
 from tests.torch.exact import DYNAMO_WARNINGS
 from tests.torch.zoo import on_fabric, tokens
 
@@ -136,3 +140,19 @@ def test_a_row_of_budgets(
         assert found <= budget, lines
     for (_, more), (_, fewer) in pairwise(measured):
         assert fewer <= more, lines
+
+
+def test_the_default_budget_is_what_the_models_own_recompute_takes() -> None:
+    captured = overlapc.capture(Perceptrons(), torch.randn(64, 64))
+    options = Options(profile="estimate")
+    free = plan(captured, options).report
+    report = plan(captured, options, own=full).report
+    own = full(report.problem)
+    assert (
+        report.problem.budget_bytes == peak_bytes(report.problem, own) < free.problem.budget_bytes
+    )
+    assert report.timeline.peak_bytes <= report.problem.budget_bytes
+    nothing_fits = Options(profile="estimate", solver="none")  # it recomputes nothing
+    assert plan(captured, nothing_fits, own=full).report.plan.saved == own.saved
+    asked = Options(profile="estimate", memory_budget=10**9)
+    assert plan(captured, asked, own=full).report.problem.budget_bytes == 10**9
