@@ -14,7 +14,7 @@ name. What a parameter's gradient is added to is its owner, `owner_of_` the inpu
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from overlapc.passes.nodes import is_folded_getitem, primal_nodes
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
 from overlapc.passes.trace import Captured, changed_inputs, may_alias
 from overlapc.stages import TURNS, turns
+
+Deliver = Callable[[Sequence[Any], Tensor, bool], None]  # as `accumulate`; a module's function
 
 
 @dataclass
@@ -165,15 +167,15 @@ def _attributes(parts: Iterable[Part]) -> torch.nn.Module:
     return root
 
 
-def cut(captured: Captured, plan: Plan) -> Parts:
-    """Return the parts of a captured graph under a plan that passed `check`. Gradients of
-    parameters are added to `.grad` as soon as they are there; others are given."""
+def cut(captured: Captured, plan: Plan, deliver: Deliver | None = None) -> Parts:
+    """Return the parts of a captured graph under a plan that passed `check`. `deliver` adds
+    gradients of parameters to their owners' as soon as they are there; others are given."""
     # One generator state a draw, as a tensor, wherever the generator lives.
     with functorch_config.patch(graphsafe_rng_functionalization=False):
         emitted = emit(captured, plan)
     forward = _forward(captured, emitted)
     saved = forward.gives[captured.num_fwd_outputs :]
-    backward = _backward(captured, emitted, saved)
+    backward = _backward(captured, emitted, saved, deliver or accumulate)
     _ordered(backward.module, plan.order, backward.names)
     return Parts(forward, backward, turns(captured.trace, plan.order))
 
@@ -224,7 +226,7 @@ def _forward(captured: Captured, emitted: Emitted) -> Part:
     return Part(emitted.forward, tuple(takes), tuple(gives), _of(emitted, emitted.forward))
 
 
-def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str]) -> Part:
+def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str], deliver: Deliver) -> Part:
     module = emitted.backward
     graph = module.graph
     names = _of(emitted, module)
@@ -270,7 +272,7 @@ def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str]) -> Par
             placeholders.insert(0, owners[-1])
         with graph.inserting_before(output):
             owned = len(owners) == 1 and _has_one_reader(grad)
-            add = graph.call_function(accumulate, (tuple(owners), grad, owned))
+            add = graph.call_function(deliver, (tuple(owners), grad, owned))
         names[add] = source.name + ADD
     output.args = (tuple(given),)
     return Part(module, tuple(takes), tuple(gives), names)

@@ -34,6 +34,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "TrainStep": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
     "Pipeline": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
+    "megatron": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
 }
 
 

@@ -16,18 +16,21 @@ from torch import Tensor, nn
 
 from overlapc.errors import CaptureError
 from overlapc.passes.joint import Joint, owner_of
-from overlapc.passes.parts import Part, accumulate, cut
+from overlapc.passes.parts import Part, Parts, accumulate, cut
 from overlapc.planning.report import Report
 
 State = dict[str, Any]
 
 
 class Program:
-    """A graph and its parts. A `whole` one ends in the loss; others get gradients of results."""
+    """A graph and its parts. A `whole` one ends in the loss; others get gradients of results.
+    `parts` are the plan's, where they are not just what `cut` makes."""
 
-    def __init__(self, joint: Joint, report: Report, whole: bool) -> None:
+    def __init__(
+        self, joint: Joint, report: Report, whole: bool, parts: Parts | None = None
+    ) -> None:
         self.joint, self.report = joint, report
-        self._parts = cut(joint.captured, report.plan)
+        self._parts = cut(joint.captured, report.plan) if parts is None else parts
         self.merged: Part | None = None
         if report.merged is not None:
             self.merged = self._parts.merged(report.merged.plan)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from overlapc.errors import OverlapcError, RankError
+from overlapc.errors import CaptureError, OverlapcError, RankError
 from overlapc.runtime.exchange import Exchange
+
+T = TypeVar("T")
 
 
 def ranks_of(groups: Sequence[str]) -> list[int]:
@@ -40,7 +44,13 @@ def _stands_alone(group: str) -> bool:
 @contextlib.contextmanager
 def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange | None]:
     """A round of planning among the ranks of these groups, or None for a rank on its own."""
-    ranks = ranks_of(groups)
+    with exchange_of(ranks_of(groups), timeout_s) as exchange:
+        yield exchange
+
+
+@contextlib.contextmanager
+def exchange_of(ranks: Sequence[int], timeout_s: float) -> Iterator[Exchange | None]:
+    """A round of planning among these ranks, or None for a rank on its own."""
     if len(ranks) < 2:
         yield None
         return
@@ -52,3 +62,18 @@ def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange |
         except Exception as error:
             # The others raise, so this rank must not go on alone as plain PyTorch.
             raise RankError(f"planning failed on this rank: {error!r}") from error
+
+
+def together(exchange: Exchange | None, what: str, found: T | CaptureError) -> T:
+    """What this rank found, once no rank has a CaptureError; else that of the first that has one,
+    on every rank."""
+    mine = ["", ""] if not isinstance(found, CaptureError) else [found.reason, found.place]
+    told = [mine]
+    if exchange is not None:
+        told = [json.loads(data) for data in exchange.gather(what, json.dumps(mine).encode())]
+    if isinstance(found, CaptureError):
+        raise found
+    for rank, (reason, place) in zip(exchange.ranks if exchange else (), told, strict=False):
+        if reason:
+            raise CaptureError(f"{reason} (on rank {rank})", place)
+    return found

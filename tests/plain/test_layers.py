@@ -84,6 +84,8 @@ LAYERS = {
     "search.groups": Layer("errors torch"),
     "search.modules": Layer("layers torch"),
     "search.own": Layer("errors functions passes profiler torch"),
+    # Megatron's own scripts, planned. megatron is imported when it is patched.
+    "megatron": Layer("errors passes planning runtime torch"),
     # What people see.
     "report": Layer(
         "check errors files ir pipeline planning schedule search simulate solvers",

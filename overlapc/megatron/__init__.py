@@ -1,0 +1,52 @@
+"""overlapc under Megatron: its own training script, with planned model chunks in it.
+
+    import overlapc.megatron
+    overlapc.megatron.patch(memory_budget="8GB")     # before or after Megatron is imported
+
+Data, loss, DDP, optimizer, checkpoints and pipeline communication stay Megatron's. What is saved
+or made again, the order of ops, and when weight gradients are made are planned. Losses, gradients
+and weights stay bitwise those of Megatron alone. What cannot be planned runs as plain Megatron,
+with one warning that says why.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from overlapc.megatron.steps import Steps
+
+__all__ = ["explain", "patch", "unpatch"]
+_steps: Steps | None = None
+
+
+def patch(*, merge: bool = True, **options: Any) -> None:
+    """Run the training steps of Megatron planned, from the next one on.
+
+    `merge`: where there is no pipeline, a microbatch's backward is one graph with the next one's
+    forward. Other options are those of `overlapc.Options`; the memory budget is for what a step
+    allocates at its peak. A second call replaces the first.
+    """
+    global _steps
+    from overlapc.megatron import seams
+    from overlapc.megatron.steps import Steps
+    from overlapc.planning.options import Options
+
+    unpatch()
+    _steps = Steps(Options.parse(options, "megatron"), merge)
+    seams.install(_steps.run)
+
+
+def unpatch() -> None:
+    """Leave Megatron as it was."""
+    global _steps
+    if _steps is not None:
+        from overlapc.megatron import seams
+
+        seams.remove()
+        _steps = None
+
+
+def explain() -> str:
+    """What was planned for each model chunk of this rank, and what ran as plain Megatron."""
+    return "overlapc.megatron: not patched" if _steps is None else _steps.explain()

@@ -1,0 +1,300 @@
+"""What of Megatron is stood in for while a model chunk is traced, and put back after.
+
+A graph must not share scratch memory between layers, remember tensors between calls, recompute by
+itself, or write to a log. Which random stream an op draws from is noted on its node: `in_streams`
+enters the stream around the op where it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import traceback
+
+from overlapc.passes.parts import Part
+from overlapc.passes.trace import Captured
+
+STREAM = "overlapc_stream"  # a node's note of the random stream it draws from
+Change = tuple[Any, str, Any]  # owner, attribute, what it is meanwhile
+
+
+@dataclass
+class Taps:
+    """Tensors that the model notes down for a log. They become results of the graph, and are noted
+    down where it runs."""
+
+    values: list[Tensor] = field(default_factory=list)  # while traced
+    notes: list[tuple[int, Callable[..., None]]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.values.clear()
+        self.notes.clear()
+
+    def replay(self, values: list[Tensor]) -> None:
+        for count, write in self.notes:
+            write(*values[:count])
+            values = values[count:]
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
+    """Megatron as it can be traced."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_unchanged(model))
+        for make in (_memory, _recompute, _linear, _caches):
+            for owner, name, new in make():
+                stack.enter_context(_swapped(owner, name, new))
+        for owner, name, new in (*_logs(taps), *_numbers(model)):
+            stack.enter_context(_swapped(owner, name, new))
+        for scaler in scalers():
+            stack.callback(
+                setattr, scaler, "main_loss_backward_scale", scaler.main_loss_backward_scale
+            )
+        yield
+
+
+def scalers() -> list[Any]:
+    """Classes by whose `main_loss_backward_scale` a backward multiplies: of the auxiliary losses
+    of experts, and of multi-token prediction."""
+    found = []
+    for where, name in (
+        ("moe.moe_utils", "MoEAuxLossAutoScaler"),
+        ("multi_token_prediction", "MTPLossAutoScaler"),
+    ):
+        module = _module(f"megatron.core.transformer.{where}")
+        if hasattr(module, name):
+            found.append(getattr(module, name))
+    return found
+
+
+def in_streams(captured: Captured, forward: Part) -> None:
+    """Have the random ops of a forward draw from the streams they were traced in."""
+    stream_of = {
+        node.name: node.meta.get("custom", {}).get(STREAM) for node in captured.joint.graph.nodes
+    }
+    for node, name in forward.names.items():
+        stream = stream_of.get(name)
+        if node.op == "call_function" and stream and captured.trace.op[name].random:
+            node.args = (stream, node.target, *node.args)
+            node.target = draw_in
+    forward.module.recompile()
+
+
+def draw_in(stream: str, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork(stream):
+        return target(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------- stand-ins
+
+
+def _memory() -> Iterator[Change]:
+    utils = import_module("megatron.core.utils")
+
+    def fresh(self: Any, shape: Any, dtype: Any, name: str, *_: Any, **__: Any) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=torch.cuda.current_device())
+
+    yield utils.GlobalMemoryBuffer, "get_tensor", fresh
+    # It hides that a value is a view, by `.data =` on an empty tensor.
+    yield from _everywhere(
+        utils, "make_viewless_tensor", lambda inp, requires_grad, keep_graph: inp
+    )
+    random = import_module("megatron.core.tensor_parallel.random")
+
+    @contextlib.contextmanager
+    def fork(
+        self: Any, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME, *_: Any, **__: Any
+    ) -> Iterator[None]:
+        with traceback.annotate({STREAM: name}):
+            yield
+
+    yield random.CudaRNGStatesTracker, "fork", fork
+
+
+class _Kept:
+    """`CheckpointWithoutOutput`, which here keeps its output: the plan frees it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def discard_output_and_register_recompute(self, hook_tensor: Any) -> None: ...
+
+
+def _recompute() -> Iterator[Change]:
+    """Megatron's own recompute: flags are read in constructors, so functions are replaced."""
+    random = import_module("megatron.core.tensor_parallel.random")
+
+    def plain(function: Callable[..., Any], distribute: Any, *args: Any) -> Any:
+        return function(*args)
+
+    yield from _everywhere(random, "checkpoint", plain)
+    yield from _everywhere(random, "CheckpointWithoutOutput", _Kept)
+
+
+def _linear() -> Iterator[Change]:
+    """A weight gradient is traced as a product: `gradients.fuse` sees to it that it is added in
+    the same kernel."""
+    layers = import_module("megatron.core.tensor_parallel.layers")
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    real = linear.forward
+    place = list(inspect.signature(real).parameters).index("gradient_accumulation_fusion")
+
+    def forward(*args: Any) -> Any:
+        return real(*args[:place], False, *args[place + 1 :])
+
+    yield linear, "forward", staticmethod(forward)
+
+
+def _caches() -> Iterator[Change]:
+    """What functions remember between calls must be no traced tensors."""
+    for module in _megatron():
+        owners = [module, *(c for c in vars(module).values() if inspect.isclass(c) and _own(c))]
+        for owner in owners:
+            for name, value in list(vars(owner).items()):
+                if hasattr(value, "cache_clear") and _own(value):
+                    yield owner, name, value.__wrapped__
+
+
+def _logs(taps: Taps) -> Iterator[Change]:
+    """What notes losses down: a function up to 0.17, a method from 0.18 on; and for multi-token
+    prediction one up to 0.18, another from 0.19 on."""
+    moe = import_module("megatron.core.transformer.moe.moe_utils")
+    logging = _module("megatron.core.transformer.moe.moe_logging")
+    if logging is not None:
+        tracker = logging.MoEMetricsTracker
+        yield tracker, "record", _noted(tracker.record, taps)
+    elif hasattr(moe, "save_to_aux_losses_tracker"):
+        noted = _noted(moe.save_to_aux_losses_tracker, taps)
+        yield from _everywhere(moe, "save_to_aux_losses_tracker", noted)
+    prediction = _module("megatron.core.transformer.multi_token_prediction")
+    helper = getattr(prediction, "MTPLossLoggingHelper", None)
+    for name in ("save_loss_to_tracker", "save_metrics_to_tracker"):
+        if hasattr(helper, name):
+            yield helper, name, staticmethod(_noted(getattr(helper, name), taps))
+
+
+def _noted(write: Callable[..., Any], taps: Taps) -> Callable[..., None]:
+    """A function that notes its tensors down when the graph runs."""
+    signature = inspect.signature(write)
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        names = [name for name, value in given.items() if isinstance(value, Tensor)]
+        if given.get("layer_number") is None:
+            return
+        taps.values += [given.pop(name).detach() for name in names]
+        kinds = signature.parameters
+
+        def later(*values: Tensor) -> None:
+            found = {**given, **dict(zip(names, values, strict=True))}
+            ordered = {name: found[name] for name in kinds if name in found}
+            bound = inspect.BoundArguments(signature, ordered)
+            write(*bound.args, **bound.kwargs)
+
+        taps.notes.append((len(names), later))
+
+    return note
+
+
+class _Listed(list[Any]):
+    """Sizes that are data, where Megatron wants a numpy array."""
+
+    def tolist(self) -> list[Any]:
+        return list(self)
+
+
+def _numbers(model: nn.Module) -> Iterator[Change]:
+    dispatcher = _module("megatron.core.transformer.moe.token_dispatcher")
+    if dispatcher is not None:
+
+        def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+            listed = as_numpy and isinstance(tensor, Tensor)
+            return _Listed(tensor.tolist()) if listed else tensor
+
+        yield dispatcher, "maybe_move_tensor_to_cpu", moved
+    for module in model.modules():  # constants that are read as numbers
+        one = getattr(module, "token_dispatcher", None)
+        for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+            if isinstance(value := getattr(one, name, None), Tensor):
+                yield one, name, _Listed(value.tolist())
+
+
+# --------------------------------------------------------------------------- how they are put
+
+
+@contextlib.contextmanager
+def _swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    old = inspect.getattr_static(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """What modules and their helpers keep as attributes is after the trace what it was before."""
+    before: dict[int, tuple[Any, dict[str, Any]]] = {}
+    todo: list[Any] = list(model.modules())
+    while todo:
+        each = todo.pop()
+        if id(each) in before:
+            continue
+        before[id(each)] = each, dict(vars(each))
+        todo += [value for value in vars(each).values() if _is_helper(value)]
+    try:
+        yield
+    finally:
+        for each, attributes in before.values():
+            for name in vars(each).keys() - attributes.keys():
+                del vars(each)[name]
+            vars(each).update(attributes)
+
+
+def _is_helper(value: Any) -> bool:
+    return _own(type(value)) and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
+
+
+def _everywhere(module: ModuleType, name: str, new: Any) -> Iterator[Change]:
+    """A function or class, by the names under which Megatron's modules have it."""
+    real = getattr(module, name, None)
+    if real is None:
+        return
+    for other in _megatron():
+        for known, value in list(vars(other).items()):
+            if value is real:
+                yield other, known, new
+
+
+def _own(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "megatron"
+
+
+def _megatron() -> list[ModuleType]:
+    return [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "megatron"]
+
+
+def _module(name: str) -> ModuleType | None:
+    """A module that not every version of Megatron has."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None

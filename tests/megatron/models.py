@@ -1,0 +1,319 @@
+"""Tiny GPTs of Megatron, trained a few steps: `train(layout, patched)`."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SEQUENCE, VOCABULARY, WIDTH = 16, 64, 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tiny GPT is cut, and what is special about it."""
+
+    ranks: int = 2
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 0
+    ep: int = 1
+    experts: int = 0
+    layers: int = 2
+    microbatches: int = 4
+    dropout: float = 0.0
+    tied: bool = False
+    position: str = "rope"
+    scale: float = 0.0  # of the loss
+    tokens: bool = False  # loss per token
+    ddp: dict[str, Any] | None = field(default_factory=dict)  # None: without Megatron's DDP
+    config: dict[str, Any] = field(default_factory=dict)
+    merge: bool = True
+    options: dict[str, Any] = field(default_factory=dict)  # of patch()
+
+
+def set_up(layout: Layout) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.set_num_threads(1)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp or None,
+        expert_model_parallel_size=layout.ep,
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+
+
+class Trained:
+    """A tiny GPT with its DDP, optimizer and random states."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.config = _config(layout)
+        self.models = [self._wrapped(model) for model in _models(layout, self.config)]
+        self._schedule()
+        self.optimizer: Any = None
+        if layout.ddp is not None and layout.ddp.get("use_distributed_optimizer"):
+            from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+            settings = OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                use_distributed_optimizer=True,
+                bf16=self.config.bf16,
+                params_dtype=self.config.params_dtype,
+                clip_grad=1.0,
+                overlap_param_gather=bool(layout.ddp.get("overlap_param_gather")),
+            )
+            self.optimizer = get_megatron_optimizer(settings, self.models)
+        self.random = random_states()
+
+    def _wrapped(self, model: Any) -> Any:
+        from megatron.core.distributed import DistributedDataParallel as DDP
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
+
+        if self.config.bf16:
+            model = Float16Module(self.config, model)
+        if self.layout.ddp is not None:
+            settings = DistributedDataParallelConfig(**self.layout.ddp)
+            model = DDP(self.config, settings, model, disable_bucketing=False)
+        return model
+
+    def _schedule(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        config, layout = self.config, self.layout
+        if layout.scale:
+            config.grad_scale_func = lambda loss: loss * layout.scale
+        config.calculate_per_token_loss = layout.tokens
+        if layout.ddp is None:
+            return
+        config.finalize_model_grads_func = (
+            finalize_model_grads
+            if callable(finalize_model_grads)
+            else finalize_model_grads.finalize_model_grads
+        )
+
+        def each(name: str) -> Any:
+            found = [getattr(model, name) for model in self.models]
+            return found if len(found) > 1 else found[0]
+
+        config.no_sync_func = each("no_sync")
+        if layout.ddp.get("overlap_grad_reduce") and layout.pp > 1:
+            config.grad_sync_func = each("start_grad_sync")
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Losses, and after the step everything that it has changed."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        restore(self.random)
+        self._zero()
+        losses = get_forward_backward_func()(**self._given(number))
+        parameters = [p for model in self.models for p in model.parameters()]
+        gradients = [_gradient(p) for p in parameters]
+        gradients = [None if each is None else each.clone() for each in gradients]
+        if self.optimizer is not None:
+            self.optimizer.step()
+        else:
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        parameter.add_(gradient.to(parameter.dtype), alpha=-0.1)
+        self.random = random_states()
+        return {
+            "losses": [loss["loss"] for loss in losses],
+            "gradients": gradients,
+            "parameters": [p.detach().clone() for p in parameters],
+            "buffers": [b.clone() for m in self.models for b in innermost(m).buffers()],
+            "random states": list(self.random.values()),
+            "logged": list(_logged().values()),
+        }
+
+    def validate(self) -> list[Tensor]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        with torch.no_grad():
+            losses = get_forward_backward_func()(**{**self._given(99), "forward_only": True})
+        return [loss["loss"] for loss in losses]
+
+    def _zero(self) -> None:
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.grad = None
+            if self.layout.ddp is not None:
+                model.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def _given(self, number: int) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        replica = parallel_state.get_data_parallel_rank()
+        replicas = parallel_state.get_data_parallel_world_size()
+        seed = number * replicas + replica
+        data = [iter([*batches(seed, self.layout.microbatches)]) for _ in self.models]
+        several = len(self.models) > 1
+        return {
+            "forward_step_func": functools.partial(forward_step, self.layout.tokens),
+            "data_iterator": data if several else data[0],
+            "model": self.models if several else self.models[0],
+            "num_microbatches": self.layout.microbatches,
+            "seq_length": SEQUENCE,
+            "micro_batch_size": 2,
+            "decoder_seq_length": SEQUENCE,
+            "forward_only": False,
+        }
+
+
+def _config(layout: Layout) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    given: dict[str, Any] = dict(
+        num_layers=layout.layers,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp or None,
+        expert_model_parallel_size=layout.ep,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        hidden_dropout=layout.dropout,
+        attention_dropout=layout.dropout,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+    )
+    if layout.vpp:
+        given |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if layout.experts:
+        given |= dict(
+            num_moe_experts=layout.experts,
+            moe_router_topk=2,
+            moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=False,
+            moe_router_load_balancing_type="aux_loss",
+            moe_aux_loss_coeff=1e-2,
+            add_bias_linear=False,
+            moe_ffn_hidden_size=2 * WIDTH,
+        )
+    if layout.config.get("bf16"):
+        given |= dict(params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+    return TransformerConfig(**(given | layout.config))
+
+
+def _models(layout: Layout, config: Any) -> Iterator[Any]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    for chunk in range(layout.vpp or 1):
+        ends: dict[str, Any] = {}
+        if layout.vpp:
+            ends = dict(ignore_virtual=False, vp_stage=chunk)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(**ends),
+            post_process=parallel_state.is_pipeline_last_stage(**ends),
+            share_embeddings_and_output_weights=layout.tied,
+            position_embedding_type=layout.position,
+            parallel_output=True,
+            **({"vp_stage": chunk} if layout.vpp else {}),
+        )
+        for name, parameter in model.named_parameters():
+            own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
+            if "layernorm" not in name and not name.endswith("bias"):
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        yield model.train()
+
+
+def batches(seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for _ in range(count):
+        tokens = torch.randint(0, 16, (2, SEQUENCE + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def forward_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
+    """What a training script gives to Megatron's schedules."""
+    given, labels = next(data)
+    places = torch.arange(SEQUENCE).unsqueeze(0).expand(2, -1)
+    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    out = model(given, places, mask, labels=labels)
+    return out, functools.partial(loss_of, labels % 3 != 0, tokens)
+
+
+def loss_of(mask: Tensor, tokens: bool, out: Tensor, **_: Any) -> Any:
+    weights = mask.float().view(-1)
+    total, count = (out.float().view(-1) * weights).sum(), weights.sum()
+    if tokens:
+        return total, count.to(torch.int), {"loss": torch.stack([total.detach(), count])}
+    loss = total / count
+    return loss, {"loss": loss.detach()}
+
+
+def innermost(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _gradient(parameter: Any) -> Tensor | None:
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def random_states() -> dict[str, Tensor]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    named = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"": torch.get_rng_state(), **named}
+
+
+def restore(states: dict[str, Tensor]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(states[""])
+    named = {name: state.clone() for name, state in states.items() if name}
+    get_cuda_rng_tracker().set_states(named)
+
+
+def _logged() -> dict[str, Tensor]:
+    """The auxiliary losses noted down since the last call."""
+    from megatron.core import parallel_state
+
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        try:
+            from megatron.core.transformer.moe.moe_utils import (
+                get_moe_layer_wise_logging_tracker as tracker_of,
+            )
+        except ImportError:
+            tracker_of = parallel_state.get_moe_layer_wise_logging_tracker
+        tracker = tracker_of()
+        found = {name: entry["values"].clone() for name, entry in tracker.items()}
+    else:
+        tracker = get_moe_metrics_tracker()
+        found = {name: entry.values.clone() for name, entry in tracker.metrics.items()}
+    tracker.clear()
+    return found
