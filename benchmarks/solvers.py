@@ -39,7 +39,7 @@ from overlapc.solvers.baselines import fits
 from overlapc.solvers.blocks import find_repetition
 from overlapc.solvers.choice import Needs, choice_of, on_demand
 from overlapc.solvers.filling import PASSES, filled
-from overlapc.solvers.heu import Period, Totals, policy
+from overlapc.solvers.heu import Period, Policy, Totals
 from overlapc.solvers.work import NEVER, backward_work
 
 OURS = ("heu", "overlap", "opt")
@@ -208,7 +208,7 @@ def print_depths(depths: list[int], repeats: int = 15) -> None:
             period = Period(problem, needs, find_repetition(problem.trace))
             totals = Totals.of(problem)
             found = time.perf_counter()
-            policy(problem, period, totals, room=0)
+            Policy(problem, period, totals).keep(room=0)
             solved = time.perf_counter()
             once.append(found - began)
             search.append(solved - found)

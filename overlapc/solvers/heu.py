@@ -17,13 +17,14 @@ whose backward comes before. What it means for the whole trace, list scheduling 
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import Any
 
+import highspy
 import pulp
 
 from overlapc.ir import Op, Plan, Problem
@@ -42,6 +43,11 @@ _AGAIN = (EXPOSED, EXPOSED / 5)  # shares of recomputed collectives that may tur
 _ROOMS = (0.0, 0.015, ROOM**2)  # of the budget, left to the schedule besides
 _MUCH_ROOM = (ROOM / 2, ROOM, 2 * ROOM)  # where nothing would have to run again
 _PASSES = (PASSES[0], PASSES[3])
+_SOLVED = (
+    highspy.HighsModelStatus.kOptimal,
+    highspy.HighsModelStatus.kTimeLimit,
+    highspy.HighsModelStatus.kIterationLimit,
+)
 _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
 
 
@@ -138,72 +144,80 @@ class Totals:
         return Totals(compute, comm, weights, there)
 
 
-def policy(
-    problem: Problem, period: Period, totals: Totals, room: int, again: float = EXPOSED
-) -> dict[int, int] | None:
-    """In how many of its blocks to keep each class of storage, if `room` bytes are to stay free;
-    None if that cannot be. `again` is the share of a recomputed collective that is thought to be
-    exposed."""
-    unit = max(1, totals.compute) / 1000
-    program = pulp.LpProblem("period", pulp.LpMinimize)
-    keep = [
-        program.add_variable(f"keep{c}", 0, blocks, pulp.LpInteger)
-        for c, blocks in enumerate(period.blocks)
-    ]
-    run = {
-        op.name: program.add_variable(f"run{c}", 0, period.blocks[c], pulp.LpInteger)
-        for c, op in period.maker.items()
-    }
-    idle = program.add_variable("idle", 0)
-    compute, hidden, comm = [], [], []
-    for c, op in {op.name: (c, op) for c, op in period.maker.items()}.values():
-        cost, blocks = problem.cost(op.name), period.blocks[c]
-        compute.append(cost.compute_ns / unit * run[op.name])
-        comm.append(cost.comm_ns / unit * run[op.name])
-        # What the last block recomputes has no window before it.
-        hidden.append(cost.compute_ns / unit * (blocks - 1) / blocks * run[op.name])
-    # Less recompute and fewer collectives run again, if windows have room for either.
-    program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * again + idle
-    gap = (totals.comm - totals.weights) / unit
-    program += idle + pulp.lpSum(hidden) - 2 * again * pulp.lpSum(comm) >= gap
-    for c in period.wanted:
-        terms = keep[c] + run[period.maker[c].name] if c in period.maker else keep[c] + 0
-        program += terms >= period.blocks[c]
-    for c, op in period.maker.items():
-        for given in period.reads[op.name]:
-            alike = period.blocks[given] == period.blocks[c]
-            if alike and given in period.maker and period.maker[given].name != op.name:
-                program += keep[given] + run[period.maker[given].name] >= run[op.name]
-    if problem.budget_bytes is not None:
-        _limit_memory(program, problem, period, keep, problem.budget_bytes - totals.bytes - room)
-    program.solve(_engine())
-    if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        return None
-    return {c: round(column.value() or 0) for c, column in enumerate(keep)}
+class Policy:
+    """The program of one period: in how many of its blocks to keep each class of storage.
 
+    `again` is the share of a recomputed collective that is thought to be exposed. Only how many
+    bytes are to stay free changes from one solution to the next.
+    """
 
-def _limit_memory(
-    program: pulp.LpProblem, problem: Problem, period: Period, keep: list[Any], room: int
-) -> None:
-    """What is kept, for every microbatch in flight; and all of the block at work, kept or not."""
-    megabyte = max([1, *period.bytes]) / 100
-    kept = []
-    for c, column in enumerate(keep):
-        blocks = period.blocks[c]
-        copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
-        kept.append(period.bytes[c] / megabyte * copies * column)
-    program += pulp.lpSum(kept) <= (room - period.bytes_of_block) / megabyte
+    def __init__(
+        self, problem: Problem, period: Period, totals: Totals, again: float = EXPOSED
+    ) -> None:
+        unit = max(1, totals.compute) / 1000
+        program = pulp.LpProblem("period", pulp.LpMinimize)
+        keep = [
+            program.add_variable(f"keep{c}", 0, blocks, pulp.LpInteger)
+            for c, blocks in enumerate(period.blocks)
+        ]
+        run = {
+            op.name: program.add_variable(f"run{c}", 0, period.blocks[c], pulp.LpInteger)
+            for c, op in period.maker.items()
+        }
+        idle = program.add_variable("idle", 0)
+        compute, hidden, comm = [], [], []
+        for c, op in {op.name: (c, op) for c, op in period.maker.items()}.values():
+            cost, blocks = problem.cost(op.name), period.blocks[c]
+            compute.append(cost.compute_ns / unit * run[op.name])
+            comm.append(cost.comm_ns / unit * run[op.name])
+            # What the last block recomputes has no window before it.
+            hidden.append(cost.compute_ns / unit * (blocks - 1) / blocks * run[op.name])
+        # Less recompute and fewer collectives run again, if windows have room for either.
+        program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * again + idle
+        gap = (totals.comm - totals.weights) / unit
+        program += idle + pulp.lpSum(hidden) - 2 * again * pulp.lpSum(comm) >= gap
+        for c in period.wanted:
+            terms = keep[c] + run[period.maker[c].name] if c in period.maker else keep[c] + 0
+            program += terms >= period.blocks[c]
+        for c, op in period.maker.items():
+            for given in period.reads[op.name]:
+                alike = period.blocks[given] == period.blocks[c]
+                if alike and given in period.maker and period.maker[given].name != op.name:
+                    program += keep[given] + run[period.maker[given].name] >= run[op.name]
+        self._megabyte = max([1, *period.bytes]) / 100
+        self._left: int | None = None  # of the budget, for what is kept
+        if problem.budget_bytes is not None:
+            self._left = problem.budget_bytes - totals.bytes - period.bytes_of_block
+            program += pulp.lpSum(self._kept(problem, period, keep)) <= 0
+        engine = pulp.HiGHS(msg=False, threads=1, gapRel=GAP)
+        engine.createAndConfigureSolver(program)
+        engine.buildSolverModel(program)
+        self._highs = program.solverModel
+        self._columns = [column.index for column in keep]
 
+    def _kept(self, problem: Problem, period: Period, keep: list[Any]) -> Iterator[Any]:
+        """What is kept, for every microbatch in flight; all of the block at work is there, kept or
+        not."""
+        for c, column in enumerate(keep):
+            blocks = period.blocks[c]
+            copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
+            yield period.bytes[c] / self._megabyte * copies * column
 
-def _engine() -> pulp.LpSolver:
-    """HiGHS, or CBC where HiGHS is missing: one that is installed, or the one PuLP 3 brings."""
-    options = {"msg": False, "timeLimit": SECONDS, "threads": 1, "gapRel": GAP}
-    for make in (pulp.HiGHS, pulp.COIN_CMD):
-        if (engine := make(**options)).available():
-            return engine
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return pulp.PULP_CBC_CMD(**options)
+    def keep(self, room: int) -> dict[int, int] | None:
+        """How many of each class to keep if `room` bytes are to stay free; None: that cannot be."""
+        highs = self._highs
+        highs.clearSolver()  # so that an answer does not depend on those before
+        highs.setOptionValue("time_limit", highs.getRunTime() + SECONDS)
+        if self._left is not None:
+            row = highs.getNumRow() - 1
+            highs.changeRowBounds(row, -highspy.kHighsInf, (self._left - room) / self._megabyte)
+        highs.run()
+        if not math.isfinite(highs.getInfo().objective_function_value):
+            return None
+        if highs.getModelStatus() not in _SOLVED:
+            return None
+        columns = highs.getSolution().col_value
+        return {c: round(columns[index]) for c, index in enumerate(self._columns)}
 
 
 def heu_plans(
@@ -233,7 +247,7 @@ def heu_plans(
     period = Period(problem, needs, repeated)
     budget = problem.budget_bytes
     if budget is None:
-        choice = period.choice(needs, policy(problem, period, totals, 0) or {})
+        choice = period.choice(needs, Policy(problem, period, totals).keep(0) or {})
         if worth(choice):
             yield from schedules(problem, choice, None, defer)
         return
@@ -280,7 +294,7 @@ def _fitting(
     """The period's choices that just fit, and if `thorough` those with more room left, for each
     share of recomputed collectives that may be exposed."""
     for again in shares if thorough else shares[:1]:
-        program = cache(partial(policy, problem, period, totals, again=again))
+        program = cache(Policy(problem, period, totals, again).keep)
         room = _least_room(problem, period, needs, program, budget)
         if room is None:
             return
