@@ -20,6 +20,7 @@ from overlapc.passes import capture as direct
 from overlapc.passes import joint
 from overlapc.passes.as_eager import CAPTURE
 from overlapc.passes.differences import asked
+from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
 from overlapc.planning import road
@@ -218,7 +219,8 @@ class _Engine:
         if self.region.entered_again() and _CAST_AGAIN not in self.backend.differences:
             self.backend.differences.append(_CAST_AGAIN)
         try:
-            with GivenUp() as given_up, self.backend.steps, asked(self.backend.differences):
+            asks = asked(self.backend.differences)
+            with GivenUp() as given_up, self.backend.steps, collectives_in_graphs, asks:
                 results = self.compiled(*args, **kwargs)
                 self.backend.steps.name_sums(tree_leaves(results))
         except InternalTorchDynamoError as error:

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from overlapc.passes.functional import twins_traced
+from overlapc.passes.shared_changes import Shared
 
 aten = torch.ops.aten
 
@@ -52,9 +53,6 @@ _KEYS = (_COMPOSITE, DispatchKey.Autograd)
 _TURNS_OFF = "disable_autocast_cache"
 _AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
-_lock = threading.Lock()
-_inside = 0  # how many `as_eager` are on, in all threads
-_changes = contextlib.ExitStack()
 _thread = threading.local()  # trace: what this thread is at
 
 
@@ -66,12 +64,10 @@ def as_eager(inputs: Iterable[Any] = ()) -> Iterator[None]:
     """
     trace = _Trace(fused=are_fake(inputs))
     outer, _thread.trace = _current(), trace
-    _enter()
     try:
-        with _backward_outside_autocast():
+        with _changed, _backward_outside_autocast():
             yield
     finally:
-        _leave()
         _thread.trace = outer
 
 
@@ -90,25 +86,18 @@ def _current() -> _Trace | None:
     return getattr(_thread, "trace", None)
 
 
-def _enter() -> None:
-    global _inside
-    with _lock:
-        if not _inside:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(_eager_kernels())
-                stack.enter_context(_replaced(aten.dropout.default, _dropout))
-                stack.enter_context(_casts_once())
-                stack.enter_context(twins_traced())
-                _changes.push(stack.pop_all())
-        _inside += 1
+@contextlib.contextmanager
+def _changes() -> Iterator[None]:
+    with (
+        _eager_kernels(),
+        _replaced(aten.dropout.default, _dropout),
+        _casts_once(),
+        twins_traced(),
+    ):
+        yield
 
 
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        if not _inside:
-            _changes.close()
+_changed = Shared(_changes)
 
 
 def _backward_outside_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -14,16 +14,17 @@ what it reads, and a collective that is never waited for.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.fx.traceback
+from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import distributed_c10d as c10d
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -31,13 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
+from overlapc.passes.shared_changes import Shared, replaced
 
 functional = torch.ops._c10d_functional
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_lock = threading.Lock()
-_inside = 0  # how many `Raw` are on, in all threads
-_changes = contextlib.ExitStack()
 
 
 @dataclass(eq=False)
@@ -52,12 +51,13 @@ class Flight:
 
     def land(self) -> None:
         """Wait for it and write what it brings into its targets."""
-        got = functional.wait_tensor(self.result)
-        parts = [got]
-        if len(self.targets) > 1:
-            parts = list(got.reshape(-1).split([t.numel() for t in self.targets]))
-        for target, part in zip(self.targets, parts, strict=True):
-            _write(target, _shaped(part, target.shape), len(parts) == 1)
+        with torch._C._AutoDispatchBelowAutograd():
+            got = functional.wait_tensor(self.result)
+            parts = [got]
+            if len(self.targets) > 1:
+                parts = list(got.reshape(-1).split([t.numel() for t in self.targets]))
+            for target, part in zip(self.targets, parts, strict=True):
+                _write(target, _shaped(part, target.shape), len(parts) == 1)
 
 
 class Work:
@@ -89,13 +89,13 @@ class Raw(TorchDispatchMode):
         self._flights: list[Flight] = []
 
     def __enter__(self) -> Raw:
-        _enter()
+        _asks.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        _leave()
+        _asks.__exit__()
 
     def begin(self, *_: object) -> None:
         self._flights.clear()
@@ -108,10 +108,10 @@ class Raw(TorchDispatchMode):
                 flight.line,
             )
 
-    def start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
         """The call of a function of `torch.distributed`."""
         waits = not kwargs.pop("async_op", False)
-        if name not in _STARTS:
+        if name not in STARTS:
             raise _refused(f"dist.{name}")
         group = kwargs.pop("group", None) or dist.group.WORLD
         if c10d._rank_not_in_group(group):
@@ -120,19 +120,23 @@ class Raw(TorchDispatchMode):
         if group in c10d._world.pg_coalesce_state:
             c10d._world.pg_coalesce_state.pop(group)  # the manager itself does not, on an error
             raise _refused(f"dist.{name} within a coalescing manager")
-        with torch._C._AutoDispatchBelowAutograd():
-            flight = Flight(name, _line(), *_STARTS[name](group, *args, **kwargs))
-        self._flights.append(flight)
+        given = inspect.signature(STARTS[name]).bind(group, *args, **kwargs).arguments
+        del given["group"]
+        flight = self.start(name, group, given, _line())
         if not waits:
             return Work(self, flight)
         self.land(flight)
         return None
 
+    def start(self, name: str, group: Any, given: Mapping[str, Any], line: str) -> Flight:
+        flight = start(name, group, given, line)
+        self._flights.append(flight)
+        return flight
+
     def land(self, flight: Flight) -> None:
         if flight in self._flights:  # else it was waited for before
             self._flights.remove(flight)
-            with torch._C._AutoDispatchBelowAutograd():
-                flight.land()
+            flight.land()
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -173,7 +177,7 @@ _Start = tuple[Any, Sequence[Tensor], Sequence[Tensor]]
 
 def _all_reduce(group: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Start:
     target = _as_it_lies(_real(tensor))
-    return functional.all_reduce(target, _reduction(op), group.group_name), [target], []
+    return functional.all_reduce(target, reduction(op), group.group_name), [target], []
 
 
 def _broadcast(
@@ -203,7 +207,7 @@ def _reduce_scatter_single(
 ) -> _Start:
     size = group.size()
     rows = input.reshape(-1) if input.dim() != output.dim() else input.contiguous()
-    result = functional.reduce_scatter_tensor(rows, _reduction(op), size, group.group_name)
+    result = functional.reduce_scatter_tensor(rows, reduction(op), size, group.group_name)
     return result, [output], [input]
 
 
@@ -213,7 +217,7 @@ def _reduce_scatter(
     if any(one.shape != output.shape for one in input_list):
         raise _refused("dist.reduce_scatter of tensors of several shapes")
     whole = torch.cat([one.reshape(-1) for one in input_list])
-    result = functional.reduce_scatter_tensor(whole, _reduction(op), group.size(), group.group_name)
+    result = functional.reduce_scatter_tensor(whole, reduction(op), group.size(), group.group_name)
     return result, [output], input_list
 
 
@@ -242,7 +246,7 @@ def _all_to_all(
     return result, targets, sources
 
 
-_STARTS: dict[str, Callable[..., _Start]] = {
+STARTS: dict[str, Callable[..., _Start]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
@@ -254,10 +258,21 @@ _STARTS: dict[str, Callable[..., _Start]] = {
     "all_to_all_single": _all_to_all_single,
     "all_to_all": _all_to_all,
 }
+
+
+def start(name: str, group: Any, given: Mapping[str, Any], line: str) -> Flight:
+    """Start a collective of `torch.distributed` with these arguments."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return Flight(name, line, *STARTS[name](group, **given))
+
+
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
-def _reduction(op: Any) -> str:
+def reduction(op: Any) -> str:
+    """What functional collectives call a reduction."""
+    if isinstance(op, str):
+        return op
     for name in _REDUCTIONS:
         if op == getattr(dist.ReduceOp, name):
             return name.lower()
@@ -300,61 +315,64 @@ def _write(target: Tensor, value: Tensor, whole: bool) -> None:
 # --------------------------------------------------------------------------- while it is on
 
 
-def _enter() -> None:
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
     """The functions of `torch.distributed` ask `has_torch_function`, by whatever name a model
     imported them, whether something else takes the call."""
-    global _inside
-    with _lock:
-        if not _inside:
-            has, handle = c10d.has_torch_function, c10d.handle_torch_function
+    has, handle = c10d.has_torch_function, c10d.handle_torch_function
 
-            def asked(relevant: Any) -> bool:
-                return _current() is not None or has(relevant)
+    def asked(relevant: Any) -> bool:
+        return current() is not None or has(relevant)
 
-            def taken(function: Any, relevant: Any, *args: Any, **kwargs: Any) -> Any:
-                raw = _current()
-                if raw is None:
-                    return handle(function, relevant, *args, **kwargs)
-                return raw.start(function.__name__, args, kwargs)
+    def taken(function: Any, relevant: Any, *args: Any, **kwargs: Any) -> Any:
+        raw = current()
+        if raw is None:
+            return handle(function, relevant, *args, **kwargs)
+        return raw.call(function.__name__, args, kwargs)
 
-            _changes.enter_context(_replaced("has_torch_function", asked))
-            _changes.enter_context(_replaced("handle_torch_function", taken))
-        _inside += 1
-
-
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        if not _inside:
-            _changes.close()
-
-
-@contextlib.contextmanager
-def _replaced(name: str, new: Any) -> Iterator[None]:
-    old = getattr(c10d, name)
-    setattr(c10d, name, new)
-    try:
+    with (
+        replaced(c10d, "has_torch_function", asked),
+        replaced(c10d, "handle_torch_function", taken),
+    ):
         yield
-    finally:
-        setattr(c10d, name, old)
 
 
-def _current() -> Raw | None:
+_asks = Shared(_asking)
+
+
+def current() -> Raw | None:
     """The mode of this thread, or of the one whose backward this thread of autograd's runs."""
     found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Raw)]
     return found[-1] if found else None
+
+
+@contextlib.contextmanager
+def trace_ended() -> Iterator[None]:
+    """Leave the mode for a while, because a trace has come to its end."""
+    raw = current()
+    if raw is None:
+        yield
+        return
+    raw.end()
+    raw.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        raw.__enter__()
 
 
 # --------------------------------------------------------------------------- errors
 
 
 def _refused(what: str) -> CaptureError:
-    return CaptureError(f"{what} cannot be captured, expected one of {', '.join(_STARTS)}", _line())
+    return CaptureError(f"{what} cannot be captured, expected one of {', '.join(STARTS)}", _line())
 
 
 def _line() -> str:
-    """The line of the user's code that is running."""
+    """The line of the user's code that is running, or, of a graph of Dynamo's, that it is of."""
+    traced = fx.traceback.get_current_meta().get("stack_trace")
+    if traced:
+        return [line.strip() for line in traced.splitlines() if 'File "' in line][-1]
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__

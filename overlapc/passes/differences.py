@@ -23,7 +23,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,11 @@ from torch import Tensor, fx
 from torch._dynamo.variables import torch as torch_functions
 
 from overlapc.passes.nodes import line_of
+from overlapc.passes.shared_changes import Shared, replaced
 
 _TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _thread = threading.local()  # lines: found by this thread's `asked`
-_lock = threading.Lock()
-_inside = 0
-_original: Callable[[], dict[Any, Any]] | None = None
 
 
 # --------------------------------------------------------------------------- asked
@@ -47,23 +45,23 @@ _original: Callable[[], dict[Any, Any]] | None = None
 def asked(lines: list[str]) -> Iterator[None]:
     """Collect the lines, outside of PyTorch, that ask whether they are compiled, as Dynamo meets
     them."""
-    global _inside, _original
     outer = getattr(_thread, "lines", None)
-    with _lock:
-        if not _inside:
-            _original = getattr(torch_functions, _TABLE, None)
-            if _original is not None:
-                setattr(torch_functions, _TABLE, lambda answers=_original: _Answers(answers()))
-        _inside += 1
     _thread.lines = lines
     try:
-        yield
+        with _changed:
+            yield
     finally:
         _thread.lines = outer
-        with _lock:
-            _inside -= 1
-            if not _inside and _original is not None:
-                setattr(torch_functions, _TABLE, _original)
+
+
+def _noting() -> contextlib.AbstractContextManager[Any]:
+    answers = getattr(torch_functions, _TABLE, None)
+    if answers is None:
+        return contextlib.nullcontext()
+    return replaced(torch_functions, _TABLE, lambda: _Answers(answers()))
+
+
+_changed = Shared(_noting)
 
 
 class _Answers(dict[Any, Any]):

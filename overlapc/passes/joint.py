@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
+import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.passes.as_eager import CAPTURE, as_eager
+from overlapc.passes.collectives import Raw
 from overlapc.passes.differences import asked, differences
+from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured, trace_joint
 
@@ -47,6 +51,8 @@ GUARDS = {
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
 }
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_CONTEXT = "Developer debug context:"  # Dynamo's words for what it could not trace
 _numbers = itertools.count()
 
 
@@ -128,7 +134,8 @@ class Traced:
         self.ran = False
         if _switched_off():
             raise CaptureError("torch.compile is switched off")
-        with torch.enable_grad(), dynamo_config.patch(**_settings()), asked(self.differences):
+        settings = dynamo_config.patch(**_settings())
+        with torch.enable_grad(), settings, collectives_in_graphs, asked(self.differences):
             try:
                 return self._compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -184,9 +191,14 @@ class Traced:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))
-            exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
-                stack, graph, tuple(arguments)
-            )
+            try:
+                with Raw() as raw:
+                    exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
+                        stack, graph, tuple(arguments)
+                    )
+                raw.end()
+            except CaptureError as error:  # to which FX adds how it came to the op
+                raise CaptureError(error.reason, error.place) from None
             call = torch._functorch.aot_autograd.aot_compile_joint_with_descriptors(
                 exported, partition_fn=partition, fw_compiler=runs, bw_compiler=_never
             )
@@ -239,9 +251,13 @@ def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 def _reason(error: TorchDynamoException) -> tuple[str, str]:
     """What Dynamo could not trace, and the line of the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
+    lines[:1] = [": ".join(part for part in (*lines[:1], *about[:1]) if part)]
     frames = list(getattr(error, "real_stack", None) or ())
+    frames = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
-    return (lines or [type(error).__name__])[0], place
+    reason = re.sub(r" at 0x[0-9a-f]+", "", lines[0])  # an address differs from rank to rank
+    return reason or type(error).__name__, place
 
 
 def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from overlapc.errors import CaptureError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Plan
 from overlapc.passes.as_eager import are_fake, as_eager
+from overlapc.passes.collectives import Raw, trace_ended
 from overlapc.passes.differences import differences, left_out, views_handed_on
 from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.nodes import line_of, primal_nodes
@@ -96,6 +97,18 @@ class Backend:
         traced: Sequence[Any],
     ) -> Callable[..., Any]:
         """`traced` are the fake inputs among those that the graph was first compiled with."""
+        with Raw() as raw:
+            compiled = self._compiled(gm, example_inputs, partition, traced)
+        raw.end()
+        return compiled
+
+    def _compiled(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        partition: Partition,
+        traced: Sequence[Any],
+    ) -> Callable[..., Any]:
         if self.options.backend == "inductor":
             from overlapc.runtime.inductor import compile_with_inductor
 
@@ -210,7 +223,8 @@ class Partition:
             if self.plan.digest != captured.trace.digest:
                 raise CaptureError("the graph traces otherwise the second time", self.graph.name)
             return emit(self.plan)
-        with exchange_for(captured.trace.lanes, self.backend.options.timeout_s) as exchange:
+        groups, timeout_s = captured.trace.lanes, self.backend.options.timeout_s
+        with trace_ended(), exchange_for(groups, timeout_s) as exchange:
             primals = matching(self.primals, captured)
             report = self._planned(captured, primals, joint_inputs, exchange)
             warn_of_seeds(captured, primals, exchange)

@@ -31,6 +31,18 @@ def fake_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, call: Call) -> Tensor:
+        out: Tensor = call(y.clone())
+        ctx.shape = y.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.sum().expand(ctx.shape), None
+
+
 class Calls(nn.Module):
     """Calls a collective on what it computes, and hands on what that wrote."""
 
@@ -40,18 +52,7 @@ class Calls(nn.Module):
         self.weight = nn.Parameter(randn(4, 4, seed=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        class Raw(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, y: Tensor) -> Tensor:
-                out: Tensor = self.call(y.clone())
-                ctx.shape = y.shape
-                return out
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                return grad.sum().expand(ctx.shape)
-
-        out: Tensor = Raw.apply(x @ self.weight)
+        out: Tensor = Once.apply(x @ self.weight, self.call)
         return out.sum()
 
 
@@ -207,22 +208,22 @@ def scaled(y: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (never_waited, r"dist\.all_reduce is never waited for"),
-        (read_too_early, r"aten\.mul\.Tensor reads a tensor that dist\.all_reduce .* may still"),
-        (written_too_early, r"aten\.mul_\.Tensor writes a tensor that dist\.all_gather"),
-        (asked, r"asked for is_completed"),
-        (reduced_to_one, r"dist\.reduce cannot be captured"),
-        (sent, r"dist\.isend cannot be captured"),
-        (received, r"dist\.irecv cannot be captured"),
-        (barred, r"c10d\.barrier\.default cannot be captured"),
-        (by_the_group, r"c10d\.allreduce_\.default cannot be captured"),
-        (coalesced, r"dist\.all_reduce within a coalescing manager cannot be captured"),
-        (scaled, r"a reduction by .* cannot be captured"),
-    ],
-)
+REFUSED = [
+    (never_waited, r"dist\.all_reduce is never waited for"),
+    (read_too_early, r"aten\.mul\.Tensor reads a tensor that dist\.all_reduce .* may still"),
+    (written_too_early, r"aten\.mul_\.Tensor writes a tensor that dist\.all_gather"),
+    (asked, r"asked for is_completed"),
+    (reduced_to_one, r"dist\.reduce cannot be captured"),
+    (sent, r"dist\.isend cannot be captured"),
+    (received, r"dist\.irecv cannot be captured"),
+    (barred, r"c10d\.barrier\.default cannot be captured"),
+    (by_the_group, r"c10d\.allreduce_\.default cannot be captured"),
+    (coalesced, r"dist\.all_reduce within a coalescing manager cannot be captured"),
+    (scaled, r"a reduction by .* cannot be captured"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_cannot_be_captured_is_named(fake_ranks: None, call: Call, message: str) -> None:
     with pytest.raises(CaptureError, match=message) as refused:
         capture(Calls(call), randn(4, 4))
