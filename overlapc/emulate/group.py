@@ -191,11 +191,16 @@ class EmulatedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """The wire carries what leaves for, or arrives from, *other* ranks, the larger."""
         opts = opts or c10d.AllToAllOptions()
+        output_splits, input_splits = (  # which may be numpy's
+            [] if splits is None else [int(rows) for rows in splits]
+            for splits in (output_splits, input_splits)
+        )
         wire = max(
             self._bytes_of_others(output, output_splits), self._bytes_of_others(input, input_splits)
         )
-        splits = list(output_splits or []), list(input_splits or [])
-        return self._start("all_to_all_single", wire, output, input, *splits, opts)
+        return self._start(
+            "all_to_all_single", wire, output, input, output_splits, input_splits, opts
+        )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllToAllOptions()
@@ -245,7 +250,7 @@ class EmulatedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _bytes_of_others(self, tensor: torch.Tensor, splits: Sequence[int] | None) -> float:
+    def _bytes_of_others(self, tensor: torch.Tensor, splits: Sequence[int]) -> float:
         full = size_bytes(tensor)
         if not splits:
             return self.link.wire_bytes("all_to_all", full, self.size())

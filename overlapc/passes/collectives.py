@@ -229,10 +229,17 @@ def _all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
 ) -> _Start:
     target, source, size = _real(output), _real(input), group.size()
-    leaves = list(input_split_sizes or [source.shape[0] // size] * size)
-    arrives = list(output_split_sizes or [target.shape[0] // size] * size)
+    leaves = _splits(input_split_sizes, source.shape[0], size)
+    arrives = _splits(output_split_sizes, target.shape[0], size)
     result = functional.all_to_all_single(source.contiguous(), arrives, leaves, group.group_name)
     return result, [target], [source]
+
+
+def _splits(given: Sequence[Any] | None, rows: Any, size: int) -> list[Any]:
+    """How many rows go to, or come from, each rank; some give them as a numpy array."""
+    if given is None or len(given) == 0:
+        return [rows // size] * size
+    return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
 def _all_to_all(

@@ -191,14 +191,7 @@ class Traced:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))
-            try:
-                with Raw() as raw:
-                    exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
-                        stack, graph, tuple(arguments)
-                    )
-                raw.end()
-            except CaptureError as error:  # to which FX adds how it came to the op
-                raise CaptureError(error.reason, error.place) from None
+            exported = _exported(stack, graph, arguments)
             call = torch._functorch.aot_autograd.aot_compile_joint_with_descriptors(
                 exported, partition_fn=partition, fw_compiler=runs, bw_compiler=_never
             )
@@ -212,6 +205,19 @@ class Traced:
                 flat = ()
 
         return called
+
+
+def _exported(stack: contextlib.ExitStack, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+    """AOTAutograd's joint graph of a graph of Dynamo's."""
+    try:
+        with Raw() as raw:
+            exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
+                stack, graph, tuple(arguments)
+            )
+        raw.end()
+    except CaptureError as error:  # to which FX adds how it came to the op
+        raise CaptureError(error.reason, error.place) from None
+    return exported
 
 
 def _switched_off() -> bool:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,6 +148,13 @@ def test_uneven_splits_that_no_equal_ranks_could_have() -> None:
     init_fabric(FAST, world_size=2)
     with pytest.raises(ValueError, match=r"input_splits\[rank\]"):
         dist.all_to_all_single(torch.empty(5), torch.ones(5), [2, 3], [2, 3])
+
+
+def test_splits_of_numpy() -> None:
+    init_fabric(FAST, world_size=2)
+    out = torch.empty(4)
+    dist.all_to_all_single(out, torch.arange(4.0), np.array([2, 2]), np.array([2, 2]))
+    assert out.tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_settings_are_checked() -> None:

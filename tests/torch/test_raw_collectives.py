@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -229,6 +230,15 @@ def test_what_cannot_be_captured_is_named(fake_ranks: None, call: Call, message:
         capture(Calls(call), randn(4, 4))
     line = call.__code__.co_firstlineno
     assert any(f'{__file__}", line {line + i}' in str(refused.value) for i in range(1, 5))
+
+
+def test_splits_may_be_numpys(fake_ranks: None) -> None:
+    def exchanged(y: Tensor) -> Tensor:
+        out = y.new_empty(5, 4)
+        dist.all_to_all_single(out, y, np.array([2, 3]), np.array([1, 3]))
+        return out
+
+    assert starts_and_waits(exchanged) == ["all_to_all_single", "wait_tensor"]
 
 
 def test_other_parts_of_a_tensor_are_free_while_one_is_reduced(fake_ranks: None) -> None:
