@@ -193,7 +193,8 @@ class Policy:
         engine.createAndConfigureSolver(program)
         engine.buildSolverModel(program)
         self._highs = program.solverModel
-        self._columns = [column.index for column in keep]
+        # A column that no row and no cost mentions is not in the program, and stays at zero.
+        self._columns = [getattr(column, "index", None) for column in keep]
 
     def _kept(self, problem: Problem, period: Period, keep: list[Any]) -> Iterator[Any]:
         """What is kept, for every microbatch in flight; all of the block at work is there, kept or
@@ -217,7 +218,10 @@ class Policy:
         if highs.getModelStatus() not in _SOLVED:
             return None
         columns = highs.getSolution().col_value
-        return {c: round(columns[index]) for c, index in enumerate(self._columns)}
+        return {
+            c: 0 if index is None else round(columns[index])
+            for c, index in enumerate(self._columns)
+        }
 
 
 def heu_plans(
