@@ -16,10 +16,10 @@ INSTALLED := .venv/.overlapc-installed
 demo: $(INSTALLED)
 	$(PY) examples/gpt/train.py --ranks 2 --link emulated --compare
 
-# Two processes take file by file. Tests that start ranks come by themselves: these use both cores.
+# Two processes share the tests. Those that start ranks come by themselves: these use both cores.
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" tests/plain tests/torch
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" tests/multiprocess
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" tests/plain tests/torch
+	$(PY) -m pytest -n 3 --dist worksteal -m "not slow" tests/multiprocess
 
 test-all: lint
 	$(PY) -m pip install -c constraints.txt -e '.[dev,zoo]'

@@ -297,7 +297,8 @@ def _fitting(
 ) -> Iterator[Choice]:
     """The period's choices that just fit, and if `thorough` those with more room left, for each
     share of recomputed collectives that may be exposed."""
-    for again in shares if thorough else shares[:1]:
+    exposed = any(problem.cost(op.name).comm_ns for op in period.maker.values())
+    for again in shares if thorough and exposed else shares[:1]:
         program = cache(Policy(problem, period, totals, again).keep)
         room = _least_room(problem, period, needs, program, budget)
         if room is None:

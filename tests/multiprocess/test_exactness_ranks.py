@@ -116,9 +116,9 @@ def gathered_head() -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def moe() -> nn.Module:
+def moe(layers: int = 2) -> nn.Module:
     config = MoEConfig(
-        vocab=32, layers=2, width=32, heads=4, experts=4, expert_width=32, max_seq=16, dropout=0.1
+        vocab=32, layers=layers, width=32, heads=4, experts=4, expert_width=32, max_seq=16, dropout=0.1
     )
     return MoEGPT(config, dist.group.WORLD)
 
@@ -148,7 +148,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Batch]]]] = {
     "shared sequences": (Sequences, only_tokens),
     "gathered head": (gathered_head, only_tokens),
     "moe": (moe, own_batches),
+    "moe, one layer": (lambda: moe(1), own_batches),
 }
+TWO_RANKS = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "moe" else name for name in MODELS
+]
 
 
 def on_rank(
@@ -222,7 +226,7 @@ def check_ranks(ranks: int, name: str, configs: list[tuple[Any, str, str]]) -> N
                 assert case["recomputed"][0] > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(name: str) -> None:
     check_ranks(2, name, QUICK if name.startswith("gpt") else QUICK[1:])
 

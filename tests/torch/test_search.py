@@ -259,7 +259,8 @@ def test_a_config_of_huggingface(tmp_path):
         from_config(path)
 
 
-def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
+def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("overlapc.search.search._OPT_SECONDS", 2.0)
     config = tmp_path / "config.json"
     small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     config.write_text(json.dumps(small | {"vocab_size": 512, "max_position_embeddings": 256}))
