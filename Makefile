@@ -10,6 +10,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALLED := .venv/.overlapc-installed
+# Versions of megatron-core that tests and the example train with, each in a folder of its own.
+MEGATRON := 0.16.1 0.19.2
 
 .PHONY: demo test test-all bench lint clean
 
@@ -46,6 +48,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo '$(PYTHON) -m venv .venv'; $(PYTHON) -m venv .venv; }
 	$(PY) -m pip install -c constraints.txt torch==2.13.0
 	$(PY) -m pip install -c constraints.txt -e '.[dev]'
+	@for version in $(MEGATRON); do \
+	  test -d .venv/megatron/$$version || $(PY) -m pip install --quiet --no-deps \
+	    --ignore-requires-python --only-binary :all: --target .venv/megatron/$$version \
+	    megatron-core==$$version || \
+	    echo "no megatron-core $$version for this Python: tests that need it are skipped" >&2; \
+	done
 	@touch $@
 
 clean:

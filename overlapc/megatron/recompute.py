@@ -1,0 +1,128 @@
+"""Megatron's recompute arguments are not run but read: what they would keep is the default budget.
+
+A script asks for recompute with recompute_granularity, _method, _num_layers and _modules. They end
+in a few functions, whatever the version: `checkpoint`, which keeps a function's inputs and outputs,
+and `CheckpointWithoutOutput`, which keeps its inputs alone. While a chunk is traced, `noted` has
+these run what they are given, and note on the graph's nodes which *region* of recompute an op is of.
+`own_plan` is then what the script's arguments amount to on the captured graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from torch.fx.traceback import annotate, current_meta
+
+from overlapc.ir import Plan, Problem
+from overlapc.passes.trace import Captured
+from overlapc.solvers.choice import Needs, plan_on_demand
+
+_KEY = "megatron recompute"
+
+
+class _Region(NamedTuple):
+    number: int
+    keeps_outputs: bool
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Have Megatron's recompute functions just run, and note their ops, while a chunk is traced."""
+    import megatron.core.tensor_parallel.random as random
+
+    numbers = count()
+
+    def run(keeps_outputs: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _KEY in current_meta.get("custom", {}):  # within another, which says what is kept
+            return function(*args, **kwargs)
+        with annotate({_KEY: _Region(next(numbers), keeps_outputs)}):
+            return function(*args, **kwargs)
+
+    def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+        return run(True, function, *args)
+
+    def te_checkpoint(
+        function: Callable[..., Any],
+        distribute: Any,
+        tracker: Any,
+        group: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        return run(True, function, *args, **kw)
+
+    class CheckpointWithoutOutput:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+            return run(False, function, *args)
+
+        def discard_output_and_register_recompute(self, hook_tensor: Any) -> None: ...
+
+    engine = sys.modules.get("megatron.core.extensions.transformer_engine")
+    with ExitStack() as stack:
+        for real, instead in (
+            (random.checkpoint, checkpoint),
+            (random.CheckpointWithoutOutput, CheckpointWithoutOutput),
+            (getattr(engine, "te_checkpoint", None), te_checkpoint),
+        ):
+            for module, name in _where(real):
+                stack.enter_context(patch.object(module, name, instead))
+        yield
+
+
+def _where(real: Any) -> list[tuple[Any, str]]:
+    """Megatron's modules that have this object as a global, and its name there."""
+    return [
+        (module, name)
+        for path, module in list(sys.modules.items())
+        if path.partition(".")[0] == "megatron" and real is not None
+        for name, value in list(vars(module).items())
+        if value is real
+    ]
+
+
+def own_plan(captured: Captured) -> Callable[[Problem], Plan] | None:
+    """Give what makes the plan of the script's own recompute, or None where it has none."""
+    noted_at = {
+        node.name: region
+        for node in captured.joint.graph.nodes
+        if (region := node.meta.get("custom", {}).get(_KEY)) is not None
+    }
+    regions = {op.name: noted_at[op.name] for op in captured.trace.ops if op.name in noted_at}
+    return partial(_plan, regions) if regions else None
+
+
+def _plan(regions: Mapping[str, _Region], problem: Problem) -> Plan:
+    """Keep what the backward reads, but for what regions make inside, and what regions take in."""
+    trace = problem.trace
+    made_in: dict[str, _Region | None] = dict.fromkeys(trace.resident)  # storage -> where it begins
+    taken_in: set[str] = set()
+    seen_outside: set[str] = set()
+    for op in trace.ops:
+        if not op.is_forward:
+            continue
+        region = regions.get(op.name)
+        for name in op.inputs:
+            storage = trace.value[name].storage
+            if made_in.get(storage) != region:
+                seen_outside.add(storage)
+                if region is not None:
+                    taken_in.add(storage)
+        for name in op.outputs:
+            made_in.setdefault(trace.value[name].storage, region)
+    seen_outside |= {trace.value[name].storage for name in trace.outputs}
+    dropped = {
+        storage
+        for storage, region in made_in.items()
+        if region is not None and not (region.keeps_outputs and storage in seen_outside)
+    }
+    needs = Needs(trace)
+    kept = set(needs.storages) - dropped | taken_in
+    return plan_on_demand(problem, kept, "script", needs)

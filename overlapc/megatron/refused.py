@@ -1,0 +1,119 @@
+"""What overlapc does not take over: `reason` names it, and the run stays plain Megatron's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_OFF = (None, False, 0, "none", "", (), [])
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """A feature, what turns it on in Megatron's configs, and why a planned chunk cannot have it."""
+
+    name: str
+    why: str
+    fields: tuple[str, ...]
+    wrappers: tuple[str, ...] = ()  # classes around the model that are a sign of it, too
+
+
+_FEATURES = (
+    _Feature(
+        "FP8 and FP4 recipes",
+        "their kernels keep scales from step to step, which a captured graph would freeze",
+        ("fp8", "fp4", "quant_recipe"),
+    ),
+    _Feature(
+        "CUDA graphs",
+        "they replay the order of ops that a plan changes",
+        ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
+    ),
+    _Feature(
+        "Megatron-FSDP and FSDP2",
+        "their hooks gather and free parameters around modules that no longer run one by one",
+        ("use_megatron_fsdp", "use_custom_fsdp"),
+        ("FullyShardedDataParallel", "TorchFullyShardedDataParallel", "MegatronFSDP"),
+    ),
+    _Feature(
+        "CPU offloading of activations",
+        "what is kept, and where, is the plan's",
+        ("cpu_offloading",),
+    ),
+    _Feature(
+        "fine-grained offloading of activations",
+        "what is kept, and where, is the plan's",
+        ("fine_grained_activation_offloading", "moe_paged_stash"),
+    ),
+    _Feature(
+        "hybrid context parallelism",
+        "each microbatch has another group of ranks, and a graph has one",
+        ("hybrid_context_parallel",),
+    ),
+    _Feature(
+        "userbuffers",
+        "they communicate inside of kernels, where no plan can hide it",
+        ("tp_comm_overlap",),
+    ),
+    _Feature(
+        "combined 1F1B of expert parallelism",
+        "it goes round the forward of the model, whose place a planned chunk takes; leave it out "
+        "to have overlapc hide the all-to-alls",
+        ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    ),
+    _Feature(
+        "deferred weight gradients of the embedding",
+        "the model's forward lays activations by for them in a list",
+        ("defer_embedding_wgrad_compute",),
+    ),
+)
+
+
+def reason(model: Any) -> str:
+    """Say why a model chunk, as a schedule is given it, must run as plain Megatron; "" if not."""
+    around = list(_wrapped(model))
+    inner = around[-1]
+    configs = [inner.config, *(getattr(each, "ddp_config", None) for each in around)]
+    wrappers = {kind.__name__ for each in around[:-1] for kind in type(each).__mro__}
+    for feature in _FEATURES:
+        found = [
+            f"{name}={getattr(config, name)!r}"
+            for config in configs
+            for name in feature.fields
+            if getattr(config, name, None) not in _OFF
+        ] + sorted(wrappers.intersection(feature.wrappers))
+        if found:
+            return f"{feature.name} ({', '.join(found)}): {feature.why}"
+    hook = next(_foreign_hooks(inner), "")
+    return hook and f"a hook that is not Megatron's ({hook}): modules no longer run one by one"
+
+
+def _wrapped(model: Any) -> Iterator[Any]:
+    """The model and what it wraps, down to the module whose forward is taken over."""
+    yield model
+    while hasattr(model, "module"):
+        model = model.module
+        yield model
+
+
+def _foreign_hooks(model: Any) -> Iterator[str]:
+    """Hooks on modules and parameters by other code than Megatron's data parallelism, by name."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for path, module in model.named_modules():
+        for kind in kinds:
+            yield from _named(getattr(module, kind), f"{path or 'model'}.{kind.strip('_')}")
+    for path, parameter in model.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks: Mapping[int, Any] | None = getattr(parameter, kind, None)
+            yield from _named(hooks or {}, f"{path}.{kind.strip('_')}")
+
+
+def _named(hooks: Mapping[int, Any], where: str) -> Iterator[str]:
+    for hook in hooks.values():
+        function = inspect.unwrap(getattr(hook, "func", hook))  # of a partial
+        module = getattr(function, "__module__", None) or type(function).__module__
+        if not module.startswith("megatron.core.distributed"):
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            yield f"{module}.{name} in {where}"

@@ -1,0 +1,135 @@
+"""The layout that `overlapc search` found against the one that a Megatron script was started with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from overlapc.errors import OptionError
+from overlapc.search.chosen import Chosen
+from overlapc.search.megatron import RUN_BY_MEGATRON
+from overlapc.solvers.partition import layout as layer_layout
+
+# A shape of the searched model -> the field of Megatron's config, and the flag that sets it.
+_SHAPES = {
+    "width": ("hidden_size", "--hidden-size"),
+    "heads": ("num_attention_heads", "--num-attention-heads"),
+    "kv_heads": ("num_query_groups", "--group-query-attention --num-query-groups"),
+    "ffn": ("ffn_hidden_size", "--ffn-hidden-size"),
+    "experts": ("num_moe_experts", "--num-experts"),
+    "top_k": ("moe_router_topk", "--moe-router-topk"),
+    "expert_width": ("moe_ffn_hidden_size", "--moe-ffn-hidden-size"),
+}
+
+
+def check(chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int) -> None:
+    """Raise an OptionError that lists every way in which a run is not the one that was searched.
+
+    `config` is Megatron's of the model, `given` what the schedule is called with, `replicas` how
+    many data-parallel ranks there are. All ranks find the same.
+    """
+    found = list(_mismatches(chosen, config, given, replicas))
+    if found:
+        raise OptionError(
+            "search: its layout is not that of this run:\n  "
+            + "\n  ".join(found)
+            + "\npass what is named, or search again for this run"
+        )
+
+
+def _mismatches(
+    chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int
+) -> Iterator[str]:
+    if chosen.layout.schedule not in RUN_BY_MEGATRON:
+        yield (
+            f"schedule: found 1F1B, expected {chosen.layout.schedule}, which Megatron does not "
+            "have: search with --schedule 1f1b"
+        )
+    sequences = chosen.microbatch * chosen.microbatches * chosen.dp
+    chunks = len(chosen.layers) // chosen.pp
+    ranks = chosen.tp * chosen.pp * chosen.dp
+    sharing = "pass" if chosen.sequence_parallel else "leave out"
+    terms = [
+        (
+            "tensor-parallel ranks",
+            config.tensor_model_parallel_size,
+            chosen.tp,
+            f"pass --tensor-model-parallel-size {chosen.tp}",
+        ),
+        (
+            "sequence parallelism",
+            bool(config.sequence_parallel),
+            chosen.sequence_parallel,
+            f"{sharing} --sequence-parallel",
+        ),
+        (
+            "ranks of a pipeline",
+            config.pipeline_model_parallel_size,
+            chosen.pp,
+            f"pass --pipeline-model-parallel-size {chosen.pp}",
+        ),
+        (
+            "stages of a rank",
+            config.virtual_pipeline_model_parallel_size or 1,
+            chunks,
+            f"pass --num-virtual-stages-per-pipeline-rank {chunks}",
+        ),
+        (
+            "layers of each stage",
+            layers_of(config),
+            chosen.layers,
+            f"pass --num-layers {sum(chosen.layers)} --pipeline-model-parallel-layout "
+            f"'{layer_layout(chosen.layers)}'",
+        ),
+        ("data-parallel ranks", replicas, chosen.dp, f"start {ranks} processes in all"),
+        (
+            "sequences of a microbatch",
+            given["micro_batch_size"],
+            chosen.microbatch,
+            f"pass --micro-batch-size {chosen.microbatch}",
+        ),
+        (
+            "microbatches of a step",
+            given["num_microbatches"],
+            chosen.microbatches,
+            f"pass --global-batch-size {sequences}",
+        ),
+        (
+            "tokens of a sequence",
+            given["seq_length"],
+            chosen.shapes.get("seq"),
+            f"pass --seq-length {chosen.shapes.get('seq')}",
+        ),
+    ]
+    for shape, (name, flag) in _SHAPES.items():
+        expected = chosen.shapes.get(shape) or None  # 0: as many as something else
+        terms.append((name, getattr(config, name, None), expected, f"pass {flag} {expected}"))
+    for what, found, expected, remedy in terms:
+        if expected is not None and found != expected:
+            yield f"{what}: found {found}, expected {expected}: {remedy}"
+
+
+def layers_of(config: Any) -> tuple[int, ...]:
+    """Count the transformer layers of each stage, as Megatron divides them among ranks."""
+    ranks = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    stages = range(ranks * chunks)
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is not None:
+        return tuple(
+            sum(kind.name == "decoder" for kind in layout.layout[stage % ranks][stage // ranks])
+            for stage in stages
+        )
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    embedding = int(config.account_for_embedding_in_pipeline_split)
+    loss = int(config.account_for_loss_in_pipeline_split)
+    others = max(1, ranks - (first is not None) - (last is not None))
+    each = (config.num_layers + embedding + loss - (first or 0) - (last or 0)) // others
+    of_rank = [each] * ranks
+    of_rank[0] = each if first is None else first
+    of_rank[-1] = of_rank[-1] if last is None else last
+    layers = [of_rank[stage % ranks] // chunks for stage in stages]
+    layers[0] -= embedding
+    layers[-1] -= loss
+    return tuple(layers)

@@ -1,0 +1,86 @@
+"""What overlapc does not take over is named, and what is not in its way is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron import cpu
+from tests.megatron.models import Layout, Trained, set_up
+from tests.multiprocess.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+# A field of a config, a value that turns it on, and how the refusal begins.
+ASKED: list[tuple[str, Any, str]] = [
+    ("fp8", "hybrid", "FP8 and FP4 recipes (fp8='hybrid')"),
+    ("fp4", "e2m1", "FP8 and FP4 recipes (fp4='e2m1')"),
+    ("enable_cuda_graph", True, "CUDA graphs"),
+    ("external_cuda_graph", True, "CUDA graphs"),
+    ("cuda_graph_impl", "local", "CUDA graphs (cuda_graph_impl='local')"),
+    ("use_megatron_fsdp", True, "Megatron-FSDP"),
+    ("cpu_offloading", True, "CPU offloading"),
+    ("fine_grained_activation_offloading", True, "fine-grained offloading"),
+    ("hybrid_context_parallel", True, "hybrid context parallelism"),
+    ("tp_comm_overlap", True, "userbuffers"),
+    ("overlap_moe_expert_parallel_comm", True, "combined 1F1B of expert parallelism"),
+    ("defer_embedding_wgrad_compute", True, "deferred weight gradients"),
+]
+
+
+def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
+    cpu.use(version)
+    set_up(Layout(ranks=1))
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+
+    from overlapc.megatron.refused import reason
+
+    model = Trained(Layout(ranks=1, ddp={"overlap_grad_reduce": True})).models[0]
+    inner = model.module
+    found: dict[str, Any] = {"plain": reason(model), "absent": []}
+    for name, value, _ in ASKED:
+        owner = model.ddp_config if name == "use_megatron_fsdp" else inner.config
+        if not hasattr(owner, name):
+            found["absent"].append(name)
+            continue
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        found[name] = reason(model)
+        setattr(owner, name, before)
+
+    sharded = TorchFullyShardedDataParallel.__new__(TorchFullyShardedDataParallel)
+    torch.nn.Module.__init__(sharded)
+    sharded.module = inner
+    found["wrapper"] = reason(sharded)
+
+    handle = inner.decoder.layers[0].register_forward_hook(foreign)
+    found["module hook"] = reason(model)
+    handle.remove()
+    handle = next(inner.parameters()).register_hook(foreign)
+    found["gradient hook"] = reason(model)
+    handle.remove()
+    model.ddp_config.overlap_param_gather = True
+    model.remove_forward_pre_hook_handles = {}
+    model.enable_forward_pre_hook()
+    found["own hooks"] = reason(model)
+    return found
+
+
+def foreign(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+def test_what_is_refused_is_named(version: str) -> None:
+    if cpu.folder(version) is None:
+        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    (found,) = run_ranks(reasons, 1, version)
+    assert found["plain"] == found["own hooks"] == ""
+    assert set(found["absent"]) <= {"hybrid_context_parallel", "fp4"}
+    for name, _, expected in ASKED:
+        if name not in found["absent"]:
+            assert found[name].startswith(expected), name
+    assert "TorchFullyShardedDataParallel" in found["wrapper"]
+    assert "foreign in decoder.layers.0.forward_hooks" in found["module hook"]
+    assert "foreign in" in found["gradient hook"]

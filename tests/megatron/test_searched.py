@@ -1,0 +1,93 @@
+"""A search.json that is not of this run: every mismatch in one error, with the flag to pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from overlapc.errors import OptionError
+from overlapc.solvers.schedules import make_schedule
+from overlapc.search.chosen import Chosen
+from overlapc.search.layouts import Layout
+from tests.megatron import cpu
+from tests.multiprocess.spawn import run_ranks
+
+CHOSEN = Chosen(
+    tp=2,
+    pp=2,
+    dp=1,
+    microbatch=2,
+    microbatches=1,
+    schedule=make_schedule("1f1b", 2, 1),
+    layers=(3, 5),
+    memory_budgets=(10**9, 10**9),
+    solver="heu",
+    sequence_parallel=True,
+    layout=Layout(2, 2, 1, 2, sequence=True),
+    shapes={"layers": 8, "width": 64, "heads": 4, "ffn": 256, "kv_heads": 0, "seq": 16},
+)
+GIVEN = {"seq_length": 16, "micro_batch_size": 2, "num_microbatches": 1}
+
+
+def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
+    cpu.use(version)
+    from megatron.core.transformer import TransformerConfig
+
+    from overlapc.megatron.searched import check, layers_of
+
+    def config(**more: Any) -> Any:
+        parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+        shapes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
+        dtypes = {"bf16": True, "pipeline_dtype": "bf16"}
+        return TransformerConfig(**{**shapes, **parallel, **dtypes, "sequence_parallel": True, **more})
+
+    def error(chosen: Chosen, config: Any, given: dict[str, int], replicas: int) -> str:
+        try:
+            check(chosen, config, given, replicas)
+        except OptionError as found:
+            return str(found)
+        return ""
+
+    uneven = config(num_layers_in_first_pipeline_stage=3)
+    laid_out = config(pipeline_model_parallel_layout="Et*3|t*5L")
+    zero_bubble = replace(CHOSEN, layout=replace(CHOSEN.layout, schedule="zero-bubble"))
+    other = config(
+        num_layers=6,
+        hidden_size=32,
+        sequence_parallel=False,
+        tensor_model_parallel_size=1,
+    )
+    return {
+        "same": error(CHOSEN, uneven, GIVEN, 1) + error(CHOSEN, laid_out, GIVEN, 1),
+        "layers": [layers_of(one) for one in (config(), uneven, laid_out)]
+        + [layers_of(config(num_layers=6, account_for_embedding_in_pipeline_split=True,
+                            account_for_loss_in_pipeline_split=True))],
+        "interleaved": layers_of(config(virtual_pipeline_model_parallel_size=2)),
+        "other": error(CHOSEN, other, {**GIVEN, "num_microbatches": 4, "micro_batch_size": 1}, 2),
+        "zero-bubble": error(zero_bubble, uneven, GIVEN, 1),
+    }
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+def test_every_mismatch_is_in_one_error(version: str) -> None:
+    if cpu.folder(version) is None:
+        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    (found,) = run_ranks(errors, 1, version)
+    assert found["same"] == ""
+    assert found["layers"] == [(4, 4), (3, 5), (3, 5), (3, 3)]
+    assert found["interleaved"] == (2, 2, 2, 2)
+    assert found["other"].splitlines()[1:-1] == [
+        "  tensor-parallel ranks: found 1, expected 2: pass --tensor-model-parallel-size 2",
+        "  sequence parallelism: found False, expected True: pass --sequence-parallel",
+        "  layers of each stage: found (3, 3), expected (3, 5): pass --num-layers 8 "
+        "--pipeline-model-parallel-layout 'Et*3|t*5L'",
+        "  data-parallel ranks: found 2, expected 1: start 4 processes in all",
+        "  sequences of a microbatch: found 1, expected 2: pass --micro-batch-size 2",
+        "  microbatches of a step: found 4, expected 1: pass --global-batch-size 2",
+        "  hidden_size: found 32, expected 64: pass --hidden-size 64",
+        "  ffn_hidden_size: found 128, expected 256: pass --ffn-hidden-size 256",
+    ]
+    assert "which Megatron does not have" in found["zero-bubble"]
