@@ -34,13 +34,14 @@ def main() -> None:
     common.launch(args.ranks)
     cpu.use(args.megatron)
     group = common.connect(args.link, args.link_mbit, args.device)
+    args.ranks = group.size()
 
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import overlapc.megatron
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     schedules = {"megatron": get_forward_backward_func()}
     overlapc.megatron.patch(memory_budget=args.memory_budget, solver=args.solver)

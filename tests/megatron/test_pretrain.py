@@ -65,7 +65,7 @@ SETS: dict[str, tuple[int, str]] = {
     "full-uniform": (2, f"{TP} {FULL} --recompute-method uniform --recompute-num-layers 1"),
     "full-block": (2, f"{PP} --num-layers 4 {FULL} --recompute-method block --recompute-num-layers 1"),
     "selective": (2, f"{TP} --sequence-parallel {BY_MODULE} --recompute-modules core_attn"),
-    "by-module": (2, f"{EP} alltoall {BY_MODULE} --recompute-modules core_attn layernorm moe_act"),
+    "by-module": (2, f"{TP} {LLAMA} {BY_MODULE} --recompute-modules core_attn mlp layernorm"),
     "moe-layer": (2, f"{EP} alltoall {BY_MODULE} --recompute-modules moe"),
     "bf16": (2, f"{TP} --bf16"),
     "fp16": (2, f"{TP} --fp16 --initial-loss-scale 65536"),
