@@ -36,6 +36,11 @@ def use(version: str) -> Any:
     path = folder(version)
     assert path is not None, f"megatron-core {version} is not installed"
     sys.path.insert(0, str(path))
+    return stand_in()
+
+
+def stand_in() -> Any:
+    """Import the megatron.core that is found, on CPU."""
     warnings.simplefilter("ignore")
     _devices()
     _streams()

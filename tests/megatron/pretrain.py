@@ -21,13 +21,11 @@ import runpy
 import shlex
 import sys
 import types
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "pretrain_gpt.py"
 
 
@@ -38,7 +36,7 @@ def main() -> None:
     ours, script_arguments = parser.parse_known_args()
     lab = Path(os.environ["OVERLAPC_MEGATRON_LM"])
     sys.path[0] = str(lab)  # as `python pretrain_gpt.py` has it
-    sys.path += [str(ROOT), str(Path(__file__).parent)]  # behind: Megatron has a package tests, too
+    sys.path.append(str(Path(__file__).parent))  # cpu.py: Megatron has a package tests, too
     script = str(lab / SCRIPT)
     stand_in()
     seen = Seen()
@@ -52,15 +50,15 @@ def main() -> None:
         overlapped([*shlex.split(ours.overlapc), script, *script_arguments])
         import overlapc.megatron
 
-        seen.told["overlapc"] = overlapc.megatron.explain()
+        chunks = overlapc.megatron._steps.chunks.values()
+        ran = [{**chunk.ran, "why": chunk.why_plain} for chunk in chunks]
+        seen.told["overlapc"] = {"ran": ran, "explained": overlapc.megatron.explain()}
     seen.write(ours.out)
 
 
 def stand_in() -> None:
     """Make megatron.training believe that this CPU is a GPU."""
     import cpu
-
-    cpu.before_import()
     import torch
 
     torch.set_num_threads(1)
@@ -78,8 +76,7 @@ def stand_in() -> None:
         setattr(cuda, name, lambda *_, **__: 0)
         setattr(cuda, f"max_{name}", lambda *_, **__: 0)
     for name in ("Float", "Double", "Int", "Long", "Half", "BFloat16", "Byte"):
-        constructor = getattr(torch, f"{name}Tensor")
-        setattr(cuda, f"{name}Tensor", lambda data=(), make=constructor: make(data))
+        setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     kernels: Any = types.ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
     kernels.enable_batch_invariant_mode = lambda: None  # it is made of triton
     helpers: Any = types.ModuleType("megatron.core.datasets.helpers_cpp")  # it is made of C++
@@ -88,8 +85,7 @@ def stand_in() -> None:
     for name in ("pydantic", "regex", "six", "yaml"):  # of tokenizers and files that are not used
         if importlib.util.find_spec(name) is None:
             sys.modules[name] = MagicMock()
-    warnings.simplefilter("ignore")
-    cpu.after_import()
+    cpu.stand_in()
 
     import megatron.core.datasets.utils as datasets
     import megatron.training.initialize as initialize

@@ -87,10 +87,11 @@ def pretrain(ranks: int, arguments: str, folder: Path, overlapc: str | None = No
     command += ["--standalone", str(ROOT / "tests/megatron/pretrain.py"), "--out", str(folder)]
     command += [] if overlapc is None else [f"--overlapc={overlapc}"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
             [*command, *TINY.split(), *arguments.split()],
-            env=environment | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            env=environment | {"PYTHONPATH": str(ROOT)},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -111,7 +112,10 @@ def test_megatron_trains_bitwise_alike_with_overlapc(asked: str, tmp_path: Path)
     ranks, arguments = SETS[asked]
     alone = pretrain(ranks, arguments, tmp_path / "alone")
     overlapped = pretrain(ranks, arguments, tmp_path / "overlapped", "--profile estimate")
-    explained = [told.pop("overlapc") for told in overlapped]
-    print(explained[0])
+    seen = [told.pop("overlapc") for told in overlapped]
+    print(seen)
     assert overlapped == alone
-    assert all(told["steps"] for told in alone)
+    assert all(len(told["steps"]) == 3 for told in alone)
+    for ran in (ran for of_rank in seen for ran in of_rank["ran"]):
+        assert ran["planned"] > 0
+        assert ran["plain"] == 0, ran["why"]
