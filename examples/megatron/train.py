@@ -86,7 +86,9 @@ def build(args: argparse.Namespace) -> nn.Module:
     return GPTModel(config, get_gpt_layer_local_spec(), 256, args.seq)
 
 
-def adding_up(schedule: Callable[..., Any], args: argparse.Namespace) -> Callable[..., list[Tensor]]:
+def adding_up(
+    schedule: Callable[..., Any], args: argparse.Namespace
+) -> Callable[..., list[Tensor]]:
     """Gradients of all microbatches, by a schedule of Megatron's."""
     mask = torch.ones(1, 1, args.seq, args.seq, dtype=torch.bool).triu(1)
     positions = torch.arange(args.seq)[None]

@@ -14,26 +14,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from overlapc.files import StrPath
     from overlapc.megatron.steps import Steps
 
 __all__ = ["explain", "patch", "unpatch"]
 _steps: Steps | None = None
 
 
-def patch(*, merge: bool = True, **options: Any) -> None:
+def patch(*, merge: bool = True, search: StrPath | None = None, **options: Any) -> None:
     """Run the training steps of Megatron planned, from the next one on.
 
     `merge`: where there is no pipeline, a microbatch's backward is one graph with the next one's
-    forward. Other options are those of `overlapc.Options`; the memory budget is for what a step
-    allocates at its peak. A second call replaces the first.
+    forward. `search` is the search.json that `overlapc search --out` wrote: its memory budgets and
+    solver are used, and the first step raises an OptionError if its layout is not the script's.
+    Other options are those of `overlapc.Options`; the memory budget is for what a step allocates at
+    its peak, by default what it would with the script's own recompute arguments, which are not
+    followed. A second call replaces the first.
     """
     global _steps
+    from overlapc.errors import OptionError
     from overlapc.megatron import seams
     from overlapc.megatron.steps import Steps
     from overlapc.planning.options import Options
+    from overlapc.search.chosen import load_search
 
+    chosen = None if search is None else load_search(search)
+    if chosen is not None:
+        if options.get("memory_budget") is not None:
+            raise OptionError("memory_budget: search has one for each stage; expected one of both")
+        options = {"solver": chosen.solver, **options}
     unpatch()
-    _steps = Steps(Options.parse(options, "megatron"), merge)
+    _steps = Steps(Options.parse(options, "megatron"), merge, chosen)
     seams.install(_steps.run)
 
 

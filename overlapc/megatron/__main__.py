@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from overlapc.errors import OptionError
+from overlapc.errors import OptionError, OverlapcError
 from overlapc.megatron import patch
 from overlapc.planning.options import value_of
 
@@ -25,14 +25,18 @@ _USAGE = (
 
 def main(arguments: Sequence[str]) -> None:
     """Patch Megatron, then run the script that the arguments name, as `__main__`."""
-    options, script, rest = split(arguments)
-    if not os.path.isfile(script):
-        raise OptionError(f"script {script!r}: found no such file; {_USAGE}")
-    sys.path[0] = os.path.dirname(
-        os.path.abspath(script)
-    )  # before anything of Megatron is imported
-    sys.argv = [script, *rest]
-    patch(**options)
+    if list(arguments) in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    try:
+        options, script, rest = split(arguments)
+        if not os.path.isfile(script):
+            raise OptionError(f"script {script!r}: found no such file; {_USAGE}")
+        sys.path[0] = os.path.dirname(os.path.abspath(script))  # before Megatron is imported
+        sys.argv = [script, *rest]
+        patch(**options)
+    except OverlapcError as error:
+        sys.exit(f"overlapc: {error}")
     runpy.run_path(script, run_name="__main__")
 
 
@@ -53,10 +57,4 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        print(__doc__)
-    else:
-        try:
-            main(sys.argv[1:])
-        except OptionError as error:
-            sys.exit(f"overlapc: {error}")
+    main(sys.argv[1:])

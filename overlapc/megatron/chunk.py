@@ -33,6 +33,7 @@ from overlapc.megatron.gradients import (
     not_last,
     receiver,
 )
+from overlapc.megatron.recompute import own_plan
 from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import capture
 from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
@@ -291,7 +292,8 @@ class Chunk:
             add_ns_per_kib=adding(self.module, self._options),
         )
         primals = [*self._lasting, *call.tensors]
-        planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
+        own = own_plan(captured)
+        planned = plan(captured, self._options, step, primals=primals, exchange=exchange, own=own)
         return planned.report
 
     def _emit(self, captured: Captured, whole: Whole, call: Call, report: Report) -> Planned:

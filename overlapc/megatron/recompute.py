@@ -2,8 +2,8 @@
 
 A script asks for recompute with recompute_granularity, _method, _num_layers and _modules. They end
 in a few functions, whatever the version: `checkpoint`, which keeps a function's inputs and outputs,
-and `CheckpointWithoutOutput`, which keeps its inputs alone. While a chunk is traced, `noted` has
-these run what they are given, and note on the graph's nodes which *region* of recompute an op is of.
+and `CheckpointWithoutOutput`, which keeps its inputs alone. While a chunk is traced, `stand_ins`
+run what they are given, and note on the graph's nodes which *region* of recompute an op is of.
 `own_plan` is then what the script's arguments amount to on the captured graph.
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from torch.fx.traceback import annotate, current_meta
 
@@ -31,11 +30,8 @@ class _Region(NamedTuple):
     keeps_outputs: bool
 
 
-@contextmanager
-def noted() -> Iterator[None]:
-    """Have Megatron's recompute functions just run, and note their ops, while a chunk is traced."""
-    import megatron.core.tensor_parallel.random as random
-
+def stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """Give each of Megatron's recompute functions, by module and name, and what runs instead."""
     numbers = count()
 
     def run(keeps_outputs: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +40,7 @@ def noted() -> Iterator[None]:
         with annotate({_KEY: _Region(next(numbers), keeps_outputs)}):
             return function(*args, **kwargs)
 
-    def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+    def checkpoint(function: Callable[..., Any], distribute: Any, *args: Any) -> Any:
         return run(True, function, *args)
 
     def te_checkpoint(
@@ -65,27 +61,12 @@ def noted() -> Iterator[None]:
 
         def discard_output_and_register_recompute(self, hook_tensor: Any) -> None: ...
 
+    random = import_module("megatron.core.tensor_parallel.random")
+    yield random, "checkpoint", checkpoint
+    yield random, "CheckpointWithoutOutput", CheckpointWithoutOutput
     engine = sys.modules.get("megatron.core.extensions.transformer_engine")
-    with ExitStack() as stack:
-        for real, instead in (
-            (random.checkpoint, checkpoint),
-            (random.CheckpointWithoutOutput, CheckpointWithoutOutput),
-            (getattr(engine, "te_checkpoint", None), te_checkpoint),
-        ):
-            for module, name in _where(real):
-                stack.enter_context(patch.object(module, name, instead))
-        yield
-
-
-def _where(real: Any) -> list[tuple[Any, str]]:
-    """Megatron's modules that have this object as a global, and its name there."""
-    return [
-        (module, name)
-        for path, module in list(sys.modules.items())
-        if path.partition(".")[0] == "megatron" and real is not None
-        for name, value in list(vars(module).items())
-        if value is real
-    ]
+    if engine is not None:
+        yield engine, "te_checkpoint", te_checkpoint
 
 
 def own_plan(captured: Captured) -> Callable[[Problem], Plan] | None:

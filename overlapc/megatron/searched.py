@@ -1,4 +1,4 @@
-"""The layout that `overlapc search` found against the one that a Megatron script was started with."""
+"""The layout that `overlapc search` found against the one that a Megatron script was given."""
 
 from __future__ import annotations
 
@@ -40,37 +40,33 @@ def check(chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int) 
 def _mismatches(
     chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int
 ) -> Iterator[str]:
-    if chosen.layout.schedule not in RUN_BY_MEGATRON:
-        yield (
-            f"schedule: found 1F1B, expected {chosen.layout.schedule}, which Megatron does not "
-            "have: search with --schedule 1f1b"
-        )
+    schedule = chosen.layout.schedule
+    if schedule not in RUN_BY_MEGATRON:
+        yield f"schedule: Megatron does not have {schedule}: search with --schedule 1f1b"
     sequences = chosen.microbatch * chosen.microbatches * chosen.dp
     chunks = len(chosen.layers) // chosen.pp
     ranks = chosen.tp * chosen.pp * chosen.dp
     sharing = "pass" if chosen.sequence_parallel else "leave out"
-    terms = [
-        (
-            "tensor-parallel ranks",
-            config.tensor_model_parallel_size,
-            chosen.tp,
-            f"pass --tensor-model-parallel-size {chosen.tp}",
-        ),
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    divided = f"--num-layers {sum(chosen.layers)} --pipeline-model-parallel-layout"
+    size, count, tokens = (
+        given[name] for name in ("micro_batch_size", "num_microbatches", "seq_length")
+    )
+    seq = chosen.shapes.get("seq")
+    # What it is, as found and as expected, and what to do.
+    terms: list[tuple[str, Any, Any, str]] = [
+        ("tensor-parallel ranks", tp, chosen.tp, f"pass --tensor-model-parallel-size {chosen.tp}"),
         (
             "sequence parallelism",
             bool(config.sequence_parallel),
             chosen.sequence_parallel,
             f"{sharing} --sequence-parallel",
         ),
-        (
-            "ranks of a pipeline",
-            config.pipeline_model_parallel_size,
-            chosen.pp,
-            f"pass --pipeline-model-parallel-size {chosen.pp}",
-        ),
+        ("ranks of a pipeline", pp, chosen.pp, f"pass --pipeline-model-parallel-size {chosen.pp}"),
         (
             "stages of a rank",
-            config.virtual_pipeline_model_parallel_size or 1,
+            virtual,
             chunks,
             f"pass --num-virtual-stages-per-pipeline-rank {chunks}",
         ),
@@ -78,28 +74,22 @@ def _mismatches(
             "layers of each stage",
             layers_of(config),
             chosen.layers,
-            f"pass --num-layers {sum(chosen.layers)} --pipeline-model-parallel-layout "
-            f"'{layer_layout(chosen.layers)}'",
+            f"pass {divided} '{layer_layout(chosen.layers)}'",
         ),
         ("data-parallel ranks", replicas, chosen.dp, f"start {ranks} processes in all"),
         (
             "sequences of a microbatch",
-            given["micro_batch_size"],
+            size,
             chosen.microbatch,
             f"pass --micro-batch-size {chosen.microbatch}",
         ),
         (
             "microbatches of a step",
-            given["num_microbatches"],
+            count,
             chosen.microbatches,
             f"pass --global-batch-size {sequences}",
         ),
-        (
-            "tokens of a sequence",
-            given["seq_length"],
-            chosen.shapes.get("seq"),
-            f"pass --seq-length {chosen.shapes.get('seq')}",
-        ),
+        ("tokens of a sequence", tokens, seq, f"pass --seq-length {seq}"),
     ]
     for shape, (name, flag) in _SHAPES.items():
         expected = chosen.shapes.get(shape) or None  # 0: as many as something else

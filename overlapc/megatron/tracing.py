@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback
 
+from overlapc.megatron import recompute
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured
 
@@ -122,26 +123,10 @@ def _memory() -> Iterator[Change]:
     yield random.CudaRNGStatesTracker, "fork", fork
 
 
-class _Kept:
-    """`CheckpointWithoutOutput`, which here keeps its output: the plan frees it."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
-
-    def discard_output_and_register_recompute(self, hook_tensor: Any) -> None: ...
-
-
 def _recompute() -> Iterator[Change]:
     """Megatron's own recompute: flags are read in constructors, so functions are replaced."""
-    random = import_module("megatron.core.tensor_parallel.random")
-
-    def plain(function: Callable[..., Any], distribute: Any, *args: Any) -> Any:
-        return function(*args)
-
-    yield from _everywhere(random, "checkpoint", plain)
-    yield from _everywhere(random, "CheckpointWithoutOutput", _Kept)
+    for module, name, new in recompute.stand_ins():
+        yield from _everywhere(module, name, new)
 
 
 def _linear() -> Iterator[Change]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from overlapc.errors import FileError, InvalidSchedule, OptionError
@@ -49,10 +49,10 @@ class Chosen:
     layers: tuple[int, ...]  # of each stage
     memory_budgets: tuple[int, ...]  # of each stage: what weights and optimizer leave
     solver: str
+    layout: Layout
+    shapes: Mapping[str, Any]  # of the model, as the file has them
     sequence_parallel: bool = False
     merged: bool = False  # microbatches: as `overlapc.TrainStep` runs them
-    layout: Layout = Layout(1, 1, 1, 1)
-    shapes: Mapping[str, Any] = field(default_factory=dict)  # of the model, as the file has them
 
 
 def load_search(path: StrPath) -> Chosen:
@@ -99,10 +99,10 @@ def load_search(path: StrPath) -> Chosen:
         layers,
         budgets,
         found.solver,
-        layout.sequence,
-        found.merged,
         layout,
         document["model"],
+        layout.sequence,
+        found.merged,
     )
 
 

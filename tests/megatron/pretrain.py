@@ -1,4 +1,4 @@
-"""This program runs Megatron-LM's own pretrain_gpt.py on CPU and gloo, and writes down what came of it.
+"""This program runs Megatron-LM's own pretrain_gpt.py on CPU and gloo, and writes what came of it.
 
     OVERLAPC_MEGATRON_LM=FOLDER torchrun --nproc_per_node 2 tests/megatron/pretrain.py \
         --out DIR [--overlapc "--solver heu"] ARGUMENTS OF pretrain_gpt.py
@@ -77,7 +77,9 @@ def stand_in() -> None:
         setattr(cuda, f"max_{name}", lambda *_, **__: 0)
     for name in ("Float", "Double", "Int", "Long", "Half", "BFloat16", "Byte"):
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-    kernels: Any = types.ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    kernels: Any = types.ModuleType(
+        "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    )
     kernels.enable_batch_invariant_mode = lambda: None  # it is made of triton
     helpers: Any = types.ModuleType("megatron.core.datasets.helpers_cpp")  # it is made of C++
     helpers.build_sample_idx_int32 = helpers.build_sample_idx_int64 = sample_index
@@ -103,7 +105,7 @@ def stand_in() -> None:
 def sample_index(
     sizes: Any, documents: Any, length: int, epochs: int, tokens: int, drop_last: bool, extra: int
 ) -> Any:
-    """Where each sample of `length` tokens begins: the number of its document, and how far in it."""
+    """Where each sample of `length` tokens begins: the document's number, and how far in it."""
     import numpy as np
 
     lengths = np.asarray(sizes)[np.asarray(documents)]

@@ -38,9 +38,12 @@ TINY = """
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 MOE = "--no-bias-gelu-fusion --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
 EP = f"{MOE} --expert-model-parallel-size 2 --moe-token-dispatcher-type"
-FULL, BY_MODULE = (f"--recompute-granularity {granularity}" for granularity in ("full", "selective"))
+FULL, BY_MODULE = (
+    f"--recompute-granularity {granularity}" for granularity in ("full", "selective")
+)
 LLAMA = """
-    --group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu
+    --group-query-attention --num-query-groups 2 --position-embedding-type rope --no-rope-fusion
+    --swiglu
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
 """
 # What is asked -> how many ranks, and the arguments besides TINY's.
@@ -49,27 +52,42 @@ SETS: dict[str, tuple[int, str]] = {
     "tp": (2, TP),
     "tp-sp": (2, f"{TP} --sequence-parallel"),
     "pp": (2, PP),
-    "vpp": (4, "--pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"),
-    "tp-pp": (4, f"{TP} --sequence-parallel {PP} {FULL} --recompute-method uniform --recompute-num-layers 1"),
+    "vpp": (
+        4,
+        "--pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "tp-pp": (
+        4,
+        f"{TP} --sequence-parallel {PP} {FULL} --recompute-method uniform --recompute-num-layers 1",
+    ),
     "ep-alltoall": (2, f"{EP} alltoall"),
     "ep-allgather": (2, f"{EP} allgather"),
     "ep-pp": (4, f"{EP} alltoall {PP}"),
     "ep-tp-sp": (2, f"{EP} alltoall {TP} --sequence-parallel --expert-tensor-parallel-size 1"),
-    "shared-experts": (2, f"{EP} alltoall --disable-bias-linear --moe-shared-expert-intermediate-size 32"),
-    "capacity": (2, f"{EP} alltoall --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"),
+    "shared-experts": (
+        2,
+        f"{EP} alltoall --disable-bias-linear --moe-shared-expert-intermediate-size 32",
+    ),
+    "capacity": (
+        2,
+        f"{EP} alltoall --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+    ),
     "drops": (2, f"{EP} alltoall --moe-expert-capacity-factor 0.5"),
     "distributed-optimizer": (
         2,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     "full-uniform": (2, f"{TP} {FULL} --recompute-method uniform --recompute-num-layers 1"),
-    "full-block": (2, f"{PP} --num-layers 4 {FULL} --recompute-method block --recompute-num-layers 1"),
+    "full-block": (
+        2,
+        f"{PP} --num-layers 4 {FULL} --recompute-method block --recompute-num-layers 1",
+    ),
     "selective": (2, f"{TP} --sequence-parallel {BY_MODULE} --recompute-modules core_attn"),
     "by-module": (2, f"{TP} {LLAMA} {BY_MODULE} --recompute-modules core_attn mlp layernorm"),
     "moe-layer": (2, f"{EP} alltoall {BY_MODULE} --recompute-modules moe"),
     "bf16": (2, f"{TP} --bf16"),
     "fp16": (2, f"{TP} --fp16 --initial-loss-scale 65536"),
-    "fp16-overflow": (2, "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"),
+    "fp16-overflow": (2, "--fp16 --initial-loss-scale 1048576 --hysteresis 1"),
     "llama": (2, f"{TP} {LLAMA}"),
     "llama-moe-bf16": (
         2,
