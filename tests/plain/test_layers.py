@@ -85,7 +85,7 @@ LAYERS = {
     "search.modules": Layer("layers torch"),
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.
-    "megatron": Layer("errors passes planning runtime torch"),
+    "megatron": Layer("errors files ir passes planning runtime search solvers torch"),
     # What people see.
     "report": Layer(
         "check errors files ir pipeline planning schedule search simulate solvers",
