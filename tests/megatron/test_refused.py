@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from overlapc.megatron.steps import innermost
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 from tests.multiprocess.spawn import run_ranks
@@ -84,3 +86,38 @@ def test_what_is_refused_is_named(version: str) -> None:
     assert "TorchFullyShardedDataParallel" in found["wrapper"]
     assert "foreign in decoder.layers.0.forward_hooks" in found["module hook"]
     assert "foreign in" in found["gradient hook"]
+
+
+def one_sided(rank: int, ranks: int, version: str) -> dict[str, Any]:
+    """Two steps, of ranks of which one alone has a hook that is not Megatron's."""
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    layout = Layout(tp=2)
+    set_up(layout)
+    import overlapc.megatron as patched
+
+    plain, ours = Trained(layout), Trained(layout)
+    ours.random = dict(plain.random)
+    expected = [plain.step(number)["losses"] for number in range(2)]
+    if rank == 1:
+        innermost(ours.models[0])[0].decoder.register_forward_hook(foreign)
+    patched.patch(profile="estimate")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = [ours.step(number)["losses"] for number in range(2)]
+    return {
+        "warned": [str(each.message) for each in warned if "overlapc" in str(each.message)],
+        "explained": patched.explain(),
+        "same": all(map(torch.equal, sum(expected, []), sum(found, []))),
+    }
+
+
+def test_a_refusal_of_one_rank_is_one_warning_on_all() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    for found in run_ranks(one_sided, 2, "0.16.1"):
+        (warned,) = found["warned"]
+        assert "overlapc leaves this run to plain Megatron: a hook that is not" in warned
+        assert warned.endswith("(on rank 1)")
+        assert warned.rpartition(": a hook")[2] in found["explained"]
+        assert found["same"]

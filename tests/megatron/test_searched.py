@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from overlapc.errors import OptionError
 from overlapc.search.chosen import Chosen
 from overlapc.search.layouts import Layout
 from overlapc.solvers.schedules import make_schedule
-from tests.megatron import cpu
+from tests.megatron import cpu, models
 from tests.multiprocess.spawn import run_ranks
 
 CHOSEN = Chosen(
@@ -100,3 +101,45 @@ def test_every_mismatch_is_in_one_error(version: str) -> None:
         "  ffn_hidden_size: found 128, expected 256: pass --ffn-hidden-size 256",
     ]
     assert "Megatron does not have zero-bubble" in found["zero-bubble"]
+
+
+def stepped(rank: int, ranks: int, version: str, chosen: Chosen) -> str:
+    """What a step of two stages says under what a search chose: its budget, or the error."""
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    layout = models.Layout(pp=2, layers=4, microbatches=2)
+    models.set_up(layout)
+    import overlapc.megatron as patched
+    import overlapc.search.chosen
+
+    overlapc.search.chosen.load_search = lambda path: chosen
+    patched.patch(search="search.json", profile="estimate")
+    try:
+        models.Trained(layout).step(0)
+    except OptionError as error:
+        return str(error)
+    (chunk,) = patched._steps.chunks.values()
+    (planned,) = chunk._planned.values()
+    report = planned.program.report
+    return f"{report.plan.solver} {report.problem.budget_bytes}"
+
+
+def test_a_search_gives_each_stage_its_budget() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    chosen = replace(
+        CHOSEN,
+        tp=1,
+        microbatches=2,
+        layers=(2, 2),
+        memory_budgets=(10**9, 2 * 10**9),
+        layout=Layout(1, 2, 1, 2),
+        sequence_parallel=False,
+        shapes={"layers": 4, "width": models.WIDTH, "heads": 4, "seq": models.SEQUENCE},
+    )
+    assert run_ranks(stepped, 2, "0.16.1", chosen) == ["heu 1000000000", "heu 2000000000"]
+    wrong = replace(chosen, microbatch=1, layers=(1, 3))
+    first, second = run_ranks(stepped, 2, "0.16.1", wrong)
+    assert first == second
+    assert "sequences of a microbatch: found 2, expected 1: pass --micro-batch-size 1" in first
+    assert "layers of each stage: found (2, 2), expected (1, 3)" in first
