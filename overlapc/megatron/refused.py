@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_OFF = (None, False, 0, "none", "", (), [])
+_OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), [])
 
 
 @dataclass(frozen=True)

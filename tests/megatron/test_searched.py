@@ -121,7 +121,7 @@ def stepped(rank: int, ranks: int, version: str, chosen: Chosen) -> str:
     (chunk,) = patched._steps.chunks.values()
     (planned,) = chunk._planned.values()
     report = planned.program.report
-    return f"{report.plan.solver} {report.problem.budget_bytes}"
+    return f"{chunk._options.solver} {report.problem.budget_bytes}"
 
 
 def test_a_search_gives_each_stage_its_budget() -> None:
