@@ -117,6 +117,7 @@ def stepped(rank: int, ranks: int, version: str, chosen: Chosen) -> str:
     try:
         models.Trained(layout).step(0)
     except OptionError as error:
+        dist.barrier()  # rank 0 has the store that the other may still read
         return str(error)
     (chunk,) = patched._steps.chunks.values()
     (planned,) = chunk._planned.values()
