@@ -211,8 +211,10 @@ FULL = [
 ]
 
 
-def check_ranks(ranks: int, name: str, configs: list[tuple[Any, str, str]]) -> None:
-    everyone = run_ranks(on_rank, ranks, name, configs, timeout_s=280)
+def check_ranks(
+    ranks: int, name: str, configs: list[tuple[Any, str, str]], timeout_s: float = 280
+) -> None:
+    everyone = run_ranks(on_rank, ranks, name, configs, timeout_s=timeout_s)
     for found in everyone:
         for case, first in zip(found, everyone[0], strict=True):
             assert case["differences"] == [], case["config"]
@@ -261,6 +263,7 @@ def test_four_ranks(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "moe, one layer"])
 def test_two_ranks_every_solver(name: str) -> None:
-    check_ranks(2, name, FULL)
+    check_ranks(2, name, FULL, timeout_s=800)
