@@ -36,6 +36,7 @@ from functools import cached_property
 from typing import Literal
 
 from overlapc.errors import InvalidProblem
+from overlapc.record import Record
 
 Role = Literal["forward", "input_grad", "weight_grad", "start", "wait"]
 ROLES: tuple[Role, ...] = ("forward", "input_grad", "weight_grad", "start", "wait")
@@ -98,7 +99,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Record):
     """Ops in topological order and the values between them.
 
     `inputs` are resident values; `outputs` are values that outlive the trace (results and
@@ -303,7 +304,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Record):
     """A trace with its costs, its limits and the phases it is run in.
 
     phases      sets of piece letters run one after the other. A lone graph under autograd has
@@ -360,7 +361,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """Says which values are saved, and in which order ops are issued.
 
     status is `optimal`, `feasible` or `baseline`; `bound_ns` a proven lower bound on the step

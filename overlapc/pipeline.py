@@ -14,6 +14,7 @@ from itertools import accumulate
 from overlapc.errors import InvalidSchedule
 from overlapc.ledger import Ledger
 from overlapc.machine import Lane, Tasks, timed
+from overlapc.record import Record
 from overlapc.schedule import Action, Schedule, Step, check_schedule, format_step
 
 _WAYS = {"F": 1, "B": -1, "I": -1}  # to the stage behind or before
@@ -21,7 +22,7 @@ AHEAD = 3  # steps, the one that runs included, for which a rank has room for wh
 
 
 @dataclass(frozen=True)
-class StageCost:
+class StageCost(Record):
     """What one microbatch takes on one stage.
 
     Nanoseconds of each kind of action. `whole_ns` is B with its recompute in it; 0 means what R, I

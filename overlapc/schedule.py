@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from overlapc.errors import FileError, InvalidSchedule
+from overlapc.record import Record
 
 KINDS = "FRBIW"
 _ACTION = re.compile(rf"(\d+)([{KINDS}])(\d+)")
@@ -45,7 +46,7 @@ Step = tuple[Action, ...]  # run as one; most often of one action
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Record):
     """Rows of steps, one row for each rank."""
 
     name: str

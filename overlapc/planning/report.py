@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from overlapc.ir import Plan, Problem, Timeline
 from overlapc.planning.problem import eager_timeline
+from overlapc.record import Record
 from overlapc.solvers import bound_ns
 from overlapc.solvers.bounds import simple_bound_ns
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Record):
     """The plan of one microbatch, and what it is predicted to do.
 
     Of several microbatches it is that of the first forward and the last backward; `merged` is what

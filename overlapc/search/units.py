@@ -10,6 +10,7 @@ from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
 from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import load_hardware
+from overlapc.record import Record
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 from overlapc.simulate import simulate
@@ -62,7 +63,7 @@ class Least:
 
 
 @dataclass(frozen=True)
-class Unit:
+class Unit(Record):
     """A few blocks as a problem, the head as another, and what travels between stages."""
 
     blocks: int

@@ -118,7 +118,14 @@ def gathered_head() -> nn.Module:
 
 def moe(layers: int = 2) -> nn.Module:
     config = MoEConfig(
-        vocab=32, layers=layers, width=32, heads=4, experts=4, expert_width=32, max_seq=16, dropout=0.1
+        vocab=32,
+        layers=layers,
+        width=32,
+        heads=4,
+        experts=4,
+        expert_width=32,
+        max_seq=16,
+        dropout=0.1,
     )
     return MoEGPT(config, dist.group.WORLD)
 

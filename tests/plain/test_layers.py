@@ -39,7 +39,8 @@ LAYERS = {
     "flags": Layer(),
     "progress": Layer(),
     "functions": Layer("errors"),
-    "ir": Layer("errors"),
+    "record": Layer(),
+    "ir": Layer("errors record"),
     "valid": Layer("errors ir"),
     "text": Layer("errors ir valid"),
     "files": Layer("errors ir text"),
@@ -48,15 +49,15 @@ LAYERS = {
     "ledger": Layer(),
     "simulate": Layer("errors ir ledger machine"),
     "merge": Layer("ir valid"),
-    "schedule": Layer("errors"),
-    "pipeline": Layer("errors ledger machine schedule"),
+    "schedule": Layer("errors record"),
+    "pipeline": Layer("errors ledger machine record schedule"),
     "stages": Layer("ir ledger pipeline simulate"),
     # What finds plans and schedules.
     "solvers": Layer("check errors ir ledger machine merge pipeline progress schedule simulate"),
     # The road, from a captured graph to a plan. It calls what needs torch.
     "planning": Layer(
-        "check errors files flags ir merge pipeline progress schedule simulate solvers stages text "
-        "valid",
+        "check errors files flags ir merge pipeline progress record schedule simulate solvers "
+        "stages text valid",
         "passes profiler report runtime",
     ),
     "shares": Layer("errors ir ledger planning simulate solvers", "passes runtime"),
@@ -77,8 +78,8 @@ LAYERS = {
     "runtime.guard": Layer("errors"),
     # Which layout of a cluster, without running it.
     "search": Layer(
-        "errors files ir merge pipeline planning profiler progress schedule simulate solvers "
-        "stages valid",
+        "errors files ir merge pipeline planning profiler progress record schedule simulate "
+        "solvers stages valid",
         "overlapc passes torch",
     ),
     "search.groups": Layer("errors torch"),

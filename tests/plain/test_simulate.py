@@ -6,6 +6,7 @@ The oracles are slow and plain: `tick_by_tick` runs every rank and lane one nano
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from overlapc.simulate import (
     simulate,
     step_ns,
 )
-from overlapc.solvers import bound_ns
+from overlapc.solvers import bound_ns, solve
 from tests.plain.strategies import legal_plans, problems, random_plan, random_problem
 from tests.plain.tiny import drawn, plan_of, recosted, tiny
 
@@ -584,3 +585,13 @@ def test_more_slowdown_is_never_faster_on_one_rank(data, compute_more, comm_more
         for slowdown in (low, high)
     )
     assert slow >= fast - 4 * len(plan.order)
+
+
+def test_what_is_sent_to_another_process_is_what_was_said_not_what_was_computed():
+    """Another thread may be computing it while this one is being pickled."""
+    problem = random_problem(Random(1))
+    before = pickle.dumps(problem)
+    simulate(problem, solve(replace(problem, budget_bytes=None), "none"))
+    assert "op" in vars(problem.trace)  # is computed from its fields
+    assert pickle.dumps(problem) == before
+    assert pickle.loads(before) == problem
