@@ -12,9 +12,12 @@ from overlapc.valid import validated
 ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3_add`
 
 
-def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float = 0.0) -> Problem:
+def accumulate(
+    problem: Problem, gradients: Collection[str], ns_per_kib: float = 0.0, sums: bool = True
+) -> Problem:
     """Return the problem in which each of these gradients, once made, is added to what the
-    microbatches before left, and ends there, instead of being handed out at the end."""
+    microbatches before left, and ends there, instead of being handed out at the end. `sums`: what
+    they are added to is in the budget."""
     trace = problem.trace
     ops: list[Op] = []
     costs = dict(problem.profile.costs)
@@ -35,7 +38,7 @@ def accumulate(problem: Problem, gradients: Collection[str], ns_per_kib: float =
             add(name, trace.ops[-1])
     outputs = tuple(name for name in trace.outputs if name not in set(gradients))
     summed = replace(trace, ops=tuple(ops), outputs=outputs)
-    held = {trace.value[n].storage: trace.value[n].bytes for n in gradients}
+    held = {trace.value[n].storage: trace.value[n].bytes for n in gradients if sums}
     return validated(
         replace(
             problem,

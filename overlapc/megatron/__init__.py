@@ -21,12 +21,25 @@ __all__ = ["explain", "patch", "unpatch"]
 _steps: Steps | None = None
 
 
-def patch(*, merge: bool = True, search: StrPath | None = None, **options: Any) -> None:
+def patch(
+    *,
+    merge: bool = True,
+    fill: bool = True,
+    schedule: str = "1f1b",
+    search: StrPath | None = None,
+    **options: Any,
+) -> None:
     """Run the training steps of Megatron planned, from the next one on.
 
-    `merge`: where there is no pipeline, a microbatch's backward is one graph with the next one's
-    forward. `search` is the search.json that `overlapc search --out` wrote: its memory budgets and
-    solver are used, and the first step raises an OptionError if its layout is not the script's.
+    merge       without a pipeline, a microbatch's backward is one graph with the next's forward
+    fill        in a pipeline, recompute and weight gradients run while other stages are waited
+                for, as far as the budget has room
+    schedule    "1f1b": as Megatron has it; "merged": each forward in it is one graph with a
+                backward, where chunks are not interleaved
+    search      the search.json that `overlapc search --out` wrote: its memory budgets and solver
+                are used, and the first step raises an OptionError if its layout is not the
+                script's
+
     Other options are those of `overlapc.Options`; the memory budget is for what a step allocates at
     its peak, by default what it would with the script's own recompute arguments, which are not
     followed. A second call replaces the first.
@@ -44,7 +57,7 @@ def patch(*, merge: bool = True, search: StrPath | None = None, **options: Any) 
             raise OptionError("memory_budget: search has one for each stage; expected one of both")
         options = {"solver": chosen.solver, **options}
     unpatch()
-    _steps = Steps(Options.parse(options, "megatron"), merge, chosen)
+    _steps = Steps(Options.parse(options, "megatron"), merge, fill, schedule, chosen)
     seams.install(_steps.run)
 
 

@@ -3,126 +3,58 @@
 It stands in the place of the model's innermost `forward` while Megatron runs a step. The first call
 captures and plans the chunk; each call runs its planned forward, and hands Megatron a result whose
 backward is the planned one. Where a backward strictly alternates with a forward, a backward that
-is asked for is laid by, and runs merged with the next forward; the last runs at once.
+is asked for is laid by, and runs merged with the next forward; the last runs at once. In a pipeline
+parts of a backward are laid by until Megatron waits for another stage.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd import descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.megatron import tracing
-from overlapc.megatron.gradients import (
-    Receiver,
-    deliver,
-    fuse,
-    fused_weights,
-    gathered,
-    not_last,
-    receiver,
-)
+from overlapc.megatron.gradients import as_then, gathered, reduces
+from overlapc.megatron.planned import PLAIN, Call, Planned, Whole, emitted, traced
 from overlapc.megatron.recompute import own_plan
-from overlapc.passes.as_eager import as_eager
-from overlapc.passes.capture import capture
-from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
-from overlapc.passes.nodes import primal_nodes
-from overlapc.passes.parts import cut, parameter_gradients
+from overlapc.megatron.waits import Waits, apart
+from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.program import Flight, Program, State
+from overlapc.runtime.program import Flight, State
 from overlapc.runtime.ranks import exchange_of, together
 from overlapc.runtime.train_step import adding
 
 if TYPE_CHECKING:
     from overlapc.runtime.exchange import Exchange
 
-_PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 _OUT_OF_ORDER = (
     "a step of Megatron ended, and a backward that was laid by did not run; expected one forward "
     "and one backward of each microbatch: pass merge=False"
 )
 
 
-class Whole(nn.Module):
-    """The chunk as a function of tensors alone: the stage's input, if it has one, scales of
-    auxiliary losses, and the tensors among the arguments."""
+@dataclass(frozen=True)
+class Step:
+    """What a chunk is to know of the step that begins."""
 
-    def __init__(self, chunk: Chunk, call: Call) -> None:
-        super().__init__()
-        self.model = chunk.module
-        self.taps = tracing.Taps()
-        self._original, self._call = chunk.original, call
-
-    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        tensors, call = list(given), self._call
-        self.taps.clear()
-        if call.has_input:
-            self.model.set_input_tensor([tensors.pop(0)])
-        for scaler in tracing.scalers()[: call.scales]:
-            scaler.main_loss_backward_scale = tensors.pop(0)
-        leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-        args, kwargs = tree_unflatten(leaves, call.spec)
-        out = self._original(*args, **kwargs)
-        if not isinstance(out, Tensor):
-            raise CaptureError(f"forward returns a {type(out).__name__}, expected one tensor")
-        if out._is_view() or any(out is one for one in given):
-            out = out.clone()
-        return (out, *self.taps.values)
-
-
-@dataclass
-class Call:
-    """A call of the chunk: `tensors` are the stage's input, scales, and those of `leaves`."""
-
-    tensors: list[Tensor]
-    has_input: bool
-    scales: int
-    leaves: list[Any]
-    spec: TreeSpec
-
-    def key(self) -> Any:
-        """What calls of one plan have in common."""
-        plain = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        described = [(tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in self.tensors]
-        return str(self.spec), repr(plain), tuple(described), self.has_input, self.scales
-
-    def check(self) -> None:
-        for leaf in self.leaves:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
-                raise CaptureError(
-                    f"forward is given a {type(leaf).__name__}, expected tensors and plain values"
-                )
-
-
-@dataclass
-class Planned:
-    """A captured and planned chunk: how to call its graph, and what its results are."""
-
-    program: Program
-    whole: Whole
-    owners: dict[str, Receiver]
-    scales: tuple[str, ...]  # inputs of the graph
-    gradients: tuple[str, ...]  # of the call's tensors; "" where there is none
-    out: str
-    taps: tuple[str, ...]
-    changed: tuple[tuple[str, int], ...]  # results that buffers become, by place
-    tangent: str
+    ranks: Sequence[int]  # that run the same chunk
+    microbatches: int
+    in_flight: int  # microbatches that are held at a time
+    lag: int  # a backward may run with the forward so many microbatches on; 0: with none
+    hands: bool  # gradients of what the stage was given are asked for by `gradient_of`
+    first: bool  # stage of the pipeline
+    waits: Waits | None  # of a pipeline
 
 
 @dataclass
@@ -133,6 +65,7 @@ class Backward:
     flight: Flight
     tangent: Tensor
     scales: list[Tensor]  # as they are when it is asked for
+    reduces: list[bool]  # whether its gradients let DDP reduce buckets
 
     def begin(self) -> None:
         state = self.flight.state
@@ -161,26 +94,33 @@ class _Run(torch.autograd.Function):
 class Chunk:
     """One model chunk, for as long as Megatron is patched."""
 
-    def __init__(self, module: nn.Module, ddp: Any, options: Options, merge: bool) -> None:
+    def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
         self.original: Callable[..., Any] = module.forward
         self.why_plain: list[str] = []
-        self.ran: dict[str, int] = {"planned": 0, "merged": 0, "plain": 0}
-        self._options, self._merge = options, merge
+        # Forwards by a plan, those merged with a backward, those that ran plain; recompute and
+        # weight gradients that ran where Megatron waits.
+        self.ran = {"planned": 0, "merged": 0, "plain": 0, "early": 0, "late": 0}
+        self._options = options
         self._planned: dict[Any, Planned | None] = {}
         self._anchor = torch.zeros((), requires_grad=True)  # makes results require a gradient
-        self._pending: Backward | None = None
+        self._pending: Backward | None
+        self._flights: list[Flight] = []  # whose parts run apart, the oldest first
+        self._step: Step
 
-    def begin(
-        self, ranks: Sequence[int], microbatches: int, in_flight: int, alternating: bool
-    ) -> None:
-        """A step begins. `ranks` run the same chunk; `alternating`: each backward comes right after
-        its forward."""
-        self._ranks, self._microbatches, self._in_flight = ranks, microbatches, in_flight
-        self._alternating = alternating and self._merge
+    def begin(self, step: Step) -> None:
+        self._step = step
         self._started = self._ended = 0
+        self._gradient: Tensor | None = None  # that a merged backward made
+        self._flights.clear()
+        self._pending = None
         self._state = _state_of(self.module)
         self._lasting = [*self.module.parameters(), *self.module.buffers()]
+
+    def gradient_of(self, given: Tensor) -> Tensor | None:
+        """The gradient of what a stage was given, of the backward that ran last."""
+        found, self._gradient = self._gradient, None
+        return given.grad if found is None else found
 
     def finish(self) -> None:
         pending, self._pending = self._pending, None
@@ -191,14 +131,14 @@ class Chunk:
         reports = [each.program.report.explain() for each in self._planned.values() if each]
         plain = [f"{reason} (runs as plain Megatron)" for reason in self.why_plain]
         counts = ", ".join(f"{count} {kind}" for kind, count in self.ran.items())
-        return "\n\n".join([f"forwards: {counts}", *reports, *plain])
+        return "\n\n".join([f"ran: {counts}", *reports, *plain])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of `forward`."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        call = self._call(args, kwargs)
-        key = call.key(), self._state, self._alternating, self._in_flight
+        call = Call.of(self.module, self._scales(), args, kwargs)
+        key = call.key(), self._state, self._step.lag, self._step.in_flight
         if key not in self._planned:
             self._planned[key] = self._prepare(call)
         planned = self._planned[key]
@@ -208,15 +148,6 @@ class Chunk:
             return self.original(*args, **kwargs)
         gathered(self.ddp)
         return _Run.apply(self, planned, call, self._anchor, *call.tensors)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        leaves, spec = tree_flatten((args, kwargs))
-        came = []
-        if not getattr(self.module, "pre_process", True):
-            came = [self.module.decoder.input_tensor]
-        scales = self._scales()
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return Call([*came, *scales, *tensors], bool(came), len(scales), leaves, spec)
 
     def _scales(self) -> list[Tensor]:
         """What the backward multiplies auxiliary losses by, now. (Before the first forward nobody
@@ -237,23 +168,26 @@ class Chunk:
     def _prepare(self, call: Call) -> Planned | None:
         """The plan of all ranks that run this chunk; None, on all of them, if one of them cannot
         capture it."""
+        whole = Whole(self.module, self.original, call)
+        found: Captured | CaptureError
+        made: Planned | CaptureError
         try:
-            with busy("tracing"):
-                found: Captured | CaptureError
-                try:
-                    whole = Whole(self, call)
-                    found = self._capture(whole, call)
-                except CaptureError as error:
-                    found = error
-            with exchange_of(self._ranks, self._options.timeout_s) as exchange:
+            try:
+                with busy("tracing"):
+                    found = traced(whole, call, self.ddp)
+            except CaptureError as error:
+                found = error
+            with exchange_of(self._step.ranks, self._options.timeout_s) as exchange:
                 captured = together(exchange, "captured", found)
                 report = self._plan(captured, call, exchange)
-                emitted: Planned | CaptureError
+                kinds = {}
+                if self._step.waits is not None:
+                    kinds = apart(report.problem, report.plan, self._step.first)
                 try:
-                    emitted = self._emit(captured, whole, call, report)
+                    made = emitted(captured, report, whole, call, self._lasting, self.ddp, kinds)
                 except CaptureError as error:
-                    emitted = error
-                return together(exchange, "emitted", emitted)
+                    made = error
+                return together(exchange, "emitted", made)
         except CaptureError as error:
             if str(error) not in self.why_plain:
                 self.why_plain.append(str(error))
@@ -264,67 +198,20 @@ class Chunk:
                 )
             return None
 
-    def _capture(self, whole: Whole, call: Call) -> Captured:
-        call.check()
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-        fakes = [
-            mode.from_tensor(t.detach().requires_grad_(t.requires_grad), static_shapes=True)
-            for t in call.tensors
-        ]
-        with contextlib.ExitStack() as stack:
-            if getattr(self.ddp, "remove_forward_pre_hook_handles", None):
-                self.ddp.disable_forward_pre_hook(param_sync=False)
-                stack.callback(self.ddp.enable_forward_pre_hook)
-            stack.enter_context(tracing.standing_in(self.module, whole.taps))
-            stack.enter_context(as_eager())
-            captured = capture(whole, *fakes)
-        whole.taps.values.clear()
-        return captured
-
     def _plan(self, captured: Captured, call: Call, exchange: Exchange | None) -> Report:
-        lag = int(self._alternating)
         step = TrainingStep(
             "one microbatch",
-            self._microbatches,
-            lag,
-            in_flight=1 if lag else self._in_flight,
+            max(self._step.microbatches, 2 * self._step.lag),
+            self._step.lag,
+            in_flight=self._step.in_flight,
             gradients=tuple(parameter_gradients(captured)),
             add_ns_per_kib=adding(self.module, self._options),
+            sums=self.ddp is None,  # which has allocated them
         )
         primals = [*self._lasting, *call.tensors]
         own = own_plan(captured)
         planned = plan(captured, self._options, step, primals=primals, exchange=exchange, own=own)
         return planned.report
-
-    def _emit(self, captured: Captured, whole: Whole, call: Call, report: Report) -> Planned:
-        joint = _described(captured)
-        owners = {
-            owner_of(name): receiver(self._lasting[leaf.place], self.ddp)
-            for name, leaf in joint.leaves.items()
-            if leaf.place < len(self._lasting)
-        }
-        parts = cut(captured, report.plan, deliver)
-        tracing.in_streams(captured, parts.forward)
-        if fused := fused_weights(self.module):
-            fuse(parts.backward, owners, fused)
-        names = dict(zip(joint.places, joint.inputs, strict=True))
-        first = len(self._lasting)
-        scaled = range(first + call.has_input, first + call.has_input + call.scales)
-        plain, changed = _results(joint)
-        return Planned(
-            Program(joint, report, whole=False, parts=parts),
-            whole,
-            owners,
-            tuple(names[place] for place in scaled),
-            tuple(
-                f"gradient{place}" if names[place] in joint.leaves else ""
-                for place in range(first, first + len(call.tensors))
-            ),
-            plain[0],
-            tuple(plain[1:]),
-            changed,
-            next(iter(joint.tangents)),
-        )
 
     # Running
 
@@ -339,15 +226,18 @@ class Chunk:
                 flight = planned.program.begin(state)
             else:
                 before.begin()
-                with not_last(self.ddp):
+                with as_then(self.ddp, before.reduces):
                     flight = planned.program.begin(state, before.flight)
                 self._ended += 1
                 self.ran["merged"] += 1
+                self._gradient = _handed(before)
             for name, place in planned.changed:
                 self._lasting[place].copy_(flight.state.pop(name))
-            planned.whole.taps.replay([flight.state.pop(name) for name in planned.taps])
+            planned.log.replay([flight.state.pop(name) for name in planned.taps])
         self._started += 1
         self.ran["planned"] += 1
+        if planned.apart:
+            self._flights.append(flight)
         # Megatron may free the result's memory as soon as it is sent.
         return flight, flight.state.pop(planned.out).detach()
 
@@ -355,78 +245,66 @@ class Chunk:
         self, planned: Planned, flight: Flight, tangent: Tensor
     ) -> list[Tensor | None]:
         """B, now or merged with the next forward; gradients of the call's tensors."""
-        asked = Backward(planned, flight, tangent, self._scales() if planned.scales else [])
-        follows = self._started < self._microbatches and self._started == self._ended + 1
-        if follows and self._may_wait(planned):
+        scales = self._scales() if planned.scales else []
+        asked = Backward(planned, flight, tangent, scales, reduces(self.ddp))
+        if self._may_wait(planned):
             self._pending = asked
             return [None for _ in planned.gradients]
         self._run_pending()
         asked.begin()
-        flight.run("B")
+        if planned.apart and self._step.waits is not None:
+            self._flights = [each for each in self._flights if each is not flight]
+            flight.run("I")
+            self._step.waits.later(partial(self._weights, asked))
+        else:
+            flight.run("B")
         self._ended += 1
         return [flight.state.pop(name, None) if name else None for name in planned.gradients]
 
+    def again(self) -> None:
+        """R of the microbatch whose gradient is waited for."""
+        for flight in self._flights[:1]:
+            if not flight.again:
+                flight.run("R")
+                self.ran["early"] += 1
+
+    def _weights(self, asked: Backward) -> None:
+        """W, late."""
+        with as_then(self.ddp, asked.reduces):
+            asked.flight.run("W")
+        self.ran["late"] += 1
+
     def _may_wait(self, planned: Planned) -> bool:
-        merges = self._alternating and planned.program.merged is not None
-        return merges and not any(planned.gradients)
+        """Whether a forward follows to run a backward with."""
+        follows = self._started < self._step.microbatches
+        in_order = self._started == self._ended + self._step.lag
+        merges = self._step.lag and planned.program.merged is not None
+        return bool(merges and follows and in_order) and (
+            self._step.hands or not any(planned.gradients)
+        )
 
     def _run_pending(self) -> None:
         """A backward that was laid by, alone."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.begin()
-            with not_last(self.ddp):
+            with as_then(self.ddp, pending.reduces):
                 pending.flight.run("B")
             self._ended += 1
+            self._gradient = _handed(pending)
+
+
+def _handed(ran: Backward) -> Tensor | None:
+    names = [name for name in ran.planned.gradients if name]
+    gradient: Tensor | None = ran.flight.state.pop(names[0], None) if names else None
+    return gradient
 
 
 def _state_of(module: Any) -> Any:
     """What a trace depends on beside the arguments: modes, what is trained, the configuration."""
     config = module.config
     values = [getattr(config, f.name, None) for f in fields(config)] if is_dataclass(config) else []
-    plain = [repr(v) for v in values if isinstance(v, (*_PLAIN, list, tuple))]
+    plain = [repr(v) for v in values if isinstance(v, (*PLAIN, list, tuple))]
     modes = tuple(each.training for each in module.modules())
     trained = tuple(each.requires_grad for each in module.parameters())
     return tuple(plain), modes, trained
-
-
-def _described(captured: Captured) -> Joint:
-    """The joint graph of a capture of a module: inputs are parameters, buffers, arguments."""
-    inputs = primal_nodes(captured.joint)
-    output = captured.joint.graph.find_nodes(op="output")[0]
-    count = captured.num_fwd_outputs
-    gradients = output.args[0][count:]
-    placeholders = captured.joint.graph.find_nodes(op="placeholder")
-    tangents = {n.name: n.meta.get("desc") for n in placeholders if n not in inputs}
-    if len(tangents) != 1:
-        raise CaptureError(
-            f"{len(tangents)} results of forward require a gradient, expected one: its output"
-        )
-    return Joint(
-        captured,
-        tuple(node.name for node in inputs),
-        tuple(range(len(inputs))),
-        {
-            node.name: Leaf(place)
-            for place, (node, gradient) in enumerate(zip(inputs, gradients, strict=True))
-            if is_gradient(gradient)
-        },
-        tangents,
-        {f"result{i}": output.meta["desc"][i] for i in range(count)},
-        (),
-    )
-
-
-def _results(joint: Joint) -> tuple[list[str], tuple[tuple[str, int], ...]]:
-    """Names of results that the chunk returns, in order, and of those that buffers become."""
-    descs = [node.meta.get("desc") for node in primal_nodes(joint.captured.joint)]
-    plain: dict[int, str] = {}
-    changed = []
-    for name, desc in joint.results.items():
-        if isinstance(desc, descriptors.PlainAOTOutput):
-            plain[desc.idx] = name
-        elif isinstance(desc, descriptors.InputMutationAOTOutput):
-            changed.append((name, descs.index(desc.mutated_input)))
-        else:
-            raise CaptureError(f"forward gives {desc}, expected tensors of their own")
-    return [plain[i] for i in sorted(plain)], tuple(changed)

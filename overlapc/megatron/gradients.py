@@ -115,18 +115,27 @@ def _factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
     return turned.args[0], given
 
 
+def reduces(ddp: Any) -> list[bool]:
+    """Whether gradients let each group of buckets be reduced, now: those of the last microbatch."""
+    return [group.is_last_microbatch for group in _groups(ddp)]
+
+
 @contextlib.contextmanager
-def not_last(ddp: Any) -> Iterator[None]:
-    """Gradients of a microbatch that is not the last are no reason to reduce a bucket."""
-    groups = [] if ddp is None else [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+def as_then(ddp: Any, reduced: Sequence[bool]) -> Iterator[None]:
+    """Gradients let buckets be reduced as when they were asked for."""
+    groups = _groups(ddp)
     before = [group.is_last_microbatch for group in groups]
-    for group in groups:
-        group.is_last_microbatch = False
+    for group, last in zip(groups, reduced, strict=True):
+        group.is_last_microbatch = last
     try:
         yield
     finally:
         for group, was in zip(groups, before, strict=True):
             group.is_last_microbatch = was
+
+
+def _groups(ddp: Any) -> list[Any]:
+    return [] if ddp is None else [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 
 def gathered(ddp: Any) -> None:

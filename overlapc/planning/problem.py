@@ -27,13 +27,14 @@ class TrainingStep:
     beside_bytes: int = 0  # of other things in the budget
     gradients: tuple[str, ...] | None = None  # that are added up over microbatches
     add_ns_per_kib: float = 0.0  # what adding them takes
+    sums: bool = True  # what they are added to is in the budget, too
 
     def microbatch(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one microbatch, without a budget."""
         problem = validated(Problem(trace, profile, resident_bytes=tangent_bytes(trace)))
         if self.gradients is None:
             return problem
-        return accumulate(problem, self.gradients, self.add_ns_per_kib)
+        return accumulate(problem, self.gradients, self.add_ns_per_kib, self.sums)
 
 
 GRAPH = TrainingStep()

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SEQUENCE, VOCABULARY, WIDTH = 16, 64, 32
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -24,8 +22,13 @@ class Layout:
     pp: int = 1
     vpp: int = 0
     ep: int = 1
+    etp: int = 0
     experts: int = 0
     layers: int = 2
+    width: int = 32
+    sequence: int = 16
+    batch: int = 2
+    vocabulary: int = 64
     microbatches: int = 4
     dropout: float = 0.0
     tied: bool = False
@@ -36,6 +39,12 @@ class Layout:
     config: dict[str, Any] = field(default_factory=dict)
     merge: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # of patch()
+
+    @property
+    def merges(self) -> bool:
+        """Whether microbatches are merged: where there are collectives to hide."""
+        may = self.merge if self.pp == 1 else self.options.get("schedule") == "merged"
+        return may and self.microbatches > 1 and max(self.tp, self.ep) > 1
 
 
 def set_up(layout: Layout) -> None:
@@ -48,6 +57,7 @@ def set_up(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp or None,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or None,
         create_gloo_process_groups=True,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(123)
@@ -58,6 +68,7 @@ class Trained:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.microbatches, self.sequence = layout.microbatches, layout.sequence
         self.config = _config(layout)
         self.models = [self._wrapped(model) for model in _models(layout, self.config)]
         self._schedule()
@@ -112,14 +123,15 @@ class Trained:
         if layout.ddp.get("overlap_grad_reduce") and layout.pp > 1:
             config.grad_sync_func = each("start_grad_sync")
 
+    def gradients(self, number: int) -> list[Tensor]:
+        """Those of a step, without the optimizer's part; a parameter without has none."""
+        self._train(number)
+        return [g for p in self._parameters() if (g := _gradient(p)) is not None]
+
     def step(self, number: int) -> dict[str, Any]:
         """Losses, and after the step everything that it has changed."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        restore(self.random)
-        self._zero()
-        losses = get_forward_backward_func()(**self._given(number))
-        parameters = [p for model in self.models for p in model.parameters()]
+        losses = self._train(number)
+        parameters = self._parameters()
         gradients = [_gradient(p) for p in parameters]
         gradients = [None if each is None else each.clone() for each in gradients]
         if self.optimizer is not None:
@@ -146,6 +158,17 @@ class Trained:
             losses = get_forward_backward_func()(**{**self._given(99), "forward_only": True})
         return [loss["loss"] for loss in losses]
 
+    def _train(self, number: int) -> list[dict[str, Tensor]]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        restore(self.random)
+        self._zero()
+        losses: list[dict[str, Tensor]] = get_forward_backward_func()(**self._given(number))
+        return losses
+
+    def _parameters(self) -> list[Any]:
+        return [p for model in self.models for p in model.parameters()]
+
     def _zero(self) -> None:
         for model in self.models:
             for parameter in model.parameters():
@@ -161,18 +184,27 @@ class Trained:
         replica = parallel_state.get_data_parallel_rank()
         replicas = parallel_state.get_data_parallel_world_size()
         seed = number * replicas + replica
-        data = [iter([*batches(seed, self.layout.microbatches)]) for _ in self.models]
+        shape = self.layout.batch, self.sequence
+        each = [*batches(seed, self.microbatches, shape)]
+        data = [iter(each) for _ in self.models]
         several = len(self.models) > 1
         return {
             "forward_step_func": functools.partial(forward_step, self.layout.tokens),
             "data_iterator": data if several else data[0],
             "model": self.models if several else self.models[0],
-            "num_microbatches": self.layout.microbatches,
-            "seq_length": SEQUENCE,
-            "micro_batch_size": 2,
-            "decoder_seq_length": SEQUENCE,
+            "num_microbatches": self.microbatches,
+            "seq_length": self.sequence,
+            "micro_batch_size": self.layout.batch,
+            "decoder_seq_length": self.sequence,
             "forward_only": False,
         }
+
+
+def twins(layout: Layout) -> tuple[Trained, Trained]:
+    """Two that train alike."""
+    one, other = Trained(layout), Trained(layout)
+    other.random = {name: state.clone() for name, state in one.random.items()}
+    return one, other
 
 
 def _config(layout: Layout) -> Any:
@@ -180,13 +212,14 @@ def _config(layout: Layout) -> Any:
 
     given: dict[str, Any] = dict(
         num_layers=layout.layers,
-        hidden_size=WIDTH,
+        hidden_size=layout.width,
         num_attention_heads=4,
         use_cpu_initialization=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp or None,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or None,
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
         hidden_dropout=layout.dropout,
@@ -209,7 +242,7 @@ def _config(layout: Layout) -> Any:
             moe_router_load_balancing_type="aux_loss",
             moe_aux_loss_coeff=1e-2,
             add_bias_linear=False,
-            moe_ffn_hidden_size=2 * WIDTH,
+            moe_ffn_hidden_size=2 * layout.width,
         )
     if layout.config.get("bf16"):
         given |= dict(params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
@@ -229,8 +262,8 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
+            vocab_size=layout.vocabulary,
+            max_sequence_length=layout.sequence,
             pre_process=parallel_state.is_pipeline_first_stage(**ends),
             post_process=parallel_state.is_pipeline_last_stage(**ends),
             share_embeddings_and_output_weights=layout.tied,
@@ -246,18 +279,19 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
         yield model.train()
 
 
-def batches(seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(seed: int, count: int, shape: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1000 + seed)
     for _ in range(count):
-        tokens = torch.randint(0, 16, (2, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(0, 16, (shape[0], shape[1] + 1), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def forward_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
     """What a training script gives to Megatron's schedules."""
     given, labels = next(data)
-    places = torch.arange(SEQUENCE).unsqueeze(0).expand(2, -1)
-    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    batch, sequence = given.shape
+    places = torch.arange(sequence).unsqueeze(0).expand(batch, -1)
+    mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)[None, None]
     out = model(given, places, mask, labels=labels)
     return out, functools.partial(loss_of, labels % 3 != 0, tokens)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron import cpu
-from tests.megatron.models import Layout, Trained, set_up
+from tests.megatron.models import Layout, set_up, twins
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -31,13 +31,89 @@ LAYOUTS = {
     "bf16": Layout(tp=2, layers=1, config={"bf16": True}, dropout=0.1, merge=False),
 }
 
+MERGED_1F1B = {"schedule": "merged"}
+PLAIN = dict(layers=1, merge=False)
+MORE = {
+    "tp, pp": Layout(ranks=4, tp=2, pp=2, dropout=0.1),
+    "pp, recompute": Layout(
+        pp=2, dropout=0.1, options={"memory_budget": 0.7, "solver": "overlap"}, layers=4
+    ),
+    "pp, not filled": Layout(pp=2, options={"fill": False}),
+    "merged 1f1b": Layout(pp=2, dropout=0.1, microbatches=6, options=MERGED_1F1B),
+    "merged 1f1b, tp": Layout(ranks=4, tp=2, pp=2, tied=True, options=MERGED_1F1B),
+    "merged 1f1b, sharded": Layout(ranks=4, pp=2, ddp=SHARDED, options=MERGED_1F1B),
+    "merged 1f1b, one": Layout(pp=2, microbatches=1, options=MERGED_1F1B),
+    "less memory": Layout(tp=2, dropout=0.1, options={"memory_budget": 0.75}, merge=False),
+    "less memory, experts": Layout(
+        ep=2, experts=4, dropout=0.1, options={"memory_budget": 0.8}, merge=False
+    ),
+    "pp, freed, dropout": Layout(pp=2, dropout=0.1, config={"deallocate_pipeline_outputs": True}),
+    "interleaved": Layout(pp=2, vpp=2, layers=4),
+    "pp, reduced early": Layout(ranks=4, pp=2, ddp=SHARDED),
+    "merged experts": Layout(ep=2, experts=4, layers=1),
+    "merged sequence": Layout(tp=2, dropout=0.1, config={"sequence_parallel": True}),
+    "gathered experts": Layout(
+        ep=2, experts=4, config={"moe_token_dispatcher_type": "allgather"}, **PLAIN
+    ),
+    "capacity": Layout(
+        ep=2,
+        experts=4,
+        config={"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        **PLAIN,
+    ),
+    "shared experts": Layout(
+        ep=2, experts=4, config={"moe_shared_expert_intermediate_size": 32}, **PLAIN
+    ),
+    "expert bias": Layout(
+        ep=2,
+        experts=4,
+        config={
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_load_balancing_type": "none",
+        },
+        **PLAIN,
+    ),
+    "experts, pp": Layout(ranks=4, pp=2, ep=2, experts=4, merge=False),
+    "experts, tp": Layout(
+        ranks=4, tp=2, ep=2, etp=1, experts=4, config={"sequence_parallel": True}, **PLAIN
+    ),
+    "fused": Layout(tp=2, layers=1, config={"gradient_accumulation_fusion": True}),
+    "fused, tied": Layout(
+        tp=2, tied=True, config={"gradient_accumulation_fusion": True, "bf16": True}, **PLAIN
+    ),
+    "tied, pp": Layout(pp=2, tied=True, position="learned_absolute"),
+    "scaled": Layout(tp=2, scale=64.0, **PLAIN),
+    "scaled experts, per token": Layout(ep=2, experts=4, scale=64.0, tokens=True, **PLAIN),
+    "per token": Layout(tp=2, tokens=True, **PLAIN),
+    "without ddp": Layout(tp=2, ddp=None, **PLAIN),
+    "reduced early": Layout(ddp={"overlap_grad_reduce": True}, tied=True, layers=1),
+    "groups, gates": Layout(
+        tp=2,
+        config={"num_query_groups": 2, "gated_linear_unit": True, "normalization": "LayerNorm"},
+        **PLAIN,
+    ),
+    "recompute": Layout(
+        tp=2,
+        dropout=0.1,
+        config={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        **PLAIN,
+    ),
+    "selective": Layout(tp=2, dropout=0.1, config={"recompute_granularity": "selective"}, **PLAIN),
+    "one microbatch": Layout(tp=2, layers=1, microbatches=1),
+}
+
 
 def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, Any]:
     cpu.use(version)
     dist.init_process_group("gloo")
     found = {}
     for name in names:
-        found[name] = compared(LAYOUTS[name])
+        found[name] = compared((LAYOUTS | MORE)[name])
         dist.barrier()
     dist.destroy_process_group()
     return found
@@ -51,8 +127,7 @@ def compared(layout: Layout) -> dict[str, Any]:
 
     set_up(layout)
     before = dict(vars(schedules))
-    plain, ours = Trained(layout), Trained(layout)
-    ours.random = {name: state.clone() for name, state in plain.random.items()}
+    plain, ours = twins(layout)
     expected = [plain.step(number) for number in range(3)]
     patched.patch(
         **{"merge": layout.merge, "solver": "heu", "profile": "estimate", **layout.options}
@@ -85,27 +160,41 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 @functools.cache
-def ran(version: str, ranks: int) -> list[dict[str, Any]]:
+def ran(version: str, ranks: int, more: bool) -> list[dict[str, Any]]:
     """What each rank found, of all layouts one after the other: a process imports one version."""
     if cpu.folder(version) is None:
         pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
-    names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks]
-    return run_ranks(on_rank, ranks, version, names, timeout_s=290)
+    layouts = MORE if more else LAYOUTS
+    names = [name for name, layout in layouts.items() if layout.ranks == ranks]
+    return run_ranks(on_rank, ranks, version, names, timeout_s=890 if more else 290)
 
 
 def check(version: str, name: str) -> None:
-    layout = LAYOUTS[name]
+    layout = (LAYOUTS | MORE)[name]
     count = 3 * layout.microbatches
-    merged = count - 3 if layout.merge and layout.pp == 1 and name != "dp, sharded" else 0
-    chunks = [{"planned": count, "merged": merged, "plain": 0}] * (layout.vpp or 1)
-    for found in ran(version, layout.ranks):
-        assert found[name] == {"wrong": [], "ran": chunks, "why": [], "left": []}
+    for found in ran(version, layout.ranks, name in MORE):
+        one = found[name]
+        assert [one[what] for what in ("wrong", "why", "left")] == [[], [], []]
+        for chunk in one["ran"]:
+            assert (chunk["planned"], chunk["plain"]) == (count, 0)
+            assert (chunk["merged"] > 0) == layout.merges
+        assert len(one["ran"]) == (layout.vpp or 1)
+        if layout.pp > 1 and not layout.options:
+            assert all(chunk["late"] == count for chunk in one["ran"])
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", QUICK)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_patched_step_is_megatrons(version: str, name: str) -> None:
+    check(version, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("version", QUICK)
+@pytest.mark.parametrize("name", MORE)
+def test_so_it_is_in_other_layouts(version: str, name: str) -> None:
     check(version, name)
 
 

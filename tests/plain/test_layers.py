@@ -86,7 +86,9 @@ LAYERS = {
     "search.modules": Layer("layers torch"),
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.
-    "megatron": Layer("errors files ir passes planning runtime search solvers torch"),
+    "megatron": Layer(
+        "errors files ir passes planning runtime search simulate solvers stages torch"
+    ),
     # What people see.
     "report": Layer(
         "check errors files ir pipeline planning schedule search simulate solvers",

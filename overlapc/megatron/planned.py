@@ -1,0 +1,212 @@
+"""A model chunk as a graph: `traced` captures a call of it, `emitted` makes its planned parts."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd import descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from overlapc.errors import CaptureError
+from overlapc.megatron import tracing
+from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
+from overlapc.passes.as_eager import as_eager
+from overlapc.passes.capture import capture
+from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
+from overlapc.passes.nodes import primal_nodes
+from overlapc.passes.parts import cut
+from overlapc.passes.trace import Captured
+from overlapc.planning.report import Report
+from overlapc.runtime.program import Program
+
+PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
+
+
+@dataclass
+class Call:
+    """A call of the chunk: `tensors` are the stage's input, scales, and those of `leaves`."""
+
+    tensors: list[Tensor]
+    has_input: bool
+    scales: int
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(module: Any, scales: list[Tensor], args: Any, kwargs: Any) -> Call:
+        leaves, spec = tree_flatten((args, kwargs))
+        came = []
+        if not getattr(module, "pre_process", True):
+            came = [module.decoder.input_tensor]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return Call([*came, *scales, *tensors], bool(came), len(scales), leaves, spec)
+
+    def key(self) -> Any:
+        """What calls of one plan have in common."""
+        plain = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        described = [(tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in self.tensors]
+        return str(self.spec), repr(plain), tuple(described), self.has_input, self.scales
+
+    def check(self) -> None:
+        for leaf in self.leaves:
+            if not isinstance(leaf, (Tensor, *PLAIN)):
+                raise CaptureError(
+                    f"forward is given a {type(leaf).__name__}, expected tensors and plain values"
+                )
+
+
+class Whole(nn.Module):
+    """The chunk as a function of tensors alone: the stage's input, if it has one, scales of
+    auxiliary losses, and the tensors among the arguments."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], call: Call) -> None:
+        super().__init__()
+        self.model = module
+        self.taps = tracing.Taps()
+        self._original, self._call = original, call
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        tensors, call = list(given), self._call
+        self.taps.clear()
+        if call.has_input:
+            self.model.set_input_tensor([tensors.pop(0)])
+        for scaler in tracing.scalers()[: call.scales]:
+            scaler.main_loss_backward_scale = tensors.pop(0)
+        leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        args, kwargs = tree_unflatten(leaves, call.spec)
+        out = self._original(*args, **kwargs)
+        if not isinstance(out, Tensor):
+            raise CaptureError(f"forward returns a {type(out).__name__}, expected one tensor")
+        if out._is_view() or any(out is one for one in given):
+            out = out.clone()
+        return (out, *self.taps.values)
+
+
+@dataclass
+class Planned:
+    """A captured and planned chunk: how to call its graph, and what its results are."""
+
+    program: Program
+    log: tracing.Taps
+    owners: dict[str, Receiver]
+    scales: tuple[str, ...]  # inputs of the graph
+    gradients: tuple[str, ...]  # of the call's tensors; "" where there is none
+    out: str
+    taps: tuple[str, ...]
+    changed: tuple[tuple[str, int], ...]  # results that buffers become, by place
+    tangent: str
+    apart: bool  # parts of the backward may run early or late
+
+
+def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
+    """The joint graph of a call, which is not run."""
+    call.check()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    fakes = [
+        mode.from_tensor(t.detach().requires_grad_(t.requires_grad), static_shapes=True)
+        for t in call.tensors
+    ]
+    with contextlib.ExitStack() as stack:
+        if getattr(ddp, "remove_forward_pre_hook_handles", None):
+            ddp.disable_forward_pre_hook(param_sync=False)
+            stack.callback(ddp.enable_forward_pre_hook)
+        stack.enter_context(tracing.standing_in(whole.model, whole.taps))
+        stack.enter_context(as_eager())
+        captured = capture(whole, *fakes)
+    whole.taps.values.clear()
+    return captured
+
+
+def emitted(
+    captured: Captured,
+    report: Report,
+    whole: Whole,
+    call: Call,
+    lasting: Sequence[Tensor],
+    ddp: Any,
+    actions: Mapping[str, str],
+) -> Planned:
+    """The planned parts of a captured call. `lasting` are parameters and buffers. `actions` of
+    issues of the backward say which may run early or late."""
+    joint = _described(captured)
+    owners = {
+        owner_of(name): receiver(lasting[leaf.place], ddp)
+        for name, leaf in joint.leaves.items()
+        if leaf.place < len(lasting)
+    }
+    parts = cut(captured, report.plan, deliver)
+    tracing.in_streams(captured, parts.forward)
+    if fused := fused_weights(whole.model):
+        fuse(parts.backward, owners, fused)
+    moved = any(action != "I" for action in actions.values())
+    if moved:
+        parts.actions = actions
+    names = joint.inputs
+    first = len(lasting)
+    scales = first + call.has_input
+    results, changed = _results(joint)
+    return Planned(
+        Program(joint, report, whole=False, parts=parts),
+        whole.taps,
+        owners,
+        names[scales : scales + call.scales],
+        tuple(
+            f"gradient{place}" if names[place] in joint.leaves else ""
+            for place in range(first, first + len(call.tensors))
+        ),
+        results[0],
+        tuple(results[1:]),
+        changed,
+        next(iter(joint.tangents)),
+        moved,
+    )
+
+
+def _described(captured: Captured) -> Joint:
+    """The joint graph of a capture of a module: inputs are parameters, buffers, arguments."""
+    inputs = primal_nodes(captured.joint)
+    output = captured.joint.graph.find_nodes(op="output")[0]
+    count = captured.num_fwd_outputs
+    gradients = output.args[0][count:]
+    placeholders = captured.joint.graph.find_nodes(op="placeholder")
+    tangents = {n.name: n.meta.get("desc") for n in placeholders if n not in inputs}
+    if len(tangents) != 1:
+        raise CaptureError(
+            f"{len(tangents)} results of forward require a gradient, expected one: its output"
+        )
+    return Joint(
+        captured,
+        tuple(node.name for node in inputs),
+        tuple(range(len(inputs))),
+        {
+            node.name: Leaf(place)
+            for place, (node, gradient) in enumerate(zip(inputs, gradients, strict=True))
+            if is_gradient(gradient)
+        },
+        tangents,
+        {f"result{i}": output.meta["desc"][i] for i in range(count)},
+        (),
+    )
+
+
+def _results(joint: Joint) -> tuple[list[str], tuple[tuple[str, int], ...]]:
+    """Names of results that the chunk returns, in order, and of those that buffers become."""
+    descs = [node.meta.get("desc") for node in primal_nodes(joint.captured.joint)]
+    plain: dict[int, str] = {}
+    changed = []
+    for name, desc in joint.results.items():
+        if isinstance(desc, descriptors.PlainAOTOutput):
+            plain[desc.idx] = name
+        elif isinstance(desc, descriptors.InputMutationAOTOutput):
+            changed.append((name, descs.index(desc.mutated_input)))
+        else:
+            raise CaptureError(f"forward gives {desc}, expected tensors of their own")
+    return [plain[i] for i in sorted(plain)], tuple(changed)

@@ -1,0 +1,124 @@
+"""Between the steps of a run: other shapes and counts, validation, a rank that fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.megatron import cpu
+from tests.megatron.models import Layout, Trained, innermost, set_up, twins
+from tests.megatron.test_patch import differences
+from tests.multiprocess.spawn import run_ranks
+
+VERSION = "0.16.1"
+QUICKLY: dict[str, Any] = {"solver": "none", "profile": "estimate"}
+
+
+def ranks(function: Any, count: int = 2) -> list[Any]:
+    if cpu.folder(VERSION) is None:
+        pytest.skip(f"megatron-core {VERSION} is not installed: see the Makefile")
+    return run_ranks(function, count, timeout_s=100)
+
+
+def run_of_many_kinds(rank: int, count: int) -> dict[str, Any]:
+    """Steps of 2 microbatches, of 4, of other shapes; validation between; patched twice."""
+    cpu.use(VERSION)
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    layout = Layout(tp=2, layers=1, dropout=0.1)
+    set_up(layout)
+    plain, ours = twins(layout)
+    kinds = [(2, 16), (4, 16), (4, 8), (2, 16)]
+
+    def run(model: Trained) -> list[Any]:
+        found = []
+        for number, (microbatches, sequence) in enumerate(kinds):
+            model.microbatches, model.sequence = microbatches, sequence
+            found.append(model.step(number))
+            found.append({"losses": model.validate()})
+        return found
+
+    expected = run(plain)
+    patched.patch(solver="heu", profile="estimate")
+    patched.patch(**QUICKLY)
+    found = run(ours)
+    assert patched._steps is not None
+    (chunk,) = patched._steps.chunks.values()
+    plans, explained = len(chunk._planned), patched.explain()
+    patched.unpatch()
+    dist.barrier()
+    dist.destroy_process_group()
+    wrong = [d for pair in zip(expected, found, strict=True) for d in differences(*pair)]
+    return {"wrong": wrong, "ran": chunk.ran, "plans": plans, "text": explained}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_a_plan_serves_steps_of_any_number_of_microbatches() -> None:
+    for found in ranks(run_of_many_kinds):
+        assert found["wrong"] == []
+        assert found["ran"]["planned"] == 12
+        assert found["ran"]["plain"] == 0
+        assert found["plans"] == 2  # of two shapes
+        assert "ran: 12 planned" in found["text"]
+
+
+def run_with_a_rank_that_fails(rank: int, count: int) -> dict[str, Any]:
+    cpu.use(VERSION)
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    layout = Layout(tp=2, layers=1)
+    set_up(layout)
+    plain, ours = twins(layout)
+    for trained in (plain, ours):
+        mlp = innermost(trained.models[0]).decoder.layers[0].mlp
+        mlp.forward = Peeking(mlp.forward) if rank == 1 else mlp.forward
+    expected = [plain.step(number) for number in range(2)]
+    patched.patch(**QUICKLY)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [ours.step(number) for number in range(2)]
+    assert patched._steps is not None
+    (chunk,) = patched._steps.chunks.values()
+    patched.unpatch()
+    dist.barrier()
+    dist.destroy_process_group()
+    wrong = [d for pair in zip(expected, found, strict=True) for d in differences(*pair)]
+    texts = [str(each.message) for each in told if "plain Megatron" in str(each.message)]
+    return {"wrong": wrong, "ran": chunk.ran, "told": texts}
+
+
+class Peeking:
+    """A forward that looks at a value, which no graph can."""
+
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+
+    def __call__(self, given: Any, *args: Any, **kwargs: Any) -> Any:
+        assert float(given.sum()) < 1e9
+        return self.forward(given, *args, **kwargs)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_if_one_rank_cannot_be_captured_all_run_plain_megatron() -> None:
+    one, other = ranks(run_with_a_rank_that_fails)
+    for found in (one, other):
+        assert found["wrong"] == []
+        assert found["ran"]["planned"] == 0
+        assert found["ran"]["plain"] == 8
+        assert len(found["told"]) == 1
+    assert "(on rank 1)" in one["told"][0]
+
+
+def test_megatron_is_imported_when_it_is_patched() -> None:
+    program = "import sys, overlapc, overlapc.megatron; overlapc.megatron.unpatch(); "
+    program += "overlapc.megatron.explain(); sys.exit('megatron' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
