@@ -38,7 +38,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.graphs import Calls, Graph
-from overlapc.runtime.ranks import exchange_for
+from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.shares import Share, plan_frugally
 
@@ -51,6 +51,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.steps = Calls(options)
+        self.attempts = Attempts("optimize")
         self.reports: list[Report] = self.steps.reports
         self.unchanged: list[str] = []  # what runs as plain PyTorch, and why
         self.calls = 0  # of graphs, planned or not
@@ -80,11 +81,13 @@ class Backend:
             )
             return graph
         except CaptureError as error:
+            self.attempts.refused(error)
             return self._unchanged(gm, error.reason, error.place)
         except (OverlapcError, RestartAnalysis):  # Dynamo traces again, knowing more
             raise
         except Exception as error:
             hint = _NO_SYMBOLS if "symbolic sizes" in str(error) else ""
+            self.attempts.refused(CaptureError(f"{type(error).__name__}: {error}"))
             return self._unchanged(gm, f"{hint}{type(error).__name__}: {error}", "")
         finally:
             partition.primals = None
@@ -224,7 +227,7 @@ class Partition:
                 raise CaptureError("the graph traces otherwise the second time", self.graph.name)
             return emit(self.plan)
         groups, timeout_s = captured.trace.lanes, self.backend.options.timeout_s
-        with trace_ended(), exchange_for(groups, timeout_s) as exchange:
+        with trace_ended(), self.backend.attempts.exchange_for(groups, timeout_s) as exchange:
             primals = matching(self.primals, captured)
             report = self._planned(captured, primals, joint_inputs, exchange)
             warn_of_seeds(captured, primals, exchange)

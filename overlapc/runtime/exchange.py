@@ -19,6 +19,8 @@ with, not through collectives, because a collective hangs when a rank is gone. U
     <group>/<round>/<step>/reply         the leader's answer
     <group>/<round>/failed               why the round failed; stays for ranks that come late
     <group>/<round>/told                 how many ranks know that it failed
+    <group>/<round>/skipped              the round ended without a rank that cannot capture
+    refused/<rank>                       the last attempt at a graph that it cannot capture
 
 A late rank is waited for, however slow, while it is `busy` and its beat moves. It is given up
 when for `timeout_s` its beat has stood still (killed, or the GIL held that long), it was not
@@ -45,7 +47,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from overlapc.errors import OptionError, RankError
+from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
 from overlapc.runtime.guard import Lost, guarded, lost, unguarded
 from overlapc.runtime.line import (
@@ -68,14 +70,16 @@ CHUNK_BYTES = 1 << 20
 LINGER_S = 0.5
 LIMIT_S = 600.0
 PLANNING = "planning"
+_UNCAPTURED = b"uncaptured "
 
 
 class Exchange:
     """One round of planning among `ranks` (global ranks, the same list on each; [0] leads).
 
     `timeout_s`: how long a rank may show no sign of coming. `limit_s`: the longest wait for a
-    rank that does show one. With one rank, or under the fake backend, every call answers at
-    once. `store` and `rank` default to those of the default process group.
+    rank that does show one. `attempt` names what is planned, alike on all ranks: then a
+    CaptureError of one, even of before the round, is that of all. With one rank, or under the fake
+    backend, every call answers at once. `store` and `rank` default to the default group's.
     """
 
     def __init__(
@@ -85,8 +89,10 @@ class Exchange:
         limit_s: float = LIMIT_S,
         store: Any = None,
         rank: int | None = None,
+        attempt: str = "",
     ) -> None:
         self.ranks = tuple(ranks)
+        self._attempt = attempt
         self.rank = own_rank() if rank is None else rank
         if self.rank not in self.ranks or len(set(self.ranks)) < len(self.ranks):
             raise OptionError(
@@ -111,9 +117,7 @@ class Exchange:
     def __enter__(self) -> Exchange:
         if self._line is not None:
             self._group = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
-            number = self._line.history.rounds[self._group]
-            self._line.history.rounds[self._group] += 1
-            self._round = f"{self._group}/{number}"
+            self._round = self._next_round(self._line)
             look = look_after(self._line, self.ranks, self.rank, self._timeout_s)
             self._exits.enter_context(guarded(look))
             self._say = self._exits.enter_context(self._line.busy(PLANNING))
@@ -134,6 +138,14 @@ class Exchange:
             except BaseException as late:
                 self._fail(late)
                 raise
+
+    def _next_round(self, line: Line) -> str:
+        """The name of the next round that was not ended without this rank."""
+        while True:
+            name = f"{self._group}/{line.history.rounds[self._group]}"
+            line.history.rounds[self._group] += 1
+            if not line.call(methodcaller("check", [f"{name}/skipped"]), self._timeout_s):
+                return name
 
     # What ranks say to each other
 
@@ -276,7 +288,6 @@ class Exchange:
         self, topic: str, keys: dict[int, str], work: Future[str] | None = None
     ) -> dict[int, bytes]:
         """Each rank's value once all are there and `work` is done; RankError if one never comes."""
-        assert self._line is not None
         with unguarded():
             return self._awaited(topic, keys, work)
 
@@ -322,6 +333,7 @@ class Exchange:
     def _raise_if_hopeless(
         self, watch: Watch, missing: list[int], present: list[int], topic: str
     ) -> None:
+        self._raise_if_refused(missing)
         hopeless = watch.lost(missing, present, self.rank)
         waited_s = time.monotonic() - watch.start
         if hopeless is not None or (missing and waited_s > self._limit_s):
@@ -342,12 +354,23 @@ class Exchange:
 
     # Failing together
 
+    def _raise_if_refused(self, missing: Sequence[int]) -> None:
+        """Raise if one of the ranks could not capture what this round is about."""
+        assert self._line is not None
+        keys = [f"refused/{rank}" for rank in missing if self._attempt]
+        records = self._line.call(lambda store: present(store, keys), self._timeout_s)
+        for rank, record in zip(missing, records, strict=False):
+            attempt, reason, place = json.loads(record or '["", "", ""]')
+            if attempt and attempt == self._attempt:
+                self._line.call(methodcaller("set", f"{self._round}/skipped", ""), self._timeout_s)
+                raise CaptureError(f"{reason} (on rank {rank})", place)
+
     def _raise_if_failed(self) -> None:
         failure = self._failure()
         if failure is not None:
             raise failure
 
-    def _failure(self) -> RankError | None:
+    def _failure(self) -> OverlapcError | None:
         """Why the round has failed on some rank."""
         assert self._line is not None
         record = self._line.call(
@@ -356,6 +379,8 @@ class Exchange:
         if record is None:
             return None
         self._failed = True
+        if record.startswith(_UNCAPTURED):
+            return CaptureError(*json.loads(record.removeprefix(_UNCAPTURED)))
         return RankError(record.decode())
 
     def _fail(self, error: BaseException) -> None:
@@ -367,7 +392,9 @@ class Exchange:
         if isinstance(error, Lost):
             self._say(IDLE, ())
             return  # the others see it, too
-        if not isinstance(error, RankError):
+        if isinstance(error, CaptureError) and self._attempt:
+            text = _UNCAPTURED.decode() + json.dumps([error.reason, error.place])
+        elif not isinstance(error, RankError):
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
             text = (
                 f"rank {self.rank} failed while planning with {_named(self.ranks)}: {what}; "

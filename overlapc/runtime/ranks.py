@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
+from operator import methodcaller
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import CaptureError, OverlapcError, RankError
 from overlapc.runtime.exchange import Exchange
+from overlapc.runtime.line import has_peers, line_to
 
 T = TypeVar("T")
 
@@ -41,6 +45,43 @@ def _stands_alone(group: str) -> bool:
     return dist.get_backend(resolved) in ("fake", "overlapc_fabric")
 
 
+class Attempts:
+    """Counts the graphs that a front door tries to plan, alike on all ranks, so that all know of
+    which graph one of them has a CaptureError: then all have it."""
+
+    _doors = itertools.count()
+
+    def __init__(self, door: str) -> None:
+        self._door = f"{door} {next(self._doors)}"
+        self._count = 0
+        self._told = False  # is the last CaptureError known to the others, as that of a round?
+
+    @contextlib.contextmanager
+    def exchange_for(self, groups: Sequence[str], timeout_s: float) -> Iterator[Exchange | None]:
+        """A round of planning the next graph among the ranks of these groups."""
+        self._count += 1
+        try:
+            with exchange_of(ranks_of(groups), timeout_s, self._name) as exchange:
+                yield exchange
+        except CaptureError:
+            self._told = True
+            raise
+
+    def refused(self, error: CaptureError) -> None:
+        """This rank runs what it tried last, or was to try next, as plain PyTorch."""
+        if not self._told:
+            self._count += 1
+            if has_peers():
+                record = json.dumps([self._name, error.reason, error.place])
+                line = line_to(_get_default_store(), dist.get_rank())
+                line.send(methodcaller("set", f"refused/{dist.get_rank()}", record))
+        self._told = False
+
+    @property
+    def _name(self) -> str:
+        return f"{self._door}, graph {self._count}"
+
+
 @contextlib.contextmanager
 def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange | None]:
     """A round of planning among the ranks of these groups, or None for a rank on its own."""
@@ -49,12 +90,14 @@ def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange |
 
 
 @contextlib.contextmanager
-def exchange_of(ranks: Sequence[int], timeout_s: float) -> Iterator[Exchange | None]:
+def exchange_of(
+    ranks: Sequence[int], timeout_s: float, attempt: str = ""
+) -> Iterator[Exchange | None]:
     """A round of planning among these ranks, or None for a rank on its own."""
     if len(ranks) < 2:
         yield None
         return
-    with Exchange(ranks, timeout_s) as exchange:
+    with Exchange(ranks, timeout_s, attempt=attempt) as exchange:
         try:
             yield exchange
         except OverlapcError:

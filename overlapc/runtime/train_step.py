@@ -32,7 +32,7 @@ from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
-from overlapc.runtime.ranks import exchange_for
+from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 
 
@@ -90,6 +90,7 @@ class TrainStep:
         self._traced: dict[Any, Traced] = {}  # by code and shapes
         self._met: set[Any] = set()  # of these, those that ran
         self._plain: set[Any] = set()  # which of these run as plain PyTorch
+        self._attempts = Attempts("TrainStep")
         self.unchanged: list[str] = []  # why a step, or one of its microbatches, did
         self._reports: dict[tuple[int, str], Report] = {}  # by microbatches and digest
         self._step: _Step | None = None  # the one that is running
@@ -118,6 +119,7 @@ class TrainStep:
         except Stop:
             return self.report
         except CaptureError as error:
+            self._attempts.refused(error)
             self._refused(key, error)
         finally:
             self._step = None
@@ -167,6 +169,7 @@ class TrainStep:
             with self._tracing(key):
                 result = traced(*given.args, **given.kwargs)
         except CaptureError as error:
+            self._attempts.refused(error)  # the others may wait for this rank
             step.finish()
             result = _plainly(self._whole(*given.args, **given.kwargs))
             self._refused(key, error)
@@ -219,7 +222,8 @@ class TrainStep:
         key = count, captured.trace.digest
         if key not in self._reports:
             primals = [state[name] for name in joint.inputs]
-            with exchange_for(captured.trace.lanes, self._options.timeout_s) as exchange:
+            lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
+            with self._attempts.exchange_for(lanes, timeout_s) as exchange:
                 step = TrainingStep(
                     "one microbatch",
                     count,
