@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.collectives import Raw
+from overlapc.passes.stand_in import Opaques
 from overlapc.passes.trace import Captured, trace_joint
 
 
@@ -21,8 +22,12 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
 
     Works on real and fake tensors and on real and fake process groups. `model(*args)` must give
     tensors, at least one of which requires a gradient. Raw collectives of `torch.distributed`,
-    also asynchronous ones, become functional ones.
+    also asynchronous ones, become functional ones. A module that no trace enters becomes one op.
     """
+    return Opaques(model).traced(lambda: _captured(model, args, kwargs))
+
+
+def _captured(model: torch.nn.Module, args: Any, kwargs: Any) -> Captured:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,

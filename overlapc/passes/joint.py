@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -37,6 +37,7 @@ from overlapc.passes.collectives import Raw
 from overlapc.passes.differences import asked, differences
 from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.nodes import primal_nodes
+from overlapc.passes.stand_in import Opaques
 from overlapc.passes.trace import Captured, trace_joint
 
 RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
@@ -124,13 +125,19 @@ class Traced:
     What cannot be one graph is a CaptureError, with reason and place, and has run nothing.
     """
 
-    def __init__(self, function: Callable[..., Any], adopt: Callable[[Joint], Run]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], adopt: Callable[[Joint], Run], model: Any = None
+    ) -> None:
         self._adopt = adopt
+        self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
         self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
         self.ran = False
         self.differences: list[str] = []  # lines whose trace may be not as eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.opaques.traced(lambda: self._called(*args, **kwargs))
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         self.ran = False
         if _switched_off():
             raise CaptureError("torch.compile is switched off")
@@ -262,8 +269,8 @@ def _reason(error: TorchDynamoException) -> tuple[str, str]:
     frames = list(getattr(error, "real_stack", None) or ())
     frames = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
-    reason = re.sub(r" at 0x[0-9a-f]+", "", lines[0])  # an address differs from rank to rank
-    return reason or type(error).__name__, place
+    # An address differs from rank to rank.
+    return re.sub(r" at 0x[0-9a-f]+", "", lines[0]) or type(error).__name__, place
 
 
 def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -438,7 +445,7 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
         raise Stop
 
     with contextlib.suppress(Stop):
-        Traced(function, adopt)(*args, **kwargs)
+        Traced(function, adopt, function)(*args, **kwargs)
     if not joints:
         raise CaptureError("torch.compile traced nothing; expected it to be enabled")
     return joints[0]

@@ -80,7 +80,8 @@ def is_recomputable(node: fx.Node) -> bool:
     if is_sym_node(node) or not tensors_of(node.meta.get("val")):
         return False
     inner = list(_inner_nodes(node))
-    if any(is_random(n) for n in inner):
+    # The states that PyTorch keeps for random ops are of a device that their arguments name.
+    if any(is_random(n) for n in inner) or "opaque_forward_random" in str(node.target):
         return False
     return not any(_is_mutable(n) for n in (node, *inner))
 

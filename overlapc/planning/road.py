@@ -22,7 +22,7 @@ from overlapc.planning.problem import GRAPH, TrainingStep, formulate
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
 from overlapc.simulate import peak_bytes, simulate
-from overlapc.solvers import FIELD, best_baseline, solve
+from overlapc.solvers import BASELINES, FIELD, best_baseline, solve
 from overlapc.solvers.merging import solve_step
 from overlapc.text import format_plan
 
@@ -54,8 +54,8 @@ def plan(
     profile = merge_profiles(profiles)
     problem = formulate(captured.trace, profile, options.memory_budget, step)
     theirs = own and own(problem)
-    if theirs is not None and options.memory_budget is None:
-        problem = replace(problem, budget_bytes=peak_bytes(problem, theirs))
+    if options.memory_budget is None:
+        problem = replace(problem, budget_bytes=_default_budget(problem, options.solver, theirs))
     log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
     plans = decided(lambda: _solved(problem, step, options, torch_choices, theirs), exchange)
     for each in plans:
@@ -65,6 +65,16 @@ def plan(
     ranks = [step.microbatch(captured.trace, profile).profile for profile in profiles]
     report, *roomier = reports(problem, step, plans, ranks, given=bool(options.plans))
     return StepPlan(captured, report, tuple(roomier))
+
+
+def _default_budget(problem: Problem, solver: str, theirs: Plan | None) -> int:
+    """What the model's own recompute takes, or eager; a baseline may take what it takes."""
+    if theirs is not None:
+        return peak_bytes(problem, theirs)
+    eager_bytes = problem.budget_bytes or 0
+    if solver in BASELINES:
+        return max(eager_bytes, peak_bytes(problem, BASELINES[solver](problem)))
+    return eager_bytes
 
 
 def _solved(

@@ -349,7 +349,8 @@ def _peaks(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
 
 
 def _allocated(tensor: torch.Tensor) -> int:
-    return _rounded(tensor.untyped_storage().nbytes(), tensor.device)
+    held = getattr(tensor, "overlapc_held_bytes", 0)  # by what an opaque op's handle owns
+    return _rounded(tensor.untyped_storage().nbytes(), tensor.device) + held
 
 
 def _rounded(size: int, device: torch.device) -> int:

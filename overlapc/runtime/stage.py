@@ -122,7 +122,7 @@ class Stage:
 
     def _call(self, microbatch: int) -> Sequence[Tensor]:
         if self.code not in self._traced:
-            self._traced[self.code] = Traced(self._function, self._adopt)
+            self._traced[self.code] = Traced(self._function, self._adopt, self.module)
         traced = self._traced[self.code]
         results = traced(*self._given[microbatch])
         if not traced.ran:

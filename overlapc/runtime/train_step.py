@@ -135,6 +135,8 @@ class TrainStep:
         parts = [self.report.explain()] if self.report is not None else []
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
         parts += [f"may be not as eager: {line}" for line in self.differences]
+        opaque = [reason for each in self._traced.values() for reason in each.opaques.reasons]
+        parts += [f"one op, by its own autograd: {reason}" for reason in dict.fromkeys(opaque)]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
     def _key(self, microbatches: Sequence[Any]) -> tuple[list[Given], Any]:
@@ -143,7 +145,7 @@ class TrainStep:
             raise OptionError("TrainStep was given no microbatches; expected at least one")
         key = code(self.model, self._loss), alike(each)
         if key not in self._traced:
-            self._traced[key] = Traced(self._whole, self._adopt)
+            self._traced[key] = Traced(self._whole, self._adopt, self.model)
         return each, key
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:

@@ -160,6 +160,10 @@ def test_gradients_added_up_end_where_they_are_made():
         assert summed.cost(name + ADD).compute_ns == trace.value[name].bytes
     lone = solve(replace(summed, budget_bytes=None), "none")
     check(summed, lone)
+    held = summed.resident_bytes - problem.resident_bytes
+    assert held == sum({trace.value[n].storage: trace.value[n].bytes for n in grads}.values())
+    in_buffers = accumulate(problem, grads, 1024.0, sums=False)
+    assert in_buffers == replace(summed, resident_bytes=problem.resident_bytes)
 
 
 @settings(max_examples=30)

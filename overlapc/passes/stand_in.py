@@ -1,0 +1,153 @@
+"""Modules that a trace cannot enter are found and made opaque: `Opaques`.
+
+A trace that fails tells where. The innermost module that was running then gets another `forward`
+while the model is traced again: one that calls it as an opaque op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import tree_leaves
+
+from overlapc.errors import CaptureError
+from overlapc.passes.opaque import called
+
+T = TypeVar("T")
+Forward = Callable[..., Any]
+
+# What depends on values does not do on noise what it does on data.
+_OF_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+# Dynamo's words for functions that it knows nothing of; at what else it stops is the model's code.
+_FOREIGN = ("torch.compiler.disable()", "likely a C extension")
+_numbers = itertools.count()
+# By number, while they stand in: the module, its forward, that as a function of the module, and its
+# parameters and buffers.
+_standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor]]] = {}
+
+
+@torch._dynamo.allow_in_graph
+def _entered(number: int, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    module, original, function, lasting = _standing[number]
+    tensors = [*tree_leaves((args, kwargs)), *named.values()]
+    if any(isinstance(t, (FunctionalTensor, FakeTensor)) for t in tensors):
+        return called(module, function, lasting, named, args, kwargs)
+    return original(*args, **kwargs)
+
+
+class Opaques:
+    """The modules of a model that no trace could enter, and why."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._forwards: dict[nn.Module, tuple[int, Forward]] = {}
+        self.reasons: list[str] = []
+
+    def traced(self, trace: Callable[[], T]) -> T:
+        """What `trace` gives, which traces the model. A module that it cannot enter is opaque from
+        then on."""
+        before = len(self.reasons)
+        while True:
+            try:
+                with self._standing_in():
+                    traced = trace()
+                for reason in self.reasons[before:]:
+                    what = f"overlapc runs as one op, by its own autograd, {reason}"
+                    warnings.warn(what, RuntimeWarning, stacklevel=3)
+                return traced
+            except CaptureError as error:
+                found = [m for m in _entered_last(self._model, error) if m not in self._forwards]
+                if not found:
+                    raise
+                reason = str(error.reason if _by_dynamo(error) else error.__cause__)
+                for module in found:
+                    self._add(module, reason.strip().splitlines()[0])
+
+    @contextlib.contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for module, (number, forward) in self._forwards.items():
+                stack.enter_context(_stood_in(module, number, forward))
+            yield
+
+    def _add(self, module: nn.Module, reason: str) -> None:
+        number = next(_numbers)
+        self._forwards[module] = number, _forward_of(module, number)
+        name = next(name for name, each in self._model.named_modules() if each is module)
+        self.reasons.append(f"{name} ({type(module).__name__}): {reason}")
+
+
+def _forward_of(module: nn.Module, number: int) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _entered(number, dict(module.named_parameters()), args, kwargs)
+
+    return forward
+
+
+@contextlib.contextmanager
+def _stood_in(module: nn.Module, number: int, forward: Forward) -> Iterator[None]:
+    original, own = module.forward, vars(module).get("forward")
+
+    def unbound(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    lasting = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    _standing[number] = module, original, getattr(original, "__func__", unbound), lasting
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del _standing[number], vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+def _entered_last(model: nn.Module, error: CaptureError) -> list[nn.Module]:
+    """The innermost module that was running when the error came up, if it is a small part of the
+    model. Dynamo tells only its code, which several may have."""
+    foreign = not _by_dynamo(error) or any(words in error.reason for words in _FOREIGN)
+    if isinstance(error.__cause__, _OF_VALUES) or not foreign:
+        return []
+    counts = {module: sum(p.numel() for p in module.parameters()) for module in model.modules()}
+    cause: BaseException | None = error
+    found: list[nn.Module] = []
+    while cause is not None:
+        step = cause.__traceback__
+        while step is not None:
+            running = step.tb_frame.f_locals.get("self")
+            if isinstance(running, nn.Module) and running in counts:
+                found = [running]
+            step = step.tb_next
+        for frame in getattr(cause, "real_stack", None) or ():
+            found = [module for module in counts if _runs(module, frame)] or found
+        cause = cause.__cause__
+    return [module for module in found if 2 * counts[module] <= counts[model]]
+
+
+def _by_dynamo(error: CaptureError) -> bool:
+    return hasattr(error.__cause__, "real_stack")
+
+
+def _runs(module: nn.Module, frame: traceback.FrameSummary) -> bool:
+    code = getattr(module.forward, "__code__", None)
+    if code is None or (code.co_filename, code.co_name) != (frame.filename, frame.name):
+        return False
+    return any(line == frame.lineno for *_, line in code.co_lines())

@@ -1,0 +1,166 @@
+"""Modules that no trace enters are ops of the graph: kept, run again, merged, bitwise eager's."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from overlapc.errors import CaptureError
+from overlapc.passes.capture import capture
+from overlapc.passes.rewrite import rewrite
+from overlapc.planning.options import Options
+from overlapc.planning.road import plan
+from overlapc.profiler.measure import measure
+from tests.torch.exact import randn
+
+WIDTH = 16
+ESTIMATE = {"profile": "estimate"}
+
+
+class Numpy(torch.autograd.Function):
+    """Hands data to a kernel that PyTorch does not know, as extensions do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.from_numpy(x.detach().numpy().copy()).tanh_()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.from_numpy(gradient.numpy() * (1 - y.numpy() ** 2))
+
+
+class Kernel(nn.Module):
+    """Has a parameter, an argument that is no tensor, and results with and without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor, *, times: int) -> tuple[Tensor, Tensor]:
+        y = Numpy.apply(self.linear(x)) * self.scale * times
+        return y, y.detach().amax()
+
+
+class Drops(Kernel):
+    def forward(self, x: Tensor, *, times: int) -> tuple[Tensor, Tensor]:
+        return super().forward(nn.functional.dropout(x, 0.3), times=times)
+
+
+class Model(nn.Module):
+    def __init__(self, kernel: Callable[[], nn.Module] = Kernel, layers: int = 3) -> None:
+        super().__init__()
+        self.ins = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.kernels = nn.ModuleList(kernel() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear, kernel in zip(self.ins, self.kernels, strict=True):
+            y, most = kernel(linear(x), times=2)
+            x = x + y / (1 + most)
+        return x.square().mean()
+
+
+def model_of(kernel: Callable[[], nn.Module] = Kernel) -> Model:
+    torch.manual_seed(0)
+    return Model(kernel)
+
+
+def captured(model: nn.Module, *args: Tensor) -> Any:
+    with pytest.warns(RuntimeWarning, match=r"as one op, .*, kernels\.\d \(\w+\)") as warned:
+        found = capture(model, *args)
+    assert len(warned) == 3
+    return found
+
+
+def eager(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(7)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("kernel", [Kernel, Drops])
+@pytest.mark.parametrize("solver", ["none", "full", "heu"])
+def test_a_planned_step_is_eagers(kernel: Any, solver: str) -> None:
+    x = randn(4, WIDTH)
+    expected = eager(model_of(kernel), x)
+    model = model_of(kernel)
+    options = Options(memory_budget="1MB" if solver == "full" else 1.0, solver=solver, **ESTIMATE)
+    planned = plan(captured(model, x), options)
+    forward, backward = rewrite(planned.captured, planned.report.plan)
+    again = [name for name in planned.report.plan.recomputed if name.startswith("opaque_forward")]
+    torch.manual_seed(7)
+    with torch.no_grad():
+        loss, *saved = forward([*model.parameters(), *model.buffers(), x])
+        found = backward([*saved, torch.ones_like(loss)])
+    gradients = found[: len(expected) - 1]
+    assert bool(again) == (solver == "full" and kernel is Kernel)
+    for one, other in zip(expected, [loss, *gradients], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_handle_has_the_bytes_that_autograd_keeps() -> None:
+    found = captured(model_of(), randn(4, WIDTH))
+    ops = [op for op in found.trace.ops if op.name.startswith("opaque_forward")]
+    assert len(ops) == 3
+    activation = 4 * WIDTH * 4
+    _, sizes = measure(found, None)
+    for op in ops:
+        handle = op.outputs[-1]
+        # What enters, and tanh's result.
+        assert found.trace.value[handle].bytes == 2 * activation
+        assert sizes[handle] == found.trace.value[handle].bytes
+
+
+def test_nothing_is_left_behind() -> None:
+    model = model_of()
+    captured(model, randn(4, WIDTH))
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    gone = weakref.ref(model.kernels[0])
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+class Counts(Kernel):
+    def forward(self, x: Tensor, *, times: int) -> tuple[Tensor, Tensor]:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x, times=times)
+
+
+class Follows(Kernel):
+    def forward(self, x: Tensor, *, times: int) -> tuple[Tensor, Tensor]:
+        self.scale.mul_(0.9)
+        return super().forward(x, times=times)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [(Counts, "changes its attribute 'calls'"), (Follows, "changes a parameter or buffer")],
+)
+def test_what_might_run_twice_may_change_nothing(kernel: Any, message: str) -> None:
+    model = model_of(kernel)
+    with pytest.raises(CaptureError, match=message):
+        capture(model, randn(4, WIDTH))
+
+
+def test_a_model_whose_own_code_cannot_be_traced_is_refused() -> None:
+    class Whole(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Numpy.apply(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CaptureError, match="could not be traced as one graph"):
+            capture(Whole(), randn(4, WIDTH))
