@@ -265,12 +265,11 @@ def _reason(error: TorchDynamoException) -> tuple[str, str]:
     """What Dynamo could not trace, and the line of the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
-    lines[:1] = [": ".join(part for part in (*lines[:1], *about[:1]) if part)]
+    reason = ": ".join(part for part in (*lines[:1], *about[:1]) if part)
     frames = list(getattr(error, "real_stack", None) or ())
     frames = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
-    # An address differs from rank to rank.
-    return re.sub(r" at 0x[0-9a-f]+", "", lines[0]) or type(error).__name__, place
+    return re.sub(r" at 0x\w+", "", reason) or type(error).__name__, place  # alike on all ranks
 
 
 def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:
