@@ -183,9 +183,14 @@ def check(version: str, name: str) -> None:
             assert all(chunk["late"] == count for chunk in one["ran"])
 
 
+_FAST = ("tp, sequence, dropout", "pp", "dp, sharded", "ep")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", QUICK)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in _FAST)) for n in LAYOUTS]
+)
 def test_a_patched_step_is_megatrons(version: str, name: str) -> None:
     check(version, name)
 

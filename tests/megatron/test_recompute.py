@@ -72,7 +72,7 @@ def check(version: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("asked", ARGUMENTS)
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
 def test_a_step_takes_no_more_than_with_the_scripts_own_recompute(version: str, asked: str) -> None:
     check(version, Layout(ranks=1, layers=4, config=ARGUMENTS[asked]))
 
