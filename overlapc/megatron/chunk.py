@@ -199,10 +199,11 @@ class Chunk:
             return None
 
     def _plan(self, captured: Captured, call: Call, exchange: Exchange | None) -> Report:
+        lag = self._step.lag if captured.trace.lanes else 0  # with nothing to hide under it
         step = TrainingStep(
             "one microbatch",
-            max(self._step.microbatches, 2 * self._step.lag),
-            self._step.lag,
+            max(self._step.microbatches, 2 * lag),
+            lag,
             in_flight=self._step.in_flight,
             gradients=tuple(parameter_gradients(captured)),
             add_ns_per_kib=adding(self.module, self._options),

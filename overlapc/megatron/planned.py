@@ -20,10 +20,11 @@ from overlapc.megatron import tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
 from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import capture
+from overlapc.passes.identities import without_identities
 from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.parts import cut
-from overlapc.passes.trace import Captured
+from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program
 
@@ -122,7 +123,8 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
         stack.enter_context(as_eager())
         captured = capture(whole, *fakes)
     whole.taps.values.clear()
-    return captured
+    without_identities(captured.joint)
+    return trace_joint(captured.joint, captured.num_fwd_outputs, captured.static_inputs)
 
 
 def emitted(

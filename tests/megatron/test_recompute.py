@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.megatron import cpu, models
+from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 from tests.multiprocess.spawn import run_ranks
 
@@ -32,7 +32,6 @@ def peaks(rank: int, ranks: int, version: str, layout: Layout) -> dict[str, Any]
     import overlapc.megatron as patched
     from overlapc.profiler.memory import measure_peak
 
-    models.SEQUENCE = 128
     dist.init_process_group("gloo")
     set_up(layout)
 
@@ -74,12 +73,12 @@ def check(version: str, layout: Layout) -> None:
 @pytest.mark.parametrize("asked", ARGUMENTS)
 @pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
 def test_a_step_takes_no_more_than_with_the_scripts_own_recompute(version: str, asked: str) -> None:
-    check(version, Layout(ranks=1, layers=4, config=ARGUMENTS[asked]))
+    check(version, Layout(ranks=1, layers=4, sequence=128, config=ARGUMENTS[asked]))
 
 
 def test_without_megatrons_buffers() -> None:
-    check("0.16.1", Layout(ranks=1, layers=4, ddp=None, config=ARGUMENTS["uniform"]))
+    check("0.16.1", Layout(ranks=1, layers=4, sequence=128, ddp=None, config=ARGUMENTS["uniform"]))
 
 
 def test_of_experts() -> None:
-    check("0.16.1", Layout(ranks=1, layers=2, experts=4, config=EXPERTS))
+    check("0.16.1", Layout(ranks=1, layers=2, sequence=128, experts=4, config=EXPERTS))

@@ -1,0 +1,75 @@
+"""`without_identities` takes ops out of a joint graph that give what they are given.
+
+A graph knows neither autograd nor callers, for whom `detach` and views of the same shape are there;
+and a collective of a group of one brings back what was sent. Every op counts when a plan is made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from overlapc.passes.nodes import group_of, is_start, is_wait
+
+aten = torch.ops.aten
+_VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.expand.default,
+)
+_SHAPES = (aten.view.default, aten._unsafe_view.default)
+_OF_ONE = ("all_reduce.", "all_gather_into_tensor.", "reduce_scatter_tensor.", "all_to_all_single.")
+
+
+def without_identities(joint: fx.GraphModule) -> None:
+    """Change the graph in place. Its results stay values of their own."""
+    results = set(joint.graph.find_nodes(op="output")[0].all_input_nodes)
+    for node in list(joint.graph.nodes):
+        if node.op != "call_function" or node in results:
+            continue
+        _seen_through(node)
+        if node.target in _VIEWS and _alike(node, node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
+        elif is_wait(node) and _of_one(node.args[0]) and _alike(node, node.args[0].args[0]):
+            start = node.args[0]
+            node.replace_all_uses_with(start.args[0])
+            joint.graph.erase_node(node)
+            joint.graph.erase_node(start)
+    for node in reversed(joint.graph.nodes):
+        if node.target in _VIEWS and not node.users:
+            joint.graph.erase_node(node)
+    joint.recompile()
+
+
+def _seen_through(node: fx.Node) -> None:
+    """A view of a view of what is contiguous is a view of that."""
+    while node.target in _SHAPES and node.args[0].target in _SHAPES:
+        whole = node.args[0].args[0].meta.get("val")
+        if not isinstance(whole, Tensor) or not whole.is_contiguous():
+            return
+        node.args = (node.args[0].args[0], *node.args[1:])
+
+
+def _of_one(start: fx.Node) -> bool:
+    if not is_start(start) or len(start.users) > 1:
+        return False
+    kind = str(start.target).partition(".")[2]
+    return kind.startswith(_OF_ONE) and _resolve_process_group(group_of(start)).size() == 1
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Do both have one shape, in one layout?"""
+    values = one.meta.get("val"), other.meta.get("val")
+    if not all(isinstance(value, Tensor) for value in values):
+        return False
+    first, second = values
+    if first.dtype != second.dtype or first.dim() != second.dim():
+        return False
+    pairs = [*zip(first.shape, second.shape, strict=True)]
+    pairs += zip(first.stride(), second.stride(), strict=True)
+    return all(statically_known_true(a == b) for a, b in pairs)
