@@ -388,6 +388,19 @@ def test_digest_tells_names_from_separators() -> None:
     assert replace(trace, outputs=("\ud800",)).digest
 
 
+def test_a_digest_does_not_count_inputs_that_nothing_reads() -> None:
+    def trace(inputs: str, view_of: str) -> Trace:
+        names = tuple(inputs.split())
+        view = Op("view", "forward", "compute", Piece(0, "F", 0), (view_of,), ("y",), "aten.view")
+        values = (*(Value(name, 8, name, "") for name in names), Value("y", 8, view_of, "view"))
+        return Trace((view,), values, names, ("y",))
+
+    alone = trace("x_1 t_1", "x_1").digest
+    assert trace("x_1 x_2 t_1", "x_2").digest == alone  # x_1 and t_1 are not read
+    assert trace("x_1", "x_1").digest == alone
+    assert trace("t_1", "t_1").digest != alone
+
+
 @pytest.mark.parametrize(
     ("word", "found"),
     [("10/3", Fraction(10, 3)), ("2", 2), ("10/4", None), ("1/0", None), ("3/1", None)],
