@@ -28,14 +28,13 @@ What is saved of a microbatch whose backward is not in the trace is there when t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from string import digits
 from typing import Literal
 
+from overlapc.digest import digest
 from overlapc.errors import InvalidProblem
 from overlapc.record import Record
 
@@ -205,39 +204,8 @@ class Trace(Record):
 
     @cached_property
     def digest(self) -> str:
-        """Identifies the trace: it changes whenever structure, shapes or order do.
-
-        Ranks that do the same work share it. So lanes count by their order of first use, since
-        process groups have other names on other ranks, and inputs by name, since a rank may put
-        its own part of something in another place than the others theirs; inputs that nothing reads
-        do not count, since not all ranks may be given them. A forward that is ahead
-        of its backward counts as if it were not: a plan saves the same values for both.
-        """
-        lanes = {COMPUTE: COMPUTE} | {name: str(i) for i, name in enumerate(self.lanes)}
-        named = self._read_inputs
-        h = hashlib.sha256()
-        for op in self.ops:
-            lane = lanes.get(op.lane, op.lane)
-            inputs = tuple(sorted(named.get(name, name) for name in op.inputs))
-            piece = replace(op.piece, microbatch=self.microbatch(op, recomputed=True))
-            h.update(ascii(replace(op, lane=lane, piece=piece, inputs=inputs)).encode())
-        for value in self.values:
-            if value.producer or value.name in named:
-                names = (named.get(name, name) for name in (value.name, value.storage))
-                h.update(ascii((*names, value.producer)).encode())
-        outputs = tuple(named.get(name, name) for name in self.outputs)
-        h.update(ascii((tuple(named.values()), outputs)).encode())
-        return h.hexdigest()[:16]
-
-    @property
-    def _read_inputs(self) -> Mapping[str, str]:
-        """Inputs that are read -> the names they would have if there were no others: `x_3` is `x_2`
-        if nothing reads `x_1`."""
-        read = {*self.outputs, *(name for name, users in self.users.items() if users)}
-        free: dict[str, list[str]] = {}
-        for name in self.inputs:
-            free.setdefault(name.rstrip(digits), []).append(name)
-        return {n: free[n.rstrip(digits)].pop(0) for n in self.inputs if n in read}
+        """Identifies the trace: it changes whenever structure, shapes or order do."""
+        return digest(self)
 
 
 @dataclass(frozen=True)
