@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlapc import TrainStep
+from overlapc.emulate import Link, init_fabric
 from overlapc.errors import CaptureError
 from overlapc.passes.capture import capture
 from overlapc.passes.rewrite import rewrite
@@ -19,6 +22,7 @@ from overlapc.planning.options import Options
 from overlapc.planning.road import plan
 from overlapc.profiler.measure import measure
 from tests.torch.exact import randn
+from tests.torch.raw_models import Row
 
 WIDTH = 16
 ESTIMATE = {"profile": "estimate"}
@@ -164,3 +168,54 @@ def test_a_model_whose_own_code_cannot_be_traced_is_refused() -> None:
         warnings.simplefilter("error")
         with pytest.raises(CaptureError, match="could not be traced as one graph"):
             capture(Whole(), randn(4, WIDTH))
+
+
+@torch.compiler.disable
+def foreign(x: Tensor) -> Tensor:
+    found: Tensor = Numpy.apply(x)
+    return found
+
+
+class Foreign(Kernel):
+    """Calls what Dynamo does not enter."""
+
+    def forward(self, x: Tensor, *, times: int) -> tuple[Tensor, Tensor]:
+        y = foreign(self.linear(x)) * self.scale * times
+        return y, y.detach().amax()
+
+
+class Parallel(Model):
+    """Between its kernels it sums over ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear, kernel in zip(self.ins, self.kernels, strict=True):
+            y, most = kernel(Row.apply(x, linear.weight), times=2)
+            x = x + y / (1 + most)
+        return x.square().mean()
+
+
+def test_train_step_merges_microbatches_of_opaque_modules() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        init_fabric(Link(alpha_s=0.0, bytes_per_s=1e13), world_size=2)
+    try:
+        inputs = [randn(4, WIDTH, seed=seed) for seed in range(3)]
+        model, expected = (Parallel(Foreign) for _ in range(2))
+        model.load_state_dict(expected.state_dict())
+        losses = []
+        for x in inputs:
+            losses.append(expected(x))
+            losses[-1].backward()
+        step = TrainStep(model, solver="heu", **ESTIMATE)
+        with pytest.warns(RuntimeWarning, match="runs as one op"):
+            found = step([(x,) for x in inputs])
+        assert step.unchanged == []
+        assert "runs as one op" not in step.explain()
+        assert step.explain().count("one op, by its own autograd: kernels.") == 3
+        assert step.report is not None
+        assert step.report.merged is not None
+        assert all(torch.equal(one, other) for one, other in zip(losses, found, strict=True))
+        for one, other in zip(expected.parameters(), model.parameters(), strict=True):
+            assert one.grad is None if other.grad is None else torch.equal(one.grad, other.grad)
+    finally:
+        dist.destroy_process_group()
