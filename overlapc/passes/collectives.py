@@ -84,6 +84,8 @@ class Work:
 class Raw(TorchDispatchMode):
     """The mode under which raw collectives are traced; `begin` is called before each trace."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._flights: list[Flight] = []
@@ -142,6 +144,8 @@ class Raw(TorchDispatchMode):
         self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(op, torch._ops.HigherOrderOperator):
+            return op(*args, **kwargs)
         if op.namespace == "c10d":  # not by a function that asks `_asked`
             raise _refused(str(op))
         if self._flights and not op.is_view:

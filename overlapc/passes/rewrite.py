@@ -65,6 +65,7 @@ def emit(
     allowed = functorch_config.patch(unsafe_allow_optimization_of_collectives=True)
     with allowed, _fake_mode(captured.joint):
         forward, backward = default_partition(captured.joint, joint_inputs, **options)
+    _drop_backward(captured, forward)
     _objects_behind_states(forward, backward, options["num_fwd_outputs"])
     # The partitioner keeps every seeded op it might need; what nothing reads must not run.
     backward.graph.eliminate_dead_code(
@@ -131,6 +132,16 @@ def _tag(captured: Captured, plan: Plan) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif producer.name in recomputed:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _drop_backward(captured: Captured, forward: fx.GraphModule) -> None:
+    """Erase what the partitioner leaves of the backward in the forward: it takes collectives for
+    needed, and where a gradient begins with a constant, they can be computed in the forward."""
+    ops = captured.trace.op
+    for node in reversed(list(forward.graph.nodes)):
+        maker = node.args[0].name if is_folded_getitem(node) else node.name
+        if not node.users and maker in ops and not ops[maker].is_forward:
+            forward.graph.erase_node(node)
 
 
 def _objects_behind_states(

@@ -255,6 +255,13 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    further: dict[str, Any] = {}
+    if config.mtp_num_layers:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        further["mtp_block_spec"] = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False
+        )
     for chunk in range(layout.vpp or 1):
         ends: dict[str, Any] = {}
         if layout.vpp:
@@ -270,6 +277,7 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
             position_embedding_type=layout.position,
             parallel_output=True,
             **({"vp_stage": chunk} if layout.vpp else {}),
+            **further,
         )
         for name, parameter in model.named_parameters():
             own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""

@@ -105,6 +105,7 @@ MORE = {
     ),
     "selective": Layout(tp=2, dropout=0.1, config={"recompute_granularity": "selective"}, **PLAIN),
     "one microbatch": Layout(tp=2, layers=1, microbatches=1),
+    "several tokens ahead": Layout(tp=2, layers=1, config={"mtp_num_layers": 1}),
 }
 
 

@@ -19,7 +19,7 @@ from overlapc.emulate import Link, init_fabric
 from overlapc.errors import CaptureError
 from overlapc.passes.capture import capture
 from tests.torch.exact import randn
-from tests.torch.raw_models import gather, planned_step, scatter
+from tests.torch.raw_models import eager_step, gather, planned_step, scatter
 
 RANKS = 2
 Call = Callable[..., Any]
@@ -264,6 +264,58 @@ def test_outside_of_a_function_autograd_does_not_know_the_collective(fake_ranks:
 
     trace = capture(Plain(), randn(4, 4)).trace
     assert [op.name for op in trace.ops if op.role == "start"] == ["all_reduce"]
+
+
+class Auxiliary(torch.autograd.Function):
+    """Trains something beside the loss: its gradient begins with a constant, not with the loss's."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, beside: Tensor) -> Tensor:
+        ctx.save_for_backward(beside)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.ones_like(ctx.saved_tensors[0])
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+def test_a_gradient_that_begins_with_a_constant_is_of_the_backward() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(4, 4, seed=1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = Summed.apply(x @ self.weight)
+            out: Tensor = Auxiliary.apply(y.square(), (y * 2).exp())
+            return out.sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        init_fabric(Link(alpha_s=0.0, bytes_per_s=1e13), world_size=RANKS)
+    try:
+        x = randn(4, 4)
+        loss, (expected,) = eager_step(Beside(), (x,))
+        for solver in ("none", "full", "heu"):
+            found, (gradient,) = planned_step(Beside(), (x,), solver, budget="1MB")
+            assert torch.equal(found, loss)
+            assert gradient is not None
+            assert expected is not None
+            assert torch.equal(gradient, expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_after_a_capture_collectives_are_eagers_again(fake_ranks: None) -> None:
