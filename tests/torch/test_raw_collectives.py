@@ -267,7 +267,7 @@ def test_outside_of_a_function_autograd_does_not_know_the_collective(fake_ranks:
 
 
 class Auxiliary(torch.autograd.Function):
-    """Trains something beside the loss: its gradient begins with a constant, not with the loss's."""
+    """Trains something beside the loss: its gradient begins with a constant."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, beside: Tensor) -> Tensor:
