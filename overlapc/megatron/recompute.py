@@ -16,7 +16,9 @@ from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.fx.traceback import annotate, current_meta
+from torch.utils._pytree import tree_map_only
 
 from overlapc.ir import Plan, Problem
 from overlapc.passes.trace import Captured
@@ -35,6 +37,8 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
     numbers = count()
 
     def run(keeps_outputs: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Recompute adds up the gradients of each input's uses within before it adds those without.
+        args, kwargs = tree_map_only(Tensor, lambda given: given.view_as(given), (args, kwargs))
         if _KEY in current_meta.get("custom", {}):  # within another, which says what is kept
             return function(*args, **kwargs)
         with annotate({_KEY: _Region(next(numbers), keeps_outputs)}):
