@@ -104,6 +104,15 @@ MORE = {
         **PLAIN,
     ),
     "selective": Layout(tp=2, dropout=0.1, config={"recompute_granularity": "selective"}, **PLAIN),
+    "recomputed norms": Layout(
+        tp=2,
+        config={
+            "normalization": "RMSNorm",
+            "recompute_granularity": "selective",
+            "recompute_modules": ["layernorm", "core_attn"],
+        },
+        **PLAIN,
+    ),
     "one microbatch": Layout(tp=2, layers=1, microbatches=1),
     "several tokens ahead": Layout(tp=2, layers=1, config={"mtp_num_layers": 1}),
 }
