@@ -32,13 +32,10 @@ from overlapc.profiler.memory import measure_peak
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 
-SIZE: dict[str, Any] = dict(
-    layers=4, width=512, sequence=256, batch=4, vocabulary=512, microbatches=4
-)
 LAYOUTS = {
-    "tp": Layout(tp=2, **SIZE),
-    "ep": Layout(ep=2, experts=4, **SIZE),
-    "pp": Layout(pp=2, **{**SIZE, "microbatches": 8}),
+    "tp": Layout(tp=2),
+    "ep": Layout(ep=2, experts=4),
+    "pp": Layout(pp=2),
 }
 # Megatron's own settings: what is made again in the backward.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -120,7 +117,7 @@ def peak(variant: Variant) -> int:
 def rank_main(args: argparse.Namespace) -> None:
     cpu.use(args.version)
     dist.init_process_group("gloo")
-    layout = LAYOUTS[args.layout]
+    layout = sized(args)
     set_up(layout)
     variants = [megatron(layout, name) for name in SETTINGS]
     options = {"solver": args.solver, "schedule": args.schedule}
@@ -165,7 +162,7 @@ def report(variants: list[Variant], args: argparse.Namespace) -> None:
     document = {
         "what": "steps of megatron-core on CPU and a shaped link; measured, one per repetition",
         "megatron": args.version,
-        "layout": asdict(LAYOUTS[args.layout]),
+        "layout": asdict(sized(args)),
         "schedule": args.schedule,
         "solver": args.solver,
         "rate_mbit": os.environ.get("OVERLAPC_LAB_MBIT", "none"),
@@ -174,6 +171,18 @@ def report(variants: list[Variant], args: argparse.Namespace) -> None:
         "variants": rows,
     }
     write_results(f"megatron_{args.layout}_{document['rate_mbit']}", document)
+
+
+def sized(args: argparse.Namespace) -> Layout:
+    return replace(
+        LAYOUTS[args.layout],
+        layers=args.layers,
+        width=args.width,
+        sequence=args.sequence,
+        vocabulary=512,
+        batch=4,
+        microbatches=args.microbatches,
+    )
 
 
 def main() -> None:
@@ -185,6 +194,10 @@ def main() -> None:
     add("--levels", default="none,full", help="settings of Megatron's whose peak is the budget")
     add("--solver", default="overlap")
     add("--schedule", default="1f1b")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=512)
+    add("--sequence", type=int, default=256)
+    add("--microbatches", type=int, default=4)
     add("--version", default="0.16.1")
     args = parser.parse_args()
     if "RANK" in os.environ:

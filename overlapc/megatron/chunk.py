@@ -27,7 +27,7 @@ from overlapc.megatron.waits import Waits, apart
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options
-from overlapc.planning.problem import TrainingStep
+from overlapc.planning.problem import TrainingStep, tangent_bytes
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
@@ -205,6 +205,7 @@ class Chunk:
             max(self._step.microbatches, 2 * lag),
             lag,
             in_flight=self._step.in_flight,
+            beside_bytes=self._beside(captured, call),
             gradients=tuple(parameter_gradients(captured)),
             add_ns_per_kib=adding(self.module, self._options),
             sums=self.ddp is None,  # which has allocated them
@@ -213,6 +214,13 @@ class Chunk:
         own = own_plan(captured)
         planned = plan(captured, self._options, step, primals=primals, exchange=exchange, own=own)
         return planned.report
+
+    def _beside(self, captured: Captured, call: Call) -> int:
+        """Bytes that Megatron holds of microbatches in flight, whatever the plan: what a stage was
+        given, and what it gave, unless that is freed when it is sent."""
+        given = call.tensors[0].nbytes if call.has_input else 0
+        freed = getattr(self.module.config, "deallocate_pipeline_outputs", False)
+        return self._step.in_flight * (given + (0 if freed else tangent_bytes(captured.trace)))
 
     # Running
 

@@ -116,6 +116,8 @@ MORE = {
     "one microbatch": Layout(tp=2, layers=1, microbatches=1),
     "several tokens ahead": Layout(tp=2, layers=1, config={"mtp_num_layers": 1}),
 }
+ALL = LAYOUTS | MORE
+FAST = ("tp, sequence, dropout", "pp", "dp, sharded", "ep")
 
 
 def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, 
     dist.init_process_group("gloo")
     found = {}
     for name in names:
-        found[name] = compared((LAYOUTS | MORE)[name])
+        found[name] = compared(ALL[name])
         dist.barrier()
     dist.destroy_process_group()
     return found
@@ -170,19 +172,23 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 @functools.cache
-def ran(version: str, ranks: int, more: bool) -> list[dict[str, Any]]:
+def ran(version: str, ranks: int, group: str) -> list[dict[str, Any]]:
     """What each rank found, of all layouts one after the other: a process imports one version."""
     if cpu.folder(version) is None:
         pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
-    layouts = MORE if more else LAYOUTS
-    names = [name for name, layout in layouts.items() if layout.ranks == ranks]
-    return run_ranks(on_rank, ranks, version, names, timeout_s=890 if more else 290)
+    names = [n for n, layout in ALL.items() if layout.ranks == ranks and group_of(n) == group]
+    return run_ranks(on_rank, ranks, version, names, timeout_s=890 if group == "more" else 290)
+
+
+def group_of(name: str) -> str:
+    """Layouts that run in one process after one another."""
+    return "fast" if name in FAST else "quick" if name in LAYOUTS else "more"
 
 
 def check(version: str, name: str) -> None:
-    layout = (LAYOUTS | MORE)[name]
+    layout = ALL[name]
     count = 3 * layout.microbatches
-    for found in ran(version, layout.ranks, name in MORE):
+    for found in ran(version, layout.ranks, group_of(name)):
         one = found[name]
         assert [one[what] for what in ("wrong", "why", "left")] == [[], [], []]
         for chunk in one["ran"]:
@@ -193,13 +199,10 @@ def check(version: str, name: str) -> None:
             assert all(chunk["late"] == count for chunk in one["ran"])
 
 
-_FAST = ("tp, sequence, dropout", "pp", "dp, sharded", "ep")
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", QUICK)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in _FAST)) for n in LAYOUTS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in LAYOUTS]
 )
 def test_a_patched_step_is_megatrons(version: str, name: str) -> None:
     check(version, name)
