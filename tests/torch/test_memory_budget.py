@@ -156,3 +156,16 @@ def test_the_default_budget_is_what_the_models_own_recompute_takes() -> None:
     assert plan(captured, nothing_fits, own=full).report.plan.saved == own.saved
     asked = Options(profile="estimate", memory_budget=10**9)
     assert plan(captured, asked, own=full).report.problem.budget_bytes == 10**9
+
+
+def test_a_baseline_without_a_budget_takes_what_it_takes():
+    """Where random states are kept, full recompute of something small takes more than eager."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 16))
+    peaks = {}
+    for solver in ("none", "full"):
+        _, report = overlapc.plan(model, torch.randn(4, 16), solver=solver)
+        peaks[solver] = report.timeline.peak_bytes
+        assert report.problem.budget_bytes == peaks[solver]
+    assert peaks["full"] > peaks["none"]
+    with pytest.raises(Infeasible):
+        overlapc.plan(model, torch.randn(4, 16), solver="full", memory_budget=peaks["none"])

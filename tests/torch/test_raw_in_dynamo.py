@@ -123,6 +123,27 @@ IN_DYNAMO = {
 }
 
 
+def test_a_tensor_that_is_a_plain_attribute_is_an_input() -> None:
+    class Scaled(TensorParallel):
+        scale: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    model = seeded(partial(Scaled, layers=1))
+    step = TrainStep(model, **ESTIMATE)
+    x = randn(8, 16)
+    found = []
+    for scale in (1.0, 0.5):
+        model.scale = torch.tensor(scale)
+        model.zero_grad()
+        step([(x,)])
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert step.unchanged == []
+    for one, half in zip(*found, strict=True):
+        assert torch.equal(one * 0.5, half)
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_cannot_be_captured_is_named(call: Any, message: str) -> None:
