@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.megatron import tracing
 from overlapc.megatron.gradients import as_then, gathered, reduces
-from overlapc.megatron.planned import PLAIN, Call, Planned, Whole, emitted, traced
+from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
 from overlapc.megatron.recompute import own_plan
+from overlapc.megatron.refused import foreign_hooks
+from overlapc.megatron.state import modes_of, state_of
 from overlapc.megatron.waits import Waits, apart
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
@@ -42,6 +44,7 @@ _OUT_OF_ORDER = (
     "a step of Megatron ended, and a backward that was laid by did not run; expected one forward "
     "and one backward of each microbatch: pass merge=False"
 )
+_STATES = 16  # of the model's Python side, after which it runs plain
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Chunk:
         self.ran = {"planned": 0, "merged": 0, "plain": 0, "early": 0, "late": 0}
         self._options = options
         self._planned: dict[Any, Planned | None] = {}
+        self._reports: dict[Any, Report] = {}  # by digest and step
+        self._states: dict[Any, list[Any]] = {}  # states so far, and what must live with them
         self._anchor = torch.zeros((), requires_grad=True)  # makes results require a gradient
         self._pending: Backward | None
         self._flights: list[Flight] = []  # whose parts run apart, the oldest first
@@ -114,7 +119,8 @@ class Chunk:
         self._gradient: Tensor | None = None  # that a merged backward made
         self._flights.clear()
         self._pending = None
-        self._state = _state_of(self.module)
+        self._state, held = state_of(self.module)
+        self._states.setdefault(self._state, held)
         self._lasting = [*self.module.parameters(), *self.module.buffers()]
 
     def gradient_of(self, given: Tensor) -> Tensor | None:
@@ -138,7 +144,8 @@ class Chunk:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         call = Call.of(self.module, self._scales(), args, kwargs)
-        key = call.key(), self._state, self._step.lag, self._step.in_flight
+        step = self._step.lag, self._step.in_flight
+        key = call.key(), self._state, modes_of(self.module), step
         if key not in self._planned:
             self._planned[key] = self._prepare(call)
         planned = self._planned[key]
@@ -173,13 +180,17 @@ class Chunk:
         made: Planned | CaptureError
         try:
             try:
+                self._refuse()
                 with busy("tracing"):
                     found = traced(whole, call, self.ddp)
             except CaptureError as error:
                 found = error
             with exchange_of(self._step.ranks, self._options.timeout_s) as exchange:
                 captured = together(exchange, "captured", found)
-                report = self._plan(captured, call, exchange)
+                again = captured.trace.digest, self._step.lag, self._step.in_flight
+                if again not in self._reports:
+                    self._reports[again] = self._plan(captured, call, exchange)
+                report = self._reports[again]
                 kinds = {}
                 if self._step.waits is not None:
                     kinds = apart(report.problem, report.plan, self._step.first)
@@ -197,6 +208,18 @@ class Chunk:
                     stacklevel=4,
                 )
             return None
+
+    def _refuse(self) -> None:
+        """Leave to Megatron what a trace would not see or would freeze."""
+        if hook := next(foreign_hooks(self.module), ""):
+            raise CaptureError(f"it has a hook that is not Megatron's: {hook}")
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            raise CaptureError("it is called under torch.autocast, expected Megatron's own bf16")
+        if len(self._states) > _STATES:
+            raise CaptureError(
+                f"attributes of its modules had {len(self._states)} states, expected at most "
+                f"{_STATES}: each is planned anew"
+            )
 
     def _plan(self, captured: Captured, call: Call, exchange: Exchange | None) -> Report:
         lag = self._step.lag if captured.trace.lanes else 0  # with nothing to hide under it
@@ -307,13 +330,3 @@ def _handed(ran: Backward) -> Tensor | None:
     names = [name for name in ran.planned.gradients if name]
     gradient: Tensor | None = ran.flight.state.pop(names[0], None) if names else None
     return gradient
-
-
-def _state_of(module: Any) -> Any:
-    """What a trace depends on beside the arguments: modes, what is trained, the configuration."""
-    config = module.config
-    values = [getattr(config, f.name, None) for f in fields(config)] if is_dataclass(config) else []
-    plain = [repr(v) for v in values if isinstance(v, (*PLAIN, list, tuple))]
-    modes = tuple(each.training for each in module.modules())
-    trained = tuple(each.requires_grad for each in module.parameters())
-    return tuple(plain), modes, trained

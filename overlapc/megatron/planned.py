@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from overlapc.errors import CaptureError
 from overlapc.megatron import tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
+from overlapc.megatron.state import PLAIN, attributes_of
 from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import capture
 from overlapc.passes.identities import without_identities
@@ -27,8 +26,6 @@ from overlapc.passes.parts import cut
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program
-
-PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 
 
 @dataclass
@@ -83,7 +80,13 @@ class Whole(nn.Module):
             scaler.main_loss_backward_scale = tensors.pop(0)
         leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
+        held: list[Any] = []  # so that ids are not given twice
+        before = attributes_of(self.model, held)
         out = self._original(*args, **kwargs)
+        after = attributes_of(self.model, held)
+        for name in before.keys() | after.keys():
+            if before.get(name) != after.get(name):
+                raise CaptureError(f"forward changes the attribute {name}, and a graph would not")
         if not isinstance(out, Tensor):
             raise CaptureError(f"forward returns a {type(out).__name__}, expected one tensor")
         if out._is_view() or any(out is one for one in given):

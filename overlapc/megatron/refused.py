@@ -86,7 +86,7 @@ def reason(model: Any) -> str:
         ] + sorted(wrappers.intersection(feature.wrappers))
         if found:
             return f"{feature.name} ({', '.join(found)}): {feature.why}"
-    hook = next(_foreign_hooks(inner), "")
+    hook = next(foreign_hooks(inner), "")
     return hook and f"a hook that is not Megatron's ({hook}): modules no longer run one by one"
 
 
@@ -98,7 +98,7 @@ def _wrapped(model: Any) -> Iterator[Any]:
         yield model
 
 
-def _foreign_hooks(model: Any) -> Iterator[str]:
+def foreign_hooks(model: Any) -> Iterator[str]:
     """Hooks on modules and parameters by other code than Megatron's data parallelism, by name."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     for path, module in model.named_modules():

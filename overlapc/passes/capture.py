@@ -117,17 +117,25 @@ class _Untied(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._model = [model]  # in a list, so that it is no submodule
-        self._names: dict[str, str] = {}
-        for i, (name, parameter) in enumerate(model.named_parameters()):
-            self._names[f"parameter{i}"] = name
+        mine: dict[int, str] = {}
+        for i, parameter in enumerate(model.parameters()):
+            mine[id(parameter)] = f"parameter{i}"
             self.register_parameter(f"parameter{i}", parameter)
-        for i, (name, buffer) in enumerate(model.named_buffers()):
-            self._names[f"buffer{i}"] = name
+        for i, buffer in enumerate(model.buffers()):
+            mine[id(buffer)] = f"buffer{i}"
             self.register_buffer(f"buffer{i}", buffer)
+        # Each place once, also in a module of several names: what is put in its place for a call is
+        # put back in the order of names, so that a second name would leave the call's tensor there.
+        self._places = {
+            f"{path}.{name}" if path else name: mine[id(tensor)]
+            for path, module in model.named_modules()
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+            if tensor is not None
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = {name: getattr(self, mine) for mine, name in self._names.items()}
-        return torch.func.functional_call(self._model[0], given, args, kwargs)
+        given = {place: getattr(self, mine) for place, mine in self._places.items()}
+        return torch.func.functional_call(self._model[0], given, args, kwargs, tie_weights=False)
 
 
 def _forward_outputs(joint: fx.GraphModule) -> int:

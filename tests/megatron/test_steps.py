@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.megatron import cpu
@@ -122,3 +123,77 @@ def test_megatron_is_imported_when_it_is_patched() -> None:
     program = "import sys, overlapc, overlapc.megatron; overlapc.megatron.unpatch(); "
     program += "overlapc.megatron.explain(); sys.exit('megatron' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def run_that_changes(rank: int, count: int) -> dict[str, Any]:
+    """One step after each change of the model's Python side, each of which changes the result."""
+    cpu.use(VERSION)
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    layout = Layout(ranks=1, layers=2, dropout=0.1)
+    set_up(layout)
+
+    def run(model: Trained) -> list[Any]:
+        inner = innermost(model.models[0])
+        found = [model.step(0)]
+        for layer in inner.decoder.layers:
+            layer.hidden_dropout = 0.5
+        found.append(model.step(1))
+        layers = inner.decoder.layers
+        layers[0], layers[1] = layers[1], layers[0]
+        found.append(model.step(2))
+        inner.rotary_pos_emb.inv_freq = inner.rotary_pos_emb.inv_freq * 2
+        inner.rotary_pos_emb.forward.cache_clear()
+        found.append(model.step(3))
+        hook = layers[0].mlp.register_forward_hook(lambda m, given, out: (out[0] * 2, out[1]))
+        found.append(model.step(4))
+        hook.remove()
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(model.step(5))
+        layers[1].mlp.forward = Counting(layers[1].mlp)
+        found.append(model.step(6))
+        return found
+
+    plain, ours = twins(layout)
+    expected = run(plain)
+    patched.patch(**QUICKLY)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = run(ours)
+    assert patched._steps is not None
+    (chunk,) = patched._steps.chunks.values()
+    patched.unpatch()
+    dist.destroy_process_group()
+    wrong = [
+        f"step {number}: {what}"
+        for number, pair in enumerate(zip(expected, found, strict=True))
+        for what in differences(*pair)
+    ]
+    texts = [str(each.message) for each in told if "plain Megatron" in str(each.message)]
+    return {"wrong": wrong, "ran": chunk.ran, "told": texts}
+
+
+class Counting:
+    """A forward that counts its calls in its module, and depends on the count."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.forward = module, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.module.calls = getattr(self.module, "calls", 0) + 1
+        out, bias = self.forward(*args, **kwargs)
+        return out * self.module.calls, bias
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_what_changes_in_python_is_seen_or_runs_plain() -> None:
+    (found,) = ranks(run_that_changes, 1)
+    assert found["wrong"] == []
+    assert found["ran"]["planned"] == 16  # of 4 steps; 3 ran plain
+    assert found["ran"]["plain"] == 12
+    hook, autocast, counts = found["told"]
+    assert "hook that is not Megatron's" in hook
+    assert "torch.autocast" in autocast
+    assert "forward changes the attribute decoder.layers.1.mlp.calls" in counts

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlapc
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.passes.capture import capture as capture_directly
 from overlapc.planning import road
 from tests.torch.exact import Batch, loss_of, randn
 from tests.torch.zoo import KINDS, MLP, tokens
@@ -114,3 +115,30 @@ def test_each_input_has_its_kind():
         assert counts == {"parameter": 2, "buffer": 3, "batch": 1, "gradient": 1}
         (gradient,) = trace.of_kind("gradient")
         assert gradient == trace.inputs[-1]
+
+
+class Shared(nn.Module):
+    """One module under two names, and its weight in another module, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+        self.third = nn.Linear(4, 4)
+        self.third.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x))).square().mean()
+
+
+def test_a_module_of_two_names_is_left_as_it_was() -> None:
+    model = Shared()
+    before = [(id(p), p.detach().clone()) for p in model.parameters()]
+    captured = overlapc.capture(model, torch.randn(2, 4))
+    assert len(captured.trace.of_kind("parameter")) == len(before) == 3
+    direct = capture_directly(model, torch.randn(2, 4))
+    assert len(direct.trace.of_kind("parameter")) == 3
+    for parameter, (number, value) in zip(model.parameters(), before, strict=True):
+        assert type(parameter) is nn.Parameter
+        assert id(parameter) == number
+        assert torch.equal(parameter, value)

@@ -1,0 +1,72 @@
+"""What a traced chunk depends on besides its arguments: `state_of` the module's Python side.
+
+Megatron's modules are traced without Dynamo, so nothing else guards what their `forward` read.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_INTERNAL = set(vars(nn.Module())) - {"training"}
+# What Megatron sets for each microbatch, and kernels read that no trace enters.
+_EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor", "forward"}
+
+
+def modes_of(module: nn.Module) -> Any:
+    """Give what may change within a step: training or not, trained or not, and autocast."""
+    training = tuple(each.training for each in module.modules())
+    trained = tuple(each.requires_grad for each in module.parameters())
+    return training, trained, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+
+
+def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
+    """Give modules, parameters, hooks and attributes, as a key, and the objects whose ids the key
+    has: while these live, nothing else has their ids."""
+    held: list[Any] = [*module.parameters(), *module.buffers(), *module.modules()]
+    hooks = [len(getattr(each, kind)) for each in module.modules() for kind in _HOOKS]
+    for parameter in module.parameters():
+        hooks += [len(getattr(parameter, kind, None) or ()) for kind in _OF_PARAMETERS]
+    ids = tuple(map(id, held))
+    return (ids, tuple(hooks), tuple(attributes_of(module, held).items())), held
+
+
+def attributes_of(module: nn.Module, held: list[Any]) -> dict[str, Any]:
+    """Give plain attributes of modules by value, tensors and functions by id, under their names.
+    What has an id is added to `held`."""
+    found: dict[str, Any] = {}
+    configs: dict[int, str] = {}
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name in _INTERNAL or (name in _EACH_TIME and (name != "forward" or not path)):
+                continue
+            key = f"{path}.{name}" if path else name
+            if is_dataclass(value) and not isinstance(value, type):
+                if id(value) not in configs:
+                    read = {f.name: getattr(value, f.name, None) for f in fields(value)}
+                    configs[id(value)] = repr({k: v for k, v in read.items() if _is_plain(v)})
+                found[key] = configs[id(value)]
+            elif _is_plain(value):
+                found[key] = repr(value)
+            elif isinstance(value, Tensor) or (
+                callable(value) and not isinstance(value, nn.Module)
+            ):
+                held.append(value)
+                found[key] = id(value)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
