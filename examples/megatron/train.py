@@ -60,6 +60,8 @@ def main() -> None:
         return [text.batch(n, stream=0, batch=args.batch, seq=args.seq) for n in numbers]
 
     variants = [variant(name) for name in args.variants.split(",")]
+    for other in variants[1:]:  # Megatron draws each model's weights anew
+        other.model.load_state_dict(variants[0].model.state_dict())
     common.train(variants, batch, args.steps)
     common.report(variants, batch(0))
     common.say(f"\n{overlapc.megatron.explain()}")
