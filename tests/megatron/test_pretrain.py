@@ -52,10 +52,6 @@ SETS: dict[str, tuple[int, str]] = {
     "tp": (2, TP),
     "tp-sp": (2, f"{TP} --sequence-parallel"),
     "pp": (2, PP),
-    "vpp": (
-        4,
-        "--pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2",
-    ),
     "tp-pp": (
         4,
         f"{TP} --sequence-parallel {PP} {FULL} --recompute-method uniform --recompute-num-layers 1",
