@@ -136,7 +136,7 @@ def test_a_search_gives_each_stage_its_budget() -> None:
         memory_budgets=(10**9, 2 * 10**9),
         layout=Layout(1, 2, 1, 2),
         sequence_parallel=False,
-        shapes={"layers": 4, "width": models.WIDTH, "heads": 4, "seq": models.SEQUENCE},
+        shapes={"layers": 4, "width": 32, "heads": 4, "seq": 16},
     )
     assert run_ranks(stepped, 2, "0.16.1", chosen) == ["heu 1000000000", "heu 2000000000"]
     wrong = replace(chosen, microbatch=1, layers=(1, 3))
