@@ -9,8 +9,10 @@ parts of a backward are laid by until Megatron waits for another stage.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,17 +26,18 @@ from overlapc.megatron.gradients import as_then, gathered, reduces
 from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
 from overlapc.megatron.recompute import own_plan
 from overlapc.megatron.refused import foreign_hooks
-from overlapc.megatron.state import modes_of, state_of
+from overlapc.megatron.state import modes_of, state_of, tensors_of
 from overlapc.megatron.waits import Waits, apart
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
+from overlapc.planning.carried import actions_of, carried
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep, tangent_bytes
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.program import Flight, State
-from overlapc.runtime.ranks import exchange_of, together
+from overlapc.runtime.ranks import exchange_of, ranks_of, together
 from overlapc.runtime.train_step import adding
 
 if TYPE_CHECKING:
@@ -52,12 +55,30 @@ class Step:
     """What a chunk is to know of the step that begins."""
 
     ranks: Sequence[int]  # that run the same chunk
+    peers: Sequence[int]  # of them, that run it on the same microbatches
     microbatches: int
     in_flight: int  # microbatches that are held at a time
     lag: int  # a backward may run with the forward so many microbatches on; 0: with none
     hands: bool  # gradients of what the stage was given are asked for by `gradient_of`
     first: bool  # stage of the pipeline
     waits: Waits | None  # of a pipeline
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The plan of all ranks that run the same chunk, for the shapes that came to the first."""
+
+    planned: Planned
+    shapes: Any
+    actions: Mapping[str, str]  # of a pipeline: what may run early or late
+
+    @property
+    def report(self) -> Report:
+        return self.planned.program.report
+
+    @property
+    def gradients(self) -> Mapping[str, Sequence[str]]:
+        return parameter_gradients(self.planned.program.joint.captured)
 
 
 @dataclass
@@ -107,6 +128,8 @@ class Chunk:
         self._options = options
         self._planned: dict[Any, Planned | None] = {}
         self._reports: dict[Any, Report] = {}  # by digest and step
+        # By all that calls have in common but shapes; None: all ranks run these as plain Megatron.
+        self._agreed: dict[Any, Agreed | None] = {}
         self._states: dict[Any, list[Any]] = {}  # states so far, and what must live with them
         self._anchor = torch.zeros((), requires_grad=True)  # makes results require a gradient
         self._pending: Backward | None
@@ -121,6 +144,7 @@ class Chunk:
         self._pending = None
         self._state, held = state_of(self.module)
         self._states.setdefault(self._state, held)
+        self._attributes = tensors_of(self.module)
         self._lasting = [*self.module.parameters(), *self.module.buffers()]
 
     def gradient_of(self, given: Tensor) -> Tensor | None:
@@ -134,7 +158,9 @@ class Chunk:
             raise OverlapcError(_OUT_OF_ORDER)
 
     def explain(self) -> str:
-        reports = [each.program.report.explain() for each in self._planned.values() if each]
+        reports = [each.report.explain() for each in self._agreed.values() if each]
+        more = len([each for each in self._planned.values() if each]) - len(reports)
+        reports += [f"{more} other shapes or states run by these plans"] if more else []
         plain = [f"{reason} (runs as plain Megatron)" for reason in self.why_plain]
         counts = ", ".join(f"{count} {kind}" for kind, count in self.ran.items())
         return "\n\n".join([f"ran: {counts}", *reports, *plain])
@@ -143,11 +169,12 @@ class Chunk:
         """In the place of `forward`."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        call = Call.of(self.module, self._scales(), args, kwargs)
+        call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
         step = self._step.lag, self._step.in_flight
-        key = call.key(), self._state, modes_of(self.module), step
+        form = call.form(), self._state, modes_of(self.module), step
+        key = form, call.shapes()
         if key not in self._planned:
-            self._planned[key] = self._prepare(call)
+            self._planned[key] = self._prepare(call, form)
         planned = self._planned[key]
         if planned is None:
             self._run_pending()
@@ -172,42 +199,103 @@ class Chunk:
 
     # Planning
 
-    def _prepare(self, call: Call) -> Planned | None:
-        """The plan of all ranks that run this chunk; None, on all of them, if one of them cannot
-        capture it."""
-        whole = Whole(self.module, self.original, call)
-        found: Captured | CaptureError
+    def _prepare(self, call: Call, form: Any) -> Planned | None:
+        """What runs calls of these shapes: the plan of all ranks that run this chunk. None, on all
+        of them, if one of them cannot capture it."""
+        if form not in self._agreed:
+            self._agreed[form] = self._agree(call)
+        agreed = self._agreed[form]
+        if agreed is None or agreed.shapes == call.shapes():
+            return None if agreed is None else agreed.planned
+        made = self._carried(agreed, call)
+        if made is None:  # then it needs a plan of its own, which all ranks must come for
+            other = self._agree(call)
+            if other is not None and other.shapes != call.shapes():
+                raise OverlapcError(
+                    f"microbatches of shapes {call.shapes()} and {other.shapes} came to ranks that "
+                    "run the same chunk, and their graphs differ too much to run by one plan; "
+                    "expected one shape: pad microbatches"
+                )
+            made = None if other is None else other.planned
+        return made
+
+    def _agree(self, call: Call) -> Agreed | None:
+        """Plan the shapes that came to the first of the ranks that run this chunk, together."""
         made: Planned | CaptureError
         try:
-            try:
-                self._refuse()
-                with busy("tracing"):
-                    found = traced(whole, call, self.ddp)
-            except CaptureError as error:
-                found = error
             with exchange_of(self._step.ranks, self._options.timeout_s) as exchange:
-                captured = together(exchange, "captured", found)
+                call = _of_the_first(call, exchange)
+                whole = Whole(self.module, self.original, call)
+                captured = together(exchange, "captured", self._captured(whole, call))
                 again = captured.trace.digest, self._step.lag, self._step.in_flight
                 if again not in self._reports:
                     self._reports[again] = self._plan(captured, call, exchange)
                 report = self._reports[again]
-                kinds = {}
+                actions: Mapping[str, str] = {}
                 if self._step.waits is not None:
-                    kinds = apart(report.problem, report.plan, self._step.first)
+                    actions = apart(report.problem, report.plan, self._step.first)
                 try:
-                    made = emitted(captured, report, whole, call, self._lasting, self.ddp, kinds)
+                    made = emitted(captured, report, whole, call, self._lasting, self.ddp, actions)
                 except CaptureError as error:
                     made = error
-                return together(exchange, "emitted", made)
+                return Agreed(together(exchange, "emitted", made), call.shapes(), actions)
         except CaptureError as error:
             if str(error) not in self.why_plain:
                 self.why_plain.append(str(error))
                 warnings.warn(
                     f"overlapc runs a model chunk as plain Megatron: {error}",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             return None
+
+    def _captured(self, whole: Whole, call: Call) -> Captured | CaptureError:
+        try:
+            self._refuse()
+            with busy("tracing"):
+                return traced(whole, call, self.ddp)
+        except CaptureError as error:
+            return error
+
+    def _carried(self, agreed: Agreed, call: Call) -> Planned | None:
+        """What runs a call of other shapes by the agreed plan. The ranks of the same microbatches
+        decide whether it can; the others may have the plan's own shapes now, and do not wait."""
+        made, digest = None, b""
+        whole = Whole(self.module, self.original, call)
+        found = self._captured(whole, call)
+        if isinstance(found, Captured):
+            step, theirs = self._training_step(found, call), parameter_gradients(found)
+            moved = carried(agreed.report, agreed.gradients, found.trace, step, theirs)
+            if moved is not None and self._goes_with(agreed.report, moved[0]):
+                actions = actions_of(*moved, agreed.actions)
+                with contextlib.suppress(CaptureError):
+                    made = emitted(found, moved[0], whole, call, self._lasting, self.ddp, actions)
+                    digest = found.trace.digest.encode()
+        with exchange_of(self._step.peers, self._options.timeout_s) as exchange:
+            told = [digest] if exchange is None else exchange.gather("carried", digest)
+        if made is None or set(told) != {digest}:
+            return None
+        self._warn_if_larger(agreed.report, made.program.report)
+        return made
+
+    def _goes_with(self, agreed: Report, moved: Report) -> bool:
+        """Can other ranks run by the one plan while this one does by the other?"""
+        apart = set(ranks_of(moved.problem.trace.lanes)) - set(self._step.peers)
+        orders = [each.merged and each.merged.plan.order for each in (agreed, moved)]
+        return not apart or orders[0] == orders[1]
+
+    def _warn_if_larger(self, agreed: Report, moved: Report) -> None:
+        budget = agreed.problem.budget_bytes or 0
+        if isinstance(self._options.memory_budget, float) or moved.peak_bytes <= budget:
+            return
+        if self._options.memory_budget is not None:
+            warnings.warn(
+                f"overlapc: a microbatch of another shape takes {moved.peak_bytes:,} bytes by the "
+                f"plan of the first one, the budget is {budget:,}; expected the largest first: "
+                "call overlapc.megatron.patch() again when shapes grow",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _refuse(self) -> None:
         """Leave to Megatron what a trace would not see or would freeze."""
@@ -222,8 +310,15 @@ class Chunk:
             )
 
     def _plan(self, captured: Captured, call: Call, exchange: Exchange | None) -> Report:
+        step = self._training_step(captured, call)
+        primals = [*self._lasting, *call.tensors]
+        own = own_plan(captured)
+        planned = plan(captured, self._options, step, primals=primals, exchange=exchange, own=own)
+        return planned.report
+
+    def _training_step(self, captured: Captured, call: Call) -> TrainingStep:
         lag = self._step.lag if captured.trace.lanes else 0  # with nothing to hide under it
-        step = TrainingStep(
+        return TrainingStep(
             "one microbatch",
             max(self._step.microbatches, 2 * lag),
             lag,
@@ -233,10 +328,6 @@ class Chunk:
             add_ns_per_kib=adding(self.module, self._options),
             sums=self.ddp is None,  # which has allocated them
         )
-        primals = [*self._lasting, *call.tensors]
-        own = own_plan(captured)
-        planned = plan(captured, self._options, step, primals=primals, exchange=exchange, own=own)
-        return planned.report
 
     def _beside(self, captured: Captured, call: Call) -> int:
         """Bytes that Megatron holds of microbatches in flight, whatever the plan: what a stage was
@@ -264,7 +355,7 @@ class Chunk:
                 self.ran["merged"] += 1
                 self._gradient = _handed(before)
             for name, place in planned.changed:
-                self._lasting[place].copy_(flight.state.pop(name))
+                flat[place].copy_(flight.state.pop(name))
             planned.log.replay([flight.state.pop(name) for name in planned.taps])
         self._started += 1
         self.ran["planned"] += 1
@@ -324,6 +415,14 @@ class Chunk:
                 pending.flight.run("B")
             self._ended += 1
             self._gradient = _handed(pending)
+
+
+def _of_the_first(call: Call, exchange: Exchange | None) -> Call:
+    """The call with the shapes that the first rank has."""
+    if exchange is None:
+        return call
+    told = json.loads(exchange.broadcast("shapes", lambda: json.dumps(call.shapes())))
+    return call.shaped({place: shape for place, shape in told})
 
 
 def _handed(ran: Backward) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from overlapc.errors import CaptureError
 from overlapc.megatron import tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
-from overlapc.megatron.state import PLAIN, attributes_of
+from overlapc.megatron.state import PLAIN, Places, attributes_of, placed
 from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import capture
 from overlapc.passes.identities import without_identities
@@ -30,27 +30,53 @@ from overlapc.runtime.program import Program
 
 @dataclass
 class Call:
-    """A call of the chunk: `tensors` are the stage's input, scales, and those of `leaves`."""
+    """A call of the chunk: `tensors` are the stage's input, scales, those of `leaves`, and those
+    that modules have as `attributes`."""
 
     tensors: list[Tensor]
     has_input: bool
     scales: int
     leaves: list[Any]
     spec: TreeSpec
+    attributes: Sequence[Places]
 
     @staticmethod
-    def of(module: Any, scales: list[Tensor], args: Any, kwargs: Any) -> Call:
+    def of(
+        module: Any, scales: list[Tensor], attributes: Sequence[Places], args: Any, kwargs: Any
+    ) -> Call:
         leaves, spec = tree_flatten((args, kwargs))
         came = []
         if not getattr(module, "pre_process", True):
             came = [module.decoder.input_tensor]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return Call([*came, *scales, *tensors], bool(came), len(scales), leaves, spec)
+        tensors += [owner[name] for [(owner, name), *_] in attributes]
+        flat = [*came, *scales, *tensors]
+        return Call(flat, bool(came), len(scales), leaves, spec, attributes)
 
-    def key(self) -> Any:
-        """What calls of one plan have in common."""
-        plain = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        described = [(tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in self.tensors]
+    def shapes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """What calls of one graph have in common beside their form: shapes, by the tensor's place
+        among the leaves. (The stage's input and scales come before these, attributes behind.)"""
+        count = len(self.leaves)
+        leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        behind = range(count, count + len(self.attributes))
+        places = [*range(-self.has_input - self.scales, 0), *leaves, *behind]
+        shapes = [tuple(tensor.shape) for tensor in self.tensors]
+        return tuple(zip(places, shapes, strict=True))
+
+    def shaped(self, shapes: Mapping[int, Sequence[int]]) -> Call:
+        """The call on tensors of these shapes: its own where they have them, else zeros. (Ranks may
+        be given tensors that others are not, if nothing reads them.)"""
+        tensors = list(self.tensors)
+        for i, (place, shape) in enumerate(self.shapes()):
+            if place in shapes and tuple(shapes[place]) != shape:
+                zeros = tensors[i].new_zeros(tuple(shapes[place]))
+                tensors[i] = zeros.requires_grad_(tensors[i].requires_grad)
+        return replace(self, tensors=tensors)
+
+    def form(self) -> Any:
+        """What calls of one plan have in common, whatever their shapes."""
+        plain = [leaf if isinstance(leaf, PLAIN) else type(leaf) for leaf in self.leaves]
+        described = [(t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors]
         return str(self.spec), repr(plain), tuple(described), self.has_input, self.scales
 
     def check(self) -> None:
@@ -63,7 +89,7 @@ class Call:
 
 class Whole(nn.Module):
     """The chunk as a function of tensors alone: the stage's input, if it has one, scales of
-    auxiliary losses, and the tensors among the arguments."""
+    auxiliary losses, the tensors among the arguments, and those that modules have as attributes."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any], call: Call) -> None:
         super().__init__()
@@ -81,9 +107,10 @@ class Whole(nn.Module):
         leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
         held: list[Any] = []  # so that ids are not given twice
-        before = attributes_of(self.model, held)
-        out = self._original(*args, **kwargs)
-        after = attributes_of(self.model, held)
+        with placed(call.attributes, tensors):
+            before = attributes_of(self.model, held)
+            out = self._original(*args, **kwargs)
+            after = attributes_of(self.model, held)
         for name in before.keys() | after.keys():
             if before.get(name) != after.get(name):
                 raise CaptureError(f"forward changes the attribute {name}, and a graph would not")

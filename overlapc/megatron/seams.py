@@ -1,15 +1,17 @@
-"""Where Megatron is entered: its three schedule functions, by all names they are known by.
+"""Where Megatron is entered: its three schedule functions, whoever holds them, by whatever name.
 
-`get_forward_backward_func` looks them up in their module at each call; other modules may have
-imported them by name.
+Scripts fetch them before `patch` and after. So the functions stay, and what they run is changed.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
+import inspect
 from collections.abc import Callable
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
+
+from overlapc.errors import OverlapcError
 
 NAMES = (
     "forward_backward_no_pipelining",
@@ -18,8 +20,7 @@ NAMES = (
 )
 # How a step is run: the name of a schedule function, the function itself, and its arguments.
 Run = Callable[[str, Callable[..., Any], dict[str, Any]], Any]
-_real: dict[str, Callable[..., Any]] = {}
-_ours: dict[str, Callable[..., Any]] = {}
+_before: dict[FunctionType, tuple[CodeType, Any]] = {}  # code and defaults
 
 
 def install(run: Run) -> None:
@@ -28,31 +29,26 @@ def install(run: Run) -> None:
 
     remove()
     for name in NAMES:
-        _real[name] = getattr(schedules, name)
-        _ours[name] = _seam(name, _real[name], run)
-        swept(_real[name], _ours[name])
+        function = inspect.unwrap(getattr(schedules, name))
+        if not isinstance(function, FunctionType):
+            raise OverlapcError(f"{name} is a {type(function).__name__}, expected a function")
+        code, defaults = _before[function] = function.__code__, function.__kwdefaults__
+        real = FunctionType(
+            code, function.__globals__, name, function.__defaults__, function.__closure__
+        )
+        real.__kwdefaults__ = defaults
+        function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        function.__code__ = _entered.__code__.replace(co_freevars=code.co_freevars)
+        function.__kwdefaults__ = {"overlapc_runs": partial(run, name, real)}
 
 
 def remove() -> None:
-    for name, real in _real.items():
-        swept(_ours[name], real)
-    _real.clear()
-    _ours.clear()
+    for function, (code, defaults) in _before.items():
+        function.__code__, function.__kwdefaults__ = code, defaults
+        del function.__signature__  # type: ignore[attr-defined]
+    _before.clear()
 
 
-def swept(old: Any, new: Any) -> None:
-    """Put `new` wherever a module has `old` under some name."""
-    for module in list(sys.modules.values()):
-        names = vars(module) if hasattr(module, "__dict__") else {}
-        for name in [name for name, value in list(names.items()) if value is old]:
-            setattr(module, name, new)
-
-
-def _seam(name: str, real: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def seam(**given: Any) -> Any:
-        if _ours.get(name) is not seam:  # somebody kept it, and it has been removed since
-            return real(**given)
-        return run(name, real, given)
-
-    return seam
+def _entered(*, overlapc_runs: Callable[[dict[str, Any]], Any], **given: Any) -> Any:
+    """Run in the place of a schedule function. Its globals are Megatron's."""
+    return overlapc_runs(given)

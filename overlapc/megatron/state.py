@@ -5,8 +5,9 @@ Megatron's modules are traced without Dynamo, so nothing else guards what their 
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _INTERNAL = set(vars(nn.Module())) - {"training"}
 # What Megatron sets for each microbatch, and kernels read that no trace enters.
 _EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor", "forward"}
+
+Places = list[tuple[dict[str, Any], str]]  # the attributes of modules, and names in them
 
 
 def modes_of(module: nn.Module) -> Any:
@@ -36,12 +39,15 @@ def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
     for parameter in module.parameters():
         hooks += [len(getattr(parameter, kind, None) or ()) for kind in _OF_PARAMETERS]
     ids = tuple(map(id, held))
-    return (ids, tuple(hooks), tuple(attributes_of(module, held).items())), held
+    inputs = {id(owner[name]): i for i, [(owner, name), *_] in enumerate(tensors_of(module))}
+    return (ids, tuple(hooks), tuple(attributes_of(module, held, inputs).items())), held
 
 
-def attributes_of(module: nn.Module, held: list[Any]) -> dict[str, Any]:
+def attributes_of(
+    module: nn.Module, held: list[Any], inputs: Mapping[int, int] | None = None
+) -> dict[str, Any]:
     """Give plain attributes of modules by value, tensors and functions by id, under their names.
-    What has an id is added to `held`."""
+    What has an id is added to `held`, but for tensors that have a number among the `inputs`."""
     found: dict[str, Any] = {}
     configs: dict[int, str] = {}
     for path, each in module.named_modules():
@@ -56,12 +62,39 @@ def attributes_of(module: nn.Module, held: list[Any]) -> dict[str, Any]:
                 found[key] = configs[id(value)]
             elif _is_plain(value):
                 found[key] = repr(value)
+            elif id(value) in (inputs or {}):
+                found[key] = "input", (inputs or {})[id(value)]
             elif isinstance(value, Tensor) or (
                 callable(value) and not isinstance(value, nn.Module)
             ):
                 held.append(value)
                 found[key] = id(value)
     return found
+
+
+def tensors_of(module: nn.Module) -> list[Places]:
+    """Find the tensors that modules have as plain attributes: each by its places."""
+    found: dict[int, Places] = {}
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor) and name not in _EACH_TIME and id(value) not in known:
+                found.setdefault(id(value), []).append((vars(each), name))
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def placed(places: Sequence[Places], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """While the block runs, these tensors are at these places."""
+    before = [(owner, name, owner[name]) for each in places for owner, name in each]
+    for each, tensor in zip(places, tensors, strict=True):
+        for owner, name in each:
+            owner[name] = tensor
+    try:
+        yield
+    finally:
+        for owner, name, tensor in before:
+            owner[name] = tensor
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from overlapc.errors import OptionError
+from overlapc.errors import OptionError, OverlapcError
 from overlapc.megatron import merged as ticks
 from overlapc.megatron.chunk import Chunk, Step
 from overlapc.megatron.refused import reason
@@ -28,12 +29,15 @@ FIRST_STEP_S = 120.0  # how long ranks wait for one another before the first ste
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """Where this rank is: `ranks` run the same stage."""
+class Place:
+    """Where this rank is with some models: `ranks` run the same stage, `peers` of them the same
+    microbatches. If the models are `refused`, it says why, and they are left to Megatron."""
 
     stage: int
     stages: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = (0,)
+    peers: tuple[int, ...] = (0,)
+    refused: str = ""
 
 
 class Steps:
@@ -52,14 +56,15 @@ class Steps:
         self._options, self._merge, self._fill = options, merge, fill
         self._schedule, self._told = schedule, False
         self._searched = searched
-        self._pipeline: Pipeline | None = None
-        self._refused = ""  # why all of it is left to Megatron
-        self.chunks: dict[int, Chunk] = {}  # by id of the module, which they keep alive
+        self._running = threading.Lock()
+        # By the ids of models, which are kept alive.
+        self._places: dict[tuple[int, ...], tuple[Place, list[Any]]] = {}
+        self.chunks: dict[int, Chunk] = {}
 
     def explain(self) -> str:
-        if self._refused:
-            return f"runs as plain Megatron: {self._refused}"
         parts = [f"chunk {i}: {c.explain()}" for i, c in enumerate(self.chunks.values())]
+        refused = dict.fromkeys(p.refused for p, _ in self._places.values() if p.refused)
+        parts += [f"runs as plain Megatron: {why}" for why in refused]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
     def run(self, name: str, real: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -67,35 +72,56 @@ class Steps:
         if given.get("forward_only"):
             return real(**given)
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
-        first = self._pipeline is None
-        with busy("the first step of training") if first else contextlib.nullcontext():
-            if self._pipeline is None:
-                self._begin(models, given)
-            if self._refused or self._pipeline is None:
+        place, _ = self._places.get(tuple(map(id, models)), (None, None))
+        if place is not None and place.refused:
+            return real(**given)
+        if not self._running.acquire(blocking=False):
+            raise OverlapcError(
+                "a training step began before another had ended, of another thread or within it; "
+                "expected one after the other: run the steps on one thread"
+            )
+        try:
+            return self._run(name, real, given, models, place)
+        finally:
+            self._running.release()
+
+    def _run(
+        self,
+        name: str,
+        real: Callable[..., Any],
+        given: dict[str, Any],
+        models: list[Any],
+        place: Place | None,
+    ) -> Any:
+        with contextlib.nullcontext() if place else busy("the first step of training"):
+            if place is None:
+                place = self._begin(models, given)
+            if place.refused:
                 return real(**given)
-            stages = range(self._pipeline.stage, len(models) * self._pipeline.stages)
-            numbers = stages[:: self._pipeline.stages]
-            chunks = [self._chunk(m, stage) for m, stage in zip(models, numbers, strict=True)]
+            stages = range(place.stage, len(models) * place.stages)[:: place.stages]
+            chunks = [self._chunk(m, stage) for m, stage in zip(models, stages, strict=True)]
             merged = self._runs_merged(name, chunks[0].module.config, given)
-            with self._in_place(chunks, name, merged, given["num_microbatches"], self._pipeline):
+            with self._in_place(chunks, name, merged, given["num_microbatches"], place):
                 return ticks.run(chunks[0], real, given) if merged else real(**given)
 
-    def _begin(self, models: list[Any], given: dict[str, Any]) -> None:
-        """Before the first step: find this rank's place, and what is refused or not as searched."""
+    def _begin(self, models: list[Any], given: dict[str, Any]) -> Place:
+        """Before the first step of some models: find this rank's place, and what is refused or not
+        as searched."""
         groups = given.get("pg_collection")
-        why = next(filter(None, map(reason, models)), "")
-        self._pipeline, self._refused = _where(groups, why)
-        if self._refused:
+        place = _where(groups, next(filter(None, map(reason, models)), ""))
+        self._places[tuple(map(id, models))] = place, models
+        if place.refused:
             warnings.warn(
-                f"overlapc leaves this run to plain Megatron: {self._refused}",
+                f"overlapc leaves this run to plain Megatron: {place.refused}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
         elif self._searched is not None:
             from megatron.core import parallel_state
 
             replicas = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
             check(self._searched, innermost(models[0])[0].config, given, replicas.size())
+        return place
 
     def _runs_merged(self, name: str, config: Any, given: dict[str, Any]) -> bool:
         if self._schedule != "merged" or name != NAMES[1]:
@@ -112,7 +138,7 @@ class Steps:
 
     @contextlib.contextmanager
     def _in_place(
-        self, chunks: list[Chunk], name: str, merged: bool, microbatches: int, pipeline: Pipeline
+        self, chunks: list[Chunk], name: str, merged: bool, microbatches: int, place: Place
     ) -> Iterator[None]:
         """While the block runs, chunks stand in the place of the models' innermost `forward`."""
         before = [vars(chunk.module).get("forward") for chunk in chunks]
@@ -123,16 +149,17 @@ class Steps:
                 # Of several chunks it is not known here which one's backward comes next.
                 waits = Waits([chunk.again for chunk in chunks if len(chunks) == 1])
                 stack.enter_context(waits.filled([chunk.module.config for chunk in chunks]))
-            behind = pipeline.stages - pipeline.stage  # stages from here to the last
-            in_flight = behind + pipeline.stages * (len(chunks) - 1)
-            ahead = ticks.lag(pipeline.stage, pipeline.stages) if merged else 0
+            behind = place.stages - place.stage  # stages from here to the last
+            in_flight = behind + place.stages * (len(chunks) - 1)
+            ahead = ticks.lag(place.stage, place.stages) if merged else 0
             step = Step(
-                pipeline.ranks,
+                place.ranks,
+                place.peers,
                 microbatches,
                 in_flight=1 if alone else ahead or in_flight,
                 lag=int(self._merge) if alone else ahead,
                 hands=merged,
-                first=pipeline.stage == 0,
+                first=place.stage == 0,
                 waits=waits,
             )
             for chunk, forward in zip(chunks, before, strict=True):
@@ -169,20 +196,23 @@ def _put_back(module: Any, forward: Any) -> None:
         vars(module)["forward"] = forward
 
 
-def _where(groups: Any, why: str) -> tuple[Pipeline, str]:
+def _where(groups: Any, why: str) -> Place:
     """This rank's stage, and who runs the same; and why a rank is refused, if one is. All ranks
     find out together."""
     from megatron.core import parallel_state
 
     pp = getattr(groups, "pp", None) or parallel_state.get_pipeline_model_parallel_group()
     if not dist.is_initialized():
-        return Pipeline(0, 1, (0,)), why
+        return Place(0, 1, refused=why)
     with exchange_of(range(dist.get_world_size()), FIRST_STEP_S) as exchange:
         if exchange is None:
-            return Pipeline(pp.rank(), pp.size(), (0,)), why
+            return Place(pp.rank(), pp.size(), refused=why)
         told = exchange.gather("stages", json.dumps([pp.rank(), why]).encode())
     stages, reasons = zip(*map(json.loads, told), strict=True)
     ranks = tuple(rank for rank, stage in enumerate(stages) if stage == pp.rank())
+    alike = getattr(groups, "tp_cp", None) or parallel_state.get_tensor_and_context_parallel_group()
+    peers = tuple(dist.get_process_group_ranks(alike))
     refused = [f"{why} (on rank {rank})" for rank, why in enumerate(reasons) if why]
-    alike = set(reasons) == {why}
-    return Pipeline(pp.rank(), pp.size(), ranks), why if alike else next(iter(refused), "")
+    if set(reasons) != {why}:
+        why = next(iter(refused), "")
+    return Place(pp.rank(), pp.size(), ranks, peers, why)

@@ -29,6 +29,7 @@ from overlapc.passes.opaque import called
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
+_Attributes = list[tuple[dict[str, Any], str, Tensor]]  # owner, name, tensor
 
 # What depends on values does not do on noise what it does on data.
 _OF_VALUES = (
@@ -39,17 +40,18 @@ _OF_VALUES = (
 # Dynamo's words for functions that it knows nothing of; at what else it stops is the model's code.
 _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
 _numbers = itertools.count()
-# By number, while they stand in: the module, its forward, that as a function of the module, and its
-# parameters and buffers.
-_standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor]]] = {}
+# By number, while they stand in: the module, its forward, that as a function of the module, its
+# parameters and buffers, and what its modules have as plain attributes.
+_standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor], _Attributes]] = {}
 
 
 @torch._dynamo.allow_in_graph
 def _entered(number: int, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    module, original, function, lasting = _standing[number]
+    module, original, function, lasting, attributes = _standing[number]
     tensors = [*tree_leaves((args, kwargs)), *named.values()]
     if any(isinstance(t, (FunctionalTensor, FakeTensor)) for t in tensors):
-        return called(module, function, lasting, named, args, kwargs)
+        with _with(attributes):  # where a trace may have put others
+            return called(module, function, lasting, named, args, kwargs)
     return original(*args, **kwargs)
 
 
@@ -110,7 +112,14 @@ def _stood_in(module: nn.Module, number: int, forward: Forward) -> Iterator[None
         return original(*args, **kwargs)
 
     lasting = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    _standing[number] = module, original, getattr(original, "__func__", unbound), lasting
+    function = getattr(original, "__func__", unbound)
+    attributes = [
+        (vars(each), name, value)
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if isinstance(value, Tensor)
+    ]
+    _standing[number] = module, original, function, lasting, attributes
     vars(module)["forward"] = forward
     try:
         yield
@@ -118,6 +127,19 @@ def _stood_in(module: nn.Module, number: int, forward: Forward) -> Iterator[None
         del _standing[number], vars(module)["forward"]
         if own is not None:
             vars(module)["forward"] = own
+
+
+@contextlib.contextmanager
+def _with(attributes: _Attributes) -> Iterator[None]:
+    """While the block runs, modules have these attributes."""
+    before = [(owner, name, owner[name]) for owner, name, _ in attributes]
+    for owner, name, value in attributes:
+        owner[name] = value
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            owner[name] = value
 
 
 def _entered_last(model: nn.Module, error: CaptureError) -> list[nn.Module]:

@@ -426,7 +426,14 @@ def busy(phase: str) -> Iterator[None]:
     line, rank = line_to(_get_default_store(), dist.get_rank()), dist.get_rank()
     look = look_after(line, range(dist.get_world_size()), rank, TIMEOUT_S)
     with guarded(look), line.busy(phase), doing(phase, rank):
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            lost = "onnection" in str(error) or isinstance(error, dist.DistError)
+            until = time.monotonic() + TIMEOUT_S
+            while lost and time.monotonic() < until:
+                time.sleep(0.1)  # a collective failed: the guard is about to say who died
+            raise
 
 
 def _start(make: Callable[[], T]) -> Future[T]:

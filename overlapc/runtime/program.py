@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ class Program:
         self.merged: Part | None = None
         if report.merged is not None:
             self.merged = self._parts.merged(report.merged.plan)
+        self._with: WeakKeyDictionary[Program, Part] = WeakKeyDictionary()
         self.shared: State = loss_gradient(joint) if whole else {}  # by all microbatches
         self.free = {  # gradients that are not added to a parameter's where they are made
             f"gradient{i}": owner_of(name)
@@ -46,15 +48,28 @@ class Program:
         return self._parts.pieces()
 
     def begin(self, state: State, before: Flight | None = None) -> Flight:
-        """F of a microbatch, merged with B of the one `before` where both are of this graph;
-        otherwise that B runs first, which makes room."""
-        if before is not None and before.program is self and self.merged is not None:
-            self.merged.run(self.shared, state, before.state)
+        """F of a microbatch, merged with B of the one `before` where both graphs are merged in one
+        order; otherwise that B runs first, which makes room."""
+        merged = None if before is None else self._merged_with(before.program)
+        if before is not None and merged is not None:
+            merged.run(self.shared, state, before.state)
         else:
             if before is not None:
                 before.run("B")
             self._parts.forward.run(self.shared, state)
         return Flight(self, state)
+
+    def _merged_with(self, before: Program) -> Part | None:
+        """F of this graph merged with B of another, of other shapes."""
+        mine, theirs = self.report.merged, before.report.merged
+        if before is self or mine is None or theirs is None:
+            return self.merged if before is self else None
+        if mine.plan.order != theirs.plan.order:
+            return None
+        if before not in self._with:
+            both = Parts(self._parts.forward, before._parts.backward, {})
+            self._with[before] = both.merged(mine.plan)
+        return self._with[before]
 
     def parts(self, kind: str, again: bool) -> list[Part]:
         """What B, R, I or W runs; `again`: recompute has run already."""

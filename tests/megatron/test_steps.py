@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlapc.errors import OverlapcError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, innermost, set_up, twins
 from tests.megatron.test_patch import differences
@@ -197,3 +200,88 @@ def test_what_changes_in_python_is_seen_or_runs_plain() -> None:
     assert "hook that is not Megatron's" in hook
     assert "torch.autocast" in autocast
     assert "forward changes the attribute decoder.layers.1.mlp.calls" in counts
+
+
+def run_of_several_models(rank: int, count: int) -> dict[str, Any]:
+    """The first is refused; the second is trained by a function fetched before; then by two threads
+    at once."""
+    cpu.use(VERSION)
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    layout = Layout(ranks=1, layers=1, microbatches=2)
+    set_up(layout)
+    refused, (plain, ours) = Trained(layout), twins(layout)
+    handle = innermost(refused.models[0]).decoder.register_forward_hook(print_nothing)
+    before = {**vars(schedules)}
+    fetched = get_forward_backward_func()
+    signature = inspect.signature(fetched)
+    expected = plain.gradients(0)
+    patched.patch(**QUICKLY)
+    same_signature = inspect.signature(fetched) == signature
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        refused.step(0)
+    handle.remove()
+    ours._zero()
+    fetched(**ours._given(0))
+    assert patched._steps is not None
+    (chunk,) = patched._steps.chunks.values()
+    found: dict[str, Any] = {
+        "equal": all(map(torch.equal, expected, ours.gradients(0))),
+        "ran": dict(chunk.ran),
+        "told": [str(each.message) for each in told if "plain Megatron" in str(each.message)],
+        "explained": patched.explain(),
+        "signature": same_signature,
+        "threads": in_threads(fetched, ours),
+    }
+    patched.unpatch()
+    planned = chunk.ran["planned"]
+    fetched(**ours._given(0))
+    found["after"] = chunk.ran["planned"] - planned
+    found["left"] = [name for name, value in before.items() if vars(schedules)[name] is not value]
+    dist.destroy_process_group()
+    return found
+
+
+def print_nothing(*_: Any) -> None: ...
+
+
+def in_threads(step: Any, trained: Trained) -> list[str]:
+    """What a second thread is told that begins a step within the first one's."""
+    told: list[str] = []
+    given = trained._given(0)
+    inner = given["forward_step_func"]
+
+    def begin() -> None:
+        try:
+            step(**trained._given(0))
+        except OverlapcError as error:
+            told.append(str(error))
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+        return inner(*args, **kwargs)
+
+    step(**{**given, "forward_step_func": forward_step})
+    return told
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_each_model_is_planned_or_refused_by_itself_and_steps_do_not_meet() -> None:
+    (found,) = ranks(run_of_several_models, 1)
+    assert len(found["told"]) == 1
+    assert "print_nothing" in found["told"][0]
+    assert "runs as plain Megatron" in found["explained"]
+    assert found["equal"]
+    assert found["signature"]
+    assert found["ran"]["planned"] == 4
+    assert found["ran"]["plain"] == 0
+    assert len(found["threads"]) == 2
+    assert "run the steps on one thread" in found["threads"][0]
+    assert (found["left"], found["after"]) == ([], 0)

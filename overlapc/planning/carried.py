@@ -1,0 +1,193 @@
+"""`carried` makes a plan that ranks agreed on serve a shape that only some of them have.
+
+Ranks that run one model may be given microbatches of different shapes at the same time. They must
+issue the same collectives, and hand out gradients, in one order all the same, and cannot plan
+together, since those who have the plan's shape are running it. So the new shape gets no plan of
+its own: what is kept, what is made again and in which order are those of the plan. The traces may
+differ in some ops (a copy that another shape does not need).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from overlapc.errors import InvalidPlan
+from overlapc.ir import Cost, Op, Plan, Problem, Profile, Trace, issue, parse_issue
+from overlapc.merge import ADD, merge
+from overlapc.planning.problem import TrainingStep, formulate
+from overlapc.planning.report import Report
+from overlapc.planning.road import reports
+from overlapc.solvers.choice import Choice, Needs
+
+Gradients = Mapping[str, Sequence[str]]  # gradient -> the parameters whose gradient it is
+
+
+def carried(
+    report: Report, gradients: Gradients, trace: Trace, step: TrainingStep, theirs: Gradients
+) -> tuple[Report, Mapping[str, str]] | None:
+    """Report on the same plan for another trace of the model, whose gradients are `theirs`, and
+    give the op of the planned trace that each of its ops stands for. None if it would issue other
+    collectives, or hand out gradients in another order."""
+    planned = report.problem
+    profile = _scaled(planned, trace, _pairs(planned.trace, gradients, trace, theirs))
+    problem = formulate(trace, profile, planned.budget_bytes, step)
+    pairs = _pairs(planned.trace, gradients, problem.trace, theirs)
+    needs = Needs(problem.trace)
+    choice = needs.complete(frozenset(_kept(report.plan.saved, planned.trace, needs.trace, pairs)))
+    plans = [_carried(report.plan, planned, problem, choice, pairs)]
+    if report.merged is not None:
+        both = merge(problem, step.lag)
+        plans.append(_carried(report.merged.plan, report.merged.problem, both, choice, pairs))
+    found = [plan for plan in plans if plan is not None]
+    if len(found) < len(plans):
+        return None
+    try:
+        return reports(problem, step, found, given=True)[0], pairs
+    except InvalidPlan:
+        return None
+
+
+def actions_of(
+    made: Report, pairs: Mapping[str, str], actions: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Give each issue of a carried plan's backward the action that its like has in the plan."""
+    trace, order = made.problem.trace, made.plan.order
+    found: dict[str, str] = {}
+    for text in order:
+        name, again = parse_issue(text)
+        like = actions.get(issue(pairs.get(name, ""), again))
+        if like is None and (again or not trace.op[name].is_forward):
+            late = any(found.get(source) == "W" for source in _sources(trace, name, again))
+            like = "W" if late else "I"
+        if like is not None:
+            found[text] = like
+    for text in reversed(order):  # what early recompute reads is early, too
+        name, again = parse_issue(text)
+        if found.get(text) == "R":
+            found |= {source: "R" for source in _sources(trace, name, again) if source in found}
+    return found
+
+
+def _pairs(planned: Trace, gradients: Gradients, trace: Trace, theirs: Gradients) -> dict[str, str]:
+    """Map ops of a trace to ops of the planned one: those of the same kind that come at the same
+    place in the same module; and what adds up gradients of the same parameters."""
+    like = dict(_places(planned, gradients))
+    return {op: like[place] for place, op in _places(trace, theirs) if place in like}
+
+
+def _places(trace: Trace, gradients: Gradients) -> Iterator[tuple[tuple[object, ...], str]]:
+    count: Counter[tuple[object, ...]] = Counter()
+    for op in trace.ops:
+        of = gradients.get(op.name.removesuffix(ADD), ()) if op.signature == "add" else ()
+        if of and not op.outputs:
+            yield (ADD, *of), op.name
+            continue
+        kind = re.sub(r"(_\d+)+$", "", op.name)
+        place = trace.modules.get(op.name, ""), kind, op.lane, op.piece.letter
+        yield (*place, count[place]), op.name
+        count[place] += 1
+
+
+def _scaled(planned: Problem, trace: Trace, pairs: Mapping[str, str]) -> Profile:
+    """Costs that grow with the bytes that an op reads and writes."""
+
+    def cost(op: Op) -> Cost:
+        if op.name not in pairs:
+            return Cost(source="estimated")
+        like = planned.trace.op[pairs[op.name]]
+        before = planned.cost(like.name)
+        times = _touched(trace, op) / max(1, _touched(planned.trace, like))
+        return Cost(
+            int(before.compute_ns * times),
+            int(before.comm_ns * times),
+            int(before.workspace_bytes * times),
+            "estimated",
+        )
+
+    return replace(planned.profile, costs={op.name: cost(op) for op in trace.ops})
+
+
+def _touched(trace: Trace, op: Op) -> int:
+    return sum(trace.value[name].bytes for name in (*op.inputs, *op.outputs))
+
+
+def _kept(
+    saved: Iterable[str], planned: Trace, trace: Trace, pairs: Mapping[str, str]
+) -> Iterator[str]:
+    """Storages to keep. In the place of a value that the trace does not have, what it was made
+    from."""
+    here = {like: name for name, like in pairs.items()}
+    for name in saved:
+        maker = planned.op[planned.value[name].producer]
+        while maker.name not in here and maker.inputs and planned.value[maker.inputs[0]].producer:
+            name = maker.inputs[0]
+            maker = planned.op[planned.value[name].producer]
+        if maker.name in here:
+            made = trace.op[here[maker.name]].outputs
+            place = maker.outputs.index(name)
+            yield from (trace.value[other].storage for other in made[place : place + 1])
+
+
+def _carried(
+    plan: Plan, planned: Problem, problem: Problem, choice: Choice, pairs: Mapping[str, str]
+) -> Plan | None:
+    """The plan for a problem, unless what others must issue alike comes in another order."""
+    here = {like: name for name, like in pairs.items()}
+    texts = []
+    for text in plan.order:
+        name, again = parse_issue(text)
+        if name in here:
+            texts.append(issue(here[name], again))
+    order = _order(texts, problem, choice)
+
+    def alike(order: Iterable[str], trace: Trace, names: Mapping[str, str]) -> list[str]:
+        issued = [(trace.op[name], again) for name, again in map(parse_issue, order)]
+        shown = [(op, a) for op, a in issued if op.role == "start" or op.name.endswith(ADD)]
+        return [issue(names.get(op.name, ""), again) for op, again in shown]
+
+    same = {name: name for name in planned.trace.op}
+    if alike(order, problem.trace, pairs) != alike(plan.order, planned.trace, same):
+        return None
+    found_by = f"{plan.found_by or plan.solver}, for another shape"
+    return Plan(problem.trace.digest, plan.solver, choice.saved, order, found_by=found_by)
+
+
+def _order(texts: Sequence[str], problem: Problem, choice: Choice) -> tuple[str, ...]:
+    """The order of `texts`, with what they need before them, and what is missing at the end of its
+    phase."""
+    trace, saved = problem.trace, set(choice.saved)
+    allowed = {op.name for op in trace.ops} | {issue(name, True) for name in choice.recomputed}
+    found: dict[str, None] = {}
+
+    def phase(text: str) -> int:
+        name, again = parse_issue(text)
+        return problem.phase_of(trace.op[name], again)
+
+    rest = [op.name for op in trace.ops]
+    for text in sorted([*texts, *rest], key=phase):  # sorted keeps the order within a phase
+        stack = [text] if text in allowed else []
+        while stack:
+            name, again = parse_issue(stack[-1])
+            missing = [
+                source
+                for source in _sources(trace, name, again, saved)
+                if source not in found and source in allowed
+            ]
+            if missing and stack[-1] not in found:
+                stack += missing[:1]
+            else:
+                found[stack.pop()] = None
+    return tuple(found)
+
+
+def _sources(trace: Trace, name: str, again: bool, saved: Iterable[str] = ()) -> Iterator[str]:
+    """The issues whose values an issue reads, but for saved ones."""
+    op = trace.op[name]
+    for value in op.inputs:
+        if producer := trace.value[value].producer:
+            later = trace.op[producer].is_forward and (again or not op.is_forward)
+            if not (later and value in saved):
+                yield issue(producer, later)
