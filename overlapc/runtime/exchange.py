@@ -49,7 +49,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
-from overlapc.runtime.guard import Lost, guarded, lost, unguarded
+from overlapc.runtime.guard import Lost, guarded, lost, named_dead, unguarded
 from overlapc.runtime.line import (
     BEAT_S,
     IDLE,
@@ -425,15 +425,8 @@ def busy(phase: str) -> Iterator[None]:
         return
     line, rank = line_to(_get_default_store(), dist.get_rank()), dist.get_rank()
     look = look_after(line, range(dist.get_world_size()), rank, TIMEOUT_S)
-    with guarded(look), line.busy(phase), doing(phase, rank):
-        try:
-            yield
-        except RuntimeError as error:
-            lost = "onnection" in str(error) or isinstance(error, dist.DistError)
-            until = time.monotonic() + TIMEOUT_S
-            while lost and time.monotonic() < until:
-                time.sleep(0.1)  # a collective failed: the guard is about to say who died
-            raise
+    with guarded(look), line.busy(phase), doing(phase, rank), named_dead(TIMEOUT_S):
+        yield
 
 
 def _start(make: Callable[[], T]) -> Future[T]:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from overlapc.errors import RankError
@@ -59,6 +60,19 @@ def lost() -> str | None:
     """What the guard of this thread has found, resting or not."""
     guard = getattr(_guarded, "by", None)
     return None if guard is None else guard.found
+
+
+@contextlib.contextmanager
+def named_dead(within_s: float) -> Iterator[None]:
+    """If a collective of the guarded block fails since a connection broke, wait for the guard to
+    find out who died: it interrupts the wait."""
+    try:
+        yield
+    except RuntimeError as error:
+        until = time.monotonic() + within_s
+        while "onnection" in str(error) and time.monotonic() < until:
+            time.sleep(LOOK_S / 5)
+        raise
 
 
 @contextlib.contextmanager
