@@ -10,9 +10,9 @@ differ in some ops (a copy that another shape does not need).
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 
 from overlapc.errors import InvalidPlan
 from overlapc.ir import Cost, Op, Plan, Problem, Profile, Trace, issue, parse_issue
@@ -72,23 +72,26 @@ def actions_of(
 
 
 def _pairs(planned: Trace, gradients: Gradients, trace: Trace, theirs: Gradients) -> dict[str, str]:
-    """Map ops of a trace to ops of the planned one: those of the same kind that come at the same
-    place in the same module; and what adds up gradients of the same parameters."""
-    like = dict(_places(planned, gradients))
-    return {op: like[place] for place, op in _places(trace, theirs) if place in like}
+    """Map ops of a trace to ops of the planned one: those of the same kind and module, in runs of
+    the same order; and what adds up gradients of the same parameters."""
+    ones, others = _kinds(planned, gradients), _kinds(trace, theirs)
+    runs = SequenceMatcher(None, ones, others, autojunk=False).get_matching_blocks()
+    return {
+        trace.ops[theirs_at + i].name: planned.ops[at + i].name
+        for at, theirs_at, size in runs
+        for i in range(size)
+    }
 
 
-def _places(trace: Trace, gradients: Gradients) -> Iterator[tuple[tuple[object, ...], str]]:
-    count: Counter[tuple[object, ...]] = Counter()
+def _kinds(trace: Trace, gradients: Gradients) -> list[tuple[str, ...]]:
+    """What each op is, beside its shapes."""
+    found = []
     for op in trace.ops:
-        of = gradients.get(op.name.removesuffix(ADD), ()) if op.signature == "add" else ()
-        if of and not op.outputs:
-            yield (ADD, *of), op.name
-            continue
-        kind = re.sub(r"(_\d+)+$", "", op.name)
+        of = gradients.get(op.name.removesuffix(ADD), ()) if not op.outputs else ()
+        kind = "" if of else re.sub(r"(_\d+)+$", "", op.name)
         place = trace.modules.get(op.name, ""), kind, op.lane, op.piece.letter
-        yield (*place, count[place]), op.name
-        count[place] += 1
+        found.append((*place, *of))
+    return found
 
 
 def _scaled(planned: Problem, trace: Trace, pairs: Mapping[str, str]) -> Profile:

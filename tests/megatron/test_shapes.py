@@ -21,6 +21,7 @@ VERSION = "0.16.1"
 # Step and microbatch -> how many sequences, and of how many tokens: of the last replica alone.
 ODD = {(1, 2): (1, 16), (1, 0): (2, 8), (2, 1): (2, 5), (2, 2): (3, 16)}
 FIRST = {(0, 0): (2, 8)}
+VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 LAYOUTS = {
     "dp": (Layout(layers=1, dropout=0.1, ddp=SHARDED, microbatches=3), ODD),
     "first": (Layout(layers=1, ddp=SHARDED, microbatches=3), FIRST),
@@ -28,7 +29,7 @@ LAYOUTS = {
     "ep, not merged": (Layout(ep=2, experts=4, layers=1, microbatches=3, merge=False), ODD),
     "tp": (Layout(ranks=4, tp=2, dropout=0.1, layers=1, microbatches=3), ODD),
     "pp": (
-        Layout(ranks=4, pp=2, ddp=SHARDED, microbatches=3, config={"variable_seq_lengths": True}),
+        Layout(ranks=4, pp=2, ddp=SHARDED, microbatches=3, config=VARIABLE),
         {(1, 1): (2, 8), (2, 2): (1, 16)},
     ),
 }
@@ -90,7 +91,8 @@ def on_rank(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
     [
         pytest.param(QUICK, id="quick"),
         pytest.param(("first", "ep"), id="others", marks=pytest.mark.slow),
-        pytest.param(("tp", "pp"), id="four ranks", marks=pytest.mark.slow),
+        pytest.param(("pp",), id="stages", marks=pytest.mark.slow),
+        pytest.param(("tp",), id="tp", marks=pytest.mark.slow),
     ],
 )
 def test_a_shape_of_one_replica_runs_by_the_plan_of_all(names: tuple[str, ...]) -> None:
