@@ -13,6 +13,7 @@ that changes its own state is not taken, for it might run twice.
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ _AUTOGRAD = (
     DispatchKey.AutogradOther,
     DispatchKey.ADInplaceOrView,
 )
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 _library = torch.library.Library("overlapc", "FRAGMENT")
 _numbers = itertools.count()
 
