@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron import cpu
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--link", "none", "--layers", "2", "--width", "32", "--batch", "2", "--seq", "32"]
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
@@ -115,3 +117,14 @@ def test_a_pipeline_of_experts() -> None:
     assert list(table) == ["eager", "checkpoint", "overlapc"]
     assert table["overlapc"][-2:] == ["equal", "equal"]
     assert "bubble" in result.stderr
+
+
+@pytest.mark.slow
+def test_megatron_beside_a_patched_one() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    result = train("megatron", "--width", "128", "--steps", "3")
+    table = rows(result)
+    assert list(table) == ["megatron", "overlapc"]
+    assert table["overlapc"][-2:] == ["equal", "equal"]
+    assert result.stdout.count("ran: ") == 1, result.stdout  # the chunk of one of two models
