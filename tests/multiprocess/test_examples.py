@@ -127,4 +127,4 @@ def test_megatron_beside_a_patched_one() -> None:
     table = rows(result)
     assert list(table) == ["megatron", "overlapc"]
     assert table["overlapc"][-2:] == ["equal", "equal"]
-    assert result.stdout.count("ran: ") == 1, result.stdout  # the chunk of one of two models
+    assert result.stderr.count("ran: ") == 1, result.stderr  # the chunk of one of two models
