@@ -29,6 +29,7 @@ from overlapc.planning.report import Report
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
+from overlapc.runtime.foreign import refuse_megatron
 from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
 
@@ -76,6 +77,7 @@ def _check_model(model: object) -> None:
         )
     if isinstance(model, Optimized):
         raise OptionError("this model is optimized already; pass the original to optimize again")
+    refuse_megatron("optimize", model)
 
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:

@@ -29,6 +29,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.runtime.exchange import Exchange, busy
+from overlapc.runtime.foreign import refuse_megatron
 from overlapc.runtime.link_times import averaging_ns, sent_ns
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
@@ -94,7 +95,7 @@ class Pipeline:
                 f"loss={loss}: expected one on the rank of the last stage, {last}, and only there"
             )
         _check_tied(tied, stages, schedule.stages)
-        _check_devices(stages)
+        _check_modules(stages)
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise OptionError(
                 "the loss has parameters, which belong to no stage: expected them in the last "
@@ -328,8 +329,9 @@ def _by_stage(
     return options, {stage: replace(options, **each[stage]) for stage in stages}
 
 
-def _check_devices(stages: Mapping[int, nn.Module]) -> None:
+def _check_modules(stages: Mapping[int, nn.Module]) -> None:
     for stage, module in stages.items():
+        refuse_megatron("Pipeline", module)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if tensor.device.type != "cpu":
                 raise OptionError(

@@ -31,6 +31,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
+from overlapc.runtime.foreign import refuse_megatron
 from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
@@ -83,6 +84,7 @@ class TrainStep:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"TrainStep expects an nn.Module, found {type(model).__name__}")
+        refuse_megatron("TrainStep", model)
         self._merge = merge
         self.model = model
         self._loss = loss

@@ -52,6 +52,8 @@ def set_up(layout: Layout) -> None:
 
     torch.set_num_threads(1)
     parallel_state.destroy_model_parallel()
+    # 0.12 forgets these.
+    parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -83,8 +85,8 @@ class Trained:
                 bf16=self.config.bf16,
                 params_dtype=self.config.params_dtype,
                 clip_grad=1.0,
-                overlap_param_gather=bool(layout.ddp.get("overlap_param_gather")),
             )
+            settings.overlap_param_gather = bool(layout.ddp.get("overlap_param_gather"))
             self.optimizer = get_megatron_optimizer(settings, self.models)
         self.random = random_states()
 

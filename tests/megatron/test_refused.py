@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import overlapc
+from overlapc.errors import OptionError
 from overlapc.megatron.steps import innermost
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
@@ -121,3 +123,29 @@ def test_a_refusal_of_one_rank_is_one_warning_on_all() -> None:
         assert warned.endswith("(on rank 1)")
         assert warned.rpartition(": a hook")[2] in found["explained"]
         assert found["same"]
+
+
+def at_other_doors(rank: int, ranks: int, version: str) -> list[str]:
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    set_up(Layout(ranks=1))
+    model = Trained(Layout(ranks=1, ddp=None)).models[0]
+    found = []
+    for door in (overlapc.optimize, overlapc.TrainStep, pipeline):
+        with pytest.raises(OptionError) as told:
+            door(torch.nn.Sequential(model))
+        found.append(str(told.value))
+    return found
+
+
+def pipeline(model: torch.nn.Module) -> overlapc.Pipeline:
+    return overlapc.Pipeline({0: model}, "1f1b", 2, loss=torch.nn.functional.mse_loss)
+
+
+def test_other_doors_say_where_a_model_of_megatrons_goes() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    (found,) = run_ranks(at_other_doors, 1, "0.16.1")
+    for door, told in zip(("optimize", "TrainStep", "Pipeline"), found, strict=True):
+        assert told.startswith(f"{door} was given Megatron's GPTModel (0)"), told
+        assert "overlapc.megatron.patch()" in told
