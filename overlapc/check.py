@@ -210,7 +210,8 @@ def _check_available(problem: Problem, plan: Plan) -> None:
             later = producer.is_forward and (recomputed or not op.is_forward)
             again = later and name not in saved
             source = issue(producer.name, again)
-            passed_on = trace.microbatch(producer, again) != trace.microbatch(op, recomputed)
+            others = trace.microbatch(producer, again) != trace.microbatch(op, recomputed)
+            passed_on = later and others
             if passed_on and name in saved:
                 continue
             if passed_on or source not in issued:

@@ -1,12 +1,13 @@
 """These passes turn the problem of one microbatch into that of several: `accumulate` adds gradients
-up, `merge` puts the forward of one beside the backward of another. Their results are valid."""
+up, `merge` puts the forward of one beside the backward of another, `in_slices` puts the slices of
+one batch beside each other. Their results are valid."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from overlapc.ir import COMPUTE, Cost, Op, Problem, Trace
+from overlapc.ir import COMPUTE, Cost, Op, Plan, Problem, Trace, Value
 from overlapc.valid import validated
 
 ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3_add`
@@ -64,3 +65,72 @@ def ahead(trace: Trace, steps: int) -> Trace:
         return replace(op, piece=replace(op.piece, microbatch=op.piece.microbatch + count))
 
     return replace(trace, ops=tuple(later(op) if op.is_forward else op for op in trace.ops))
+
+
+def at(name: str, k: int) -> str:
+    """Name an op or a value of slice k: `mm@1`; `R:mm@1` is it run again."""
+    return f"{name}@{k}"
+
+
+def in_slices(problem: Problem, count: int) -> Problem:
+    """Put `count` slices of one batch beside each other, each a copy of the `problem`, which is
+    that of one. They share parameters, buffers and incoming gradients. A slice adds its gradients
+    up when the slices before it have. None may draw random numbers."""
+    trace = problem.trace
+    shared = {*trace.of_kind("parameter", "buffer", "gradient")}
+    roots = {trace.value[name].storage for name in shared}
+    values = [value for value in trace.values if value.name in shared]
+    halves: tuple[list[Op], list[Op]] = [], []
+    costs: dict[str, Cost] = {}
+
+    def name_of(name: str, k: int) -> str:
+        return name if name in shared else at(name, k)
+
+    def names_of(names: Iterable[str]) -> dict[str, None]:
+        return dict.fromkeys(name_of(name, k) for k in range(count) for name in names)
+
+    for k in range(count):
+        for value in trace.values:
+            if value.name not in shared:
+                storage = value.storage if value.storage in roots else at(value.storage, k)
+                producer = value.producer and at(value.producer, k)
+                values.append(Value(at(value.name, k), value.bytes, storage, producer))
+        for op in trace.ops:
+            name = at(op.name, k)
+            given = tuple(name_of(value, k) for value in op.inputs)
+            made = tuple(at(value, k) for value in op.outputs)
+            if op.name.endswith(ADD) and not made:
+                made = (name,)  # a value without bytes: that it has been added
+                values.append(Value(name, 0, name, name))
+                given += (at(op.name, k - 1),) if k else ()
+            piece = replace(op.piece, microbatch=k)
+            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made, random=False)
+            halves[not op.is_forward].append(copy)
+            costs[name] = problem.cost(op.name)
+    kinds = {name_of(n, k): kind for k in range(count) for n, kind in trace.kinds.items()}
+    modules = {at(name, k): path for k in range(count) for name, path in trace.modules.items()}
+    ops, inputs, outputs = (*halves[0], *halves[1]), names_of(trace.inputs), names_of(trace.outputs)
+    beside = Trace(ops, tuple(values), tuple(inputs), tuple(outputs), kinds, modules)
+    profile = replace(problem.profile, costs=costs)
+    return validated(replace(problem, trace=beside, profile=profile))
+
+
+def of_slice(plan: Plan, k: int, digest: str) -> Plan:
+    """Return what a plan of slices does with slice k, as a plan of that slice's own trace."""
+    end = at("", k)
+
+    def mine(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name.removesuffix(end) for name in names if name.endswith(end))
+
+    return Plan(digest, plan.solver, mine(plan.saved), mine(plan.order))
+
+
+def one_by_one(problem: Problem, plan: Plan) -> Plan:
+    """Plan slices one after the other, each by the `plan` of one: all forwards, then all
+    backwards, the first slice first. `problem` is that of the slices."""
+    count = 1 + max(op.piece.microbatch for op in problem.trace.ops)
+    border = sum(op.is_forward for op in problem.trace.ops) // count
+    halves = plan.order[:border], plan.order[border:]
+    order = tuple(at(text, k) for half in halves for k in range(count) for text in half)
+    saved = tuple(at(name, k) for k in range(count) for name in plan.saved)
+    return replace(plan, digest=problem.trace.digest, saved=saved, order=order, bound_ns=0)

@@ -2,7 +2,7 @@
 
     forward    inputs -> results, saved values            F
     backward   saved values, tangents -> gradients        R, I and W
-    merged     both, of two microbatches, in one order
+    merged     both, of two microbatches, in one order; `join` makes it, and that of slices
     pieces     the backward in three: what it makes again needs no tangents, and what only
                weight gradients need can wait
 
@@ -46,8 +46,7 @@ class Part:
 
     def run(self, shared: Mapping[str, Any], *states: MutableMapping[str, Any]) -> None:
         """Run the part on what all microbatches share and on the state of each microbatch, which it
-        changes: what is taken goes, what is given comes. Of two states the first is the
-        forward's."""
+        changes: what is taken goes, what is given comes."""
         given = []
         for name in self.takes:
             which, _, key = name.rpartition(":")
@@ -70,32 +69,7 @@ class Parts:
     def merged(self, plan: Plan) -> Part:
         """Join the forward of one microbatch and the backward of another as one graph in the order
         of `plan`; the first state is the forward's, the second the backward's."""
-        graph = fx.Graph()
-        names: dict[fx.Node, str] = {}
-        takes: list[str] = []
-        gives: list[str] = []
-        results: list[Any] = []
-        both = (self.forward, self.backward)
-        copies: list[dict[fx.Node, fx.Node]] = [{}, {}]
-        for which, (part, copy) in enumerate(zip(both, copies, strict=True)):
-            for node in part.module.graph.find_nodes(op="placeholder"):
-                copy[node] = graph.node_copy(node)
-                # Both have the parameters; under two names nothing is freed before the end.
-                copy[node].target = copy[node].name
-            takes += [f"{which}:{name}" for name in part.takes]
-            gives += [f"{which}:{name}" for name in part.gives]
-        for part, copy in zip(both, copies, strict=True):
-            for node in part.module.graph.nodes:
-                if node.op == "output":
-                    results += fx.node.map_arg(node.args[0], copy.__getitem__)
-                elif node.op != "placeholder":
-                    copy[node] = graph.node_copy(node, copy.__getitem__)
-                if node in part.names:
-                    names[copy[node]] = part.names[node]
-        graph.output(tuple(results))
-        module = fx.GraphModule(_attributes(both), graph)
-        _ordered(module, plan.order, names)
-        return Part(module, tuple(takes), tuple(gives), names)
+        return join((self.forward, self.backward), plan.order)
 
     def pieces(self) -> dict[str, Part]:
         """Cut the backward into R, I and W: three parts that run in this order, at any time. (What
@@ -120,6 +94,38 @@ class Parts:
 
 
 _TURNS = {letter: turn for turn, letter in enumerate(TURNS)}
+
+
+def join(
+    parts: Sequence[Part], order: Sequence[str], named: Callable[[str, int], str] = lambda n, _: n
+) -> Part:
+    """Join parts, each of a microbatch or slice of its own, as one graph in the order. A state for
+    each of them is what it runs on; `named` says how the order calls an issue of the i-th part."""
+    graph = fx.Graph()
+    names: dict[fx.Node, str] = {}
+    takes: list[str] = []
+    gives: list[str] = []
+    results: list[Any] = []
+    copies: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
+    for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
+        for node in part.module.graph.find_nodes(op="placeholder"):
+            copy[node] = graph.node_copy(node)
+            # All have the parameters; under one name nothing would be freed before the end.
+            copy[node].target = copy[node].name
+        takes += [f"{which}:{name}" for name in part.takes]
+        gives += [f"{which}:{name}" for name in part.gives]
+    for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
+        for node in part.module.graph.nodes:
+            if node.op == "output":
+                results += fx.node.map_arg(node.args[0], copy.__getitem__)
+            elif node.op != "placeholder":
+                copy[node] = graph.node_copy(node, copy.__getitem__)
+            if node in part.names:
+                names[copy[node]] = named(part.names[node], which)
+    graph.output(tuple(results))
+    module = fx.GraphModule(_attributes(parts), graph)
+    _ordered(module, order, names)
+    return Part(module, tuple(takes), tuple(gives), names)
 
 
 def _piece(backward: Part, turns: Mapping[fx.Node, int], letter: str) -> Part:

@@ -25,16 +25,19 @@ _PLANS = "expected a Plan or the path of a saved one"
 _ITSELF = "runs the ops of its graphs itself"
 _ONE_SHAPE = "plans each shape for itself"
 _CHECKED = "does not compare steps, overlapc.optimize does"
+_UNCUT = "cuts no batch, TrainStep does"
+_RUNS = {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED}
 # Front door -> the options that it does not take, and what it does instead.
 REFUSED: dict[str, dict[str, str]] = {
-    "optimize": {},
+    "optimize": {"slices": _UNCUT},
     "torch.compile": {
         "dynamic": "takes it as an argument of its own, not among the options",
         "check": _CHECKED,
+        "slices": _UNCUT,
     },
-    "TrainStep": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
-    "Pipeline": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
-    "megatron": {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED},
+    "TrainStep": _RUNS,
+    "Pipeline": _RUNS | {"slices": _UNCUT},
+    "megatron": _RUNS | {"slices": _UNCUT},
 }
 
 
@@ -60,6 +63,8 @@ class Options:
     dynamic         as in torch.compile
     check           at the first call, compare a step by eager and one by the plan bit by bit:
                     `explain()` says what was found, and what differs is warned of
+    slices          how many pieces a batch is cut into, along dimension 0, that hide each other's
+                    communication
 
     They print as `memory_budget=8GB solver=heu`, without those at their defaults, and
     `Options.parse` reads that.
@@ -75,6 +80,7 @@ class Options:
     cache: bool | StrPath | None = None
     dynamic: bool | None = None
     check: bool = False
+    slices: int = 1
     plans: tuple[Plan, ...] = field(init=False, repr=False)  # `plan`, read
     # What was measured and planned, so that the same graph met again is not paid for again.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -96,6 +102,8 @@ class Options:
             raise OptionError(f"dynamic={self.dynamic!r}: expected True, False or None")
         if not isinstance(self.check, bool):
             raise OptionError(f"check={self.check!r}: expected True or False")
+        if isinstance(self.slices, bool) or not isinstance(self.slices, int) or self.slices < 1:
+            raise OptionError(f"slices={self.slices!r}: expected a number of slices, 1 or more")
         object.__setattr__(self, "plans", _plans(self.plan))
 
     def _expect(self, name: str, known: Collection[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from overlapc.ir import Problem, Profile, Timeline, Trace
-from overlapc.merge import accumulate
+from overlapc.merge import accumulate, in_slices
 from overlapc.planning.options import Budget, parse_budget
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers.choice import Needs, plan_on_demand
@@ -28,13 +28,21 @@ class TrainingStep:
     gradients: tuple[str, ...] | None = None  # that are added up over microbatches
     add_ns_per_kib: float = 0.0  # what adding them takes
     sums: bool = True  # what they are added to is in the budget, too
+    slices: int = 1  # of a microbatch; the graph is that of one slice
 
     def microbatch(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one microbatch, without a budget."""
         problem = validated(Problem(trace, profile, resident_bytes=tangent_bytes(trace)))
-        if self.gradients is None:
-            return problem
-        return accumulate(problem, self.gradients, self.add_ns_per_kib, self.sums)
+        if self.gradients is not None:
+            problem = accumulate(problem, self.gradients, self.add_ns_per_kib, self.sums)
+        return problem if self.slices == 1 else in_slices(problem, self.slices)
+
+    def slice(self, trace: Trace, profile: Profile) -> Problem:
+        """The problem of one slice that is held as often as there are slices, without a budget."""
+        lone = replace(self, slices=1).microbatch(trace, profile)
+        others_bytes = (self.slices - 1) * saved_bytes(lone, lone.trace.outputs)
+        resident_bytes = lone.resident_bytes + self.beside_bytes + others_bytes
+        return replace(lone, in_flight=self.slices, resident_bytes=resident_bytes)
 
 
 GRAPH = TrainingStep()

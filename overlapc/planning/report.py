@@ -21,7 +21,7 @@ class Report(Record):
     """The plan of one microbatch, and what it is predicted to do.
 
     Of several microbatches it is that of the first forward and the last backward; `merged` is what
-    comes between, unless merging does not pay.
+    comes between, unless merging does not pay. Of a batch in slices it is that of all slices.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Report(Record):
     microbatches: int = 1
     lag: int = 0  # how far apart the microbatches are that are merged
     merged: Report | None = None
+    slices: int = 1  # that each microbatch is cut into; the plan is that of all of them
 
     @property
     def step_ns(self) -> int:

@@ -15,7 +15,7 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import merge
+from overlapc.merge import merge, one_by_one
 from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
 from overlapc.planning.options import Options
 from overlapc.planning.problem import GRAPH, TrainingStep, formulate
@@ -24,6 +24,7 @@ from overlapc.progress import doing
 from overlapc.simulate import peak_bytes, simulate
 from overlapc.solvers import BASELINES, FIELD, best_baseline, solve
 from overlapc.solvers.merging import solve_step
+from overlapc.solvers.slices import solve_slices
 from overlapc.text import format_plan
 
 if TYPE_CHECKING:
@@ -54,10 +55,19 @@ def plan(
     profile = merge_profiles(profiles)
     problem = formulate(captured.trace, profile, options.memory_budget, step)
     theirs = own and own(problem)
+    lone = problem if step.slices == 1 else step.slice(captured.trace, profile)
+    lone = replace(lone, budget_bytes=problem.budget_bytes)
     if options.memory_budget is None:
-        problem = replace(problem, budget_bytes=_default_budget(problem, options.solver, theirs))
+        budget_bytes = _default_budget(lone, options.solver, theirs)
+        problem, lone = (replace(each, budget_bytes=budget_bytes) for each in (problem, lone))
     log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
-    plans = decided(lambda: _solved(problem, step, options, torch_choices, theirs), exchange)
+
+    def decide() -> tuple[Plan, ...]:
+        if step.slices > 1:
+            return _sliced(problem, lone, options, torch_choices)
+        return _solved(problem, step, options, torch_choices, theirs)
+
+    plans = decided(decide, exchange)
     for each in plans:
         found_by = each.found_by and f", found by {each.found_by}"
         log(1, f"{step.name}: plan of {each.solver}{found_by}")
@@ -101,6 +111,19 @@ def _solved(
     with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
         lone, merged = solve_step(problem, alone, step.microbatches, step.lag)
     return (lone,) if merged is None else (lone, merged)
+
+
+def _sliced(
+    problem: Problem, lone: Problem, options: Options, choices: Choices
+) -> tuple[Plan, ...]:
+    """The plan of all slices of a batch; `lone` is the problem of one that all are held with."""
+    if options.plans:
+        return options.plans
+    alone = _alone(lone, options, choices)
+    if options.solver in FIELD:
+        return (one_by_one(problem, alone),)
+    with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):
+        return (solve_slices(problem, lone, alone),)
 
 
 def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:
@@ -158,7 +181,7 @@ def reports(
 
     def alone(plan: Plan) -> Report:
         report = judged(step.name, problem, plan, ranks, given=given)
-        return replace(report, microbatches=step.microbatches)
+        return replace(report, microbatches=step.microbatches, slices=step.slices)
 
     if not step.lag or len(plans) == 1:
         if given and len(plans) > 1:

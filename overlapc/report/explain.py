@@ -166,7 +166,8 @@ class Reasons:
             ),
             "end",
         )
-        if phase == 0 and len(self.problem.phases) > 1:
+        alone = not any(each.piece.microbatch for each in trace.ops)
+        if alone and phase == 0 and len(self.problem.phases) > 1:
             return f"forward: all that follows needs it ({reader})"
         if later_ns * 20 <= exposure.exposed_ns:
             return f"nothing else is ready: {reader} needs it"
@@ -180,11 +181,14 @@ class Reasons:
 
 
 def _hidden_by(problem: Problem, exposure: Exposure) -> str:
-    """What ran beside the collective, by kind and time."""
+    """What ran beside the collective, by kind, slice where there are several, and time."""
     kinds: dict[str, int] = {}
+    ops = problem.trace.ops
+    slices = len({op.piece.microbatch for op in ops if op.is_forward}) > 1
     for text in exposure.hidden_by:
         name, again = parse_issue(text)
-        letter = "R" if again else problem.trace.op[name].piece.letter
+        piece = problem.trace.op[name].piece
+        letter = f"{'R' if again else piece.letter}{piece.microbatch if slices else ''}"
         kinds[letter] = kinds.get(letter, 0) + problem.cost(name).compute_ns
     return " ".join(f"{letter} {_ms(ns)}" for letter, ns in sorted(kinds.items()) if ns) or "-"
 

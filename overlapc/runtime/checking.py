@@ -51,7 +51,7 @@ def check(
     """
 
     def step(run: Run, backward: Any = _NOTHING) -> dict[str, Any]:
-        with _as_it_was(model):
+        with as_it_was(model):
             return _step(model, run, backward, args, kwargs)
 
     def observed(*given: Any, **named: Any) -> Any:
@@ -121,7 +121,7 @@ def _bits(tensor: Tensor | None) -> Any:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
     """Without gradients inside; gradients, buffers and random state as before afterwards."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]

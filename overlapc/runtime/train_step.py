@@ -1,5 +1,5 @@
 """A training step of several microbatches, with the forward of one merged with the backward of
-the one before: `TrainStep`.
+the one before, or each in slices: `TrainStep`.
 
     F0    (F1; R0 I0 W0)   (F2; R1 I1 W1)   ...   R I W of the last
 
@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -35,6 +35,13 @@ from overlapc.runtime.foreign import refuse_megatron
 from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
+from overlapc.runtime.slices import (
+    SlicedProgram,
+    Slices,
+    cut_batch,
+    refuse_different,
+    refuse_whole,
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,9 @@ class Given:
         if isinstance(microbatch, Mapping):
             return Given((), dict(microbatch))
         return Given((microbatch,), {})
+
+    def cut(self, slices: int) -> list[Given]:
+        return [Given(*each) for each in cut_batch((self.args, self.kwargs), slices)]
 
 
 class TrainStep:
@@ -69,6 +79,14 @@ class TrainStep:
     those of `overlapc.Options`; the memory budget is for what the whole step allocates at its peak,
     gradients included. With `merge=False`, or a baseline as solver, microbatches run one after
     the other.
+
+    With `slices=k` each microbatch is cut into k slices along dimension 0, whose forwards hide
+    each other's communication, and so do their backwards (`runtime/slices.py`): for one batch,
+    which has no other to be merged with. Gradients are bitwise those of
+
+        for each in slices: (model(*each) / k).backward()
+
+    and those of the uncut batch to rounding; a model for which they are not is refused.
 
     What cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged` and
     `explain()` tell what was decided.
@@ -95,26 +113,81 @@ class TrainStep:
         self._attempts = Attempts("TrainStep")
         self.unchanged: list[str] = []  # why a step, or one of its microbatches, did
         self._reports: dict[tuple[int, str], Report] = {}  # by microbatches and digest
-        self._step: _Step | None = None  # the one that is running
+        self._step: _Step | Slices | None = None  # the one that is running
+        self._compared: set[tuple[Any, str]] = set()  # batches in slices, by key and digest
         self.report: Report | None = None
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; returns what the model returned for
         each, detached."""
-        each, key = self._key(microbatches)
-        self._step = _Step(len(each))
+        each = _given(microbatches)
+        if self._options.slices > 1:
+            return [self._in_slices(given, len(each)) for given in each]
+        key = self._key(each)
+        self._step = step = _Step(len(each))
         try:
             results = [self._forward(given, key) for given in each]
-            self._step.finish()
+            step.finish()
         finally:
             self._step = None
         return results
 
+    def _in_slices(self, given: Given, microbatches: int) -> Any:
+        """Run forward and backward of a microbatch in slices, which the last of them does."""
+        each = given.cut(self._options.slices)
+        key = self._key(each)
+        if key in self._plain:
+            return _plainly(self._whole(*given.args, **given.kwargs))
+
+        def begin() -> Slices:
+            self._step = step = Slices(microbatches)
+            for one in each[:-1]:
+                with suppress(Stop):
+                    self._traced[key](*one.args, **one.kwargs)
+            return step
+
+        try:
+            with self._tracing(key):
+                if self._compare(begin(), given, each, key):
+                    begin()  # what the model counts has changed meanwhile
+                return _detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
+        except CaptureError as error:
+            self._attempts.refused(error)
+            result = _plainly(self._whole(*given.args, **given.kwargs))
+            self._refused(key, error)
+            return result
+        finally:
+            self._step = None
+
+    def _compare(self, step: Slices, given: Given, each: Sequence[Given], key: Any) -> bool:
+        """Raise, on all ranks, if slices of a first batch are not what the batch is; was it one?"""
+        if step.program is None:
+            raise CaptureError("torch.compile is switched off")
+        joint = step.program.joint
+        trace = joint.captured.trace
+        if (key, trace.digest) in self._compared:
+            return False
+
+        def run(part: Given, count: int) -> tuple[Tensor, list[Any]]:
+            result = self._whole(*part.args, **part.kwargs)
+            loss = _loss(result)
+            (loss / count).backward()
+            others = [leaf for leaf in tree_leaves(result) if leaf is not loss]
+            return loss.detach() / count, [o for o in others if isinstance(o, (Tensor, int, float))]
+
+        with self._attempts.exchange_for(trace.lanes, self._options.timeout_s) as exchange:
+            refuse_different(self.model, run, given, each, joint, exchange)
+        self._compared.add((key, trace.digest))
+        return True
+
     def plan(self, microbatches: Sequence[Any]) -> Report | None:
         """What a call with these microbatches would do; None if it would run as plain PyTorch.
         All ranks call this together."""
-        each, key = self._key(microbatches)
-        self._step = _Step(len(each), runs=False)
+        each = _given(microbatches)
+        slices = self._options.slices
+        self._step = (Slices if slices > 1 else _Step)(len(each), runs=False)
+        each = each[0].cut(slices) if slices > 1 else each
+        key = self._key(each)
         try:
             with self._tracing(key):
                 self._traced[key](*each[0].args, **each[0].kwargs)
@@ -141,14 +214,11 @@ class TrainStep:
         parts += [f"one op, by its own autograd: {reason}" for reason in dict.fromkeys(opaque)]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
-    def _key(self, microbatches: Sequence[Any]) -> tuple[list[Given], Any]:
-        each = [Given.of(microbatch) for microbatch in microbatches]
-        if not each:
-            raise OptionError("TrainStep was given no microbatches; expected at least one")
+    def _key(self, each: Sequence[Given]) -> Any:
         key = code(self.model, self._loss), alike(each)
         if key not in self._traced:
             self._traced[key] = Traced(self._whole, self._adopt, self.model)
-        return each, key
+        return key
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """What a microbatch computes, with one result that requires a gradient: the loss."""
@@ -164,7 +234,7 @@ class TrainStep:
     def _forward(self, given: Given, key: Any) -> Any:
         """Run the forward of a microbatch, and backwards that it is the time for."""
         step = self._step
-        assert step is not None
+        assert isinstance(step, _Step)
         if key in self._plain:
             step.finish()
             return _plainly(self._whole(*given.args, **given.kwargs))
@@ -222,22 +292,27 @@ class TrainStep:
 
     def _program(self, joint: Joint, state: State, count: int) -> Program:
         """Planned, or, where an equal graph was planned before, by that plan."""
-        captured = joint.captured
+        captured, slices = joint.captured, self._options.slices
         key = count, captured.trace.digest
+        if slices > 1:
+            refuse_whole(joint, state, self.model, slices)
         if key not in self._reports:
             primals = [state[name] for name in joint.inputs]
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
                 step = TrainingStep(
-                    "one microbatch",
+                    "one microbatch" if slices == 1 else f"one microbatch in {slices} slices",
                     count,
-                    lag=int(self._merge),
+                    lag=int(self._merge and slices == 1),
                     gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self._options),
+                    slices=slices,
                 )
                 planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
                 self._reports[key] = planned.report
                 warn_of_seeds(captured, primals, exchange)
+        if slices > 1:
+            return SlicedProgram(joint, self._reports[key])
         return Program(joint, self._reports[key], whole=True)
 
 
@@ -268,6 +343,13 @@ class _Step:
             flight.end()
 
 
+def _given(microbatches: Sequence[Any]) -> list[Given]:
+    each = [Given.of(microbatch) for microbatch in microbatches]
+    if not each:
+        raise OptionError("TrainStep was given no microbatches; expected at least one")
+    return each
+
+
 def _loss_of(result: Any) -> Any:
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, Tensor):
@@ -276,12 +358,16 @@ def _loss_of(result: Any) -> Any:
     return next((leaf for leaf in leaves if leaf.requires_grad), None)
 
 
-def _plainly(result: Any) -> Any:
-    """The backward of a forward that ran as plain PyTorch."""
+def _loss(result: Any) -> Tensor:
     loss = result if isinstance(result, Tensor) else _loss_of(result)
     if loss is None or not loss.requires_grad:
         raise OptionError(NO_GRADIENT)
-    loss.backward()
+    return loss
+
+
+def _plainly(result: Any) -> Any:
+    """The backward of a forward that ran as plain PyTorch."""
+    _loss(result).backward()
     return _detached(result)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.ledger import Balance
@@ -38,6 +39,24 @@ def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
     """An order of all nodes of the work. It aims at `limit` bytes; only `simulate` says what it
     really takes."""
     return work.text(Listing(work, limit, style).run())
+
+
+def along(work: Work, chain: Sequence[int]) -> tuple[dict[int, float], dict[int, int]]:
+    """Measure what each node of a chain has before it, as a share of the chain's compute, and
+    how much compute it is until the chain's next collective, in ns."""
+    share: dict[int, float] = {}
+    distance: dict[int, int] = {}
+    took = {n: work.compute[n % work.count] for n in chain}
+    total, before, left = sum(took.values()) or 1, 0, NEVER
+    for n in chain:
+        share[n] = before / total
+        before += took[n]
+    for n in reversed(chain):
+        if work.ops[n % work.count].role == "start":
+            left = 0
+        left = min(NEVER, left + (0 if work.deadline[n] == NEVER else took[n]))
+        distance[n] = left
+    return share, distance
 
 
 class Listing:

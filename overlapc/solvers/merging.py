@@ -26,7 +26,7 @@ from overlapc.solvers.constants import AT_BOUND, FEW, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import heu_plans, schedules
 from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.listing import Listing, Style
+from overlapc.solvers.listing import Listing, Style, along
 from overlapc.solvers.room import Room
 from overlapc.solvers.work import NEVER, Work, merged_work
 
@@ -169,24 +169,13 @@ class _Merging(Listing):
         plain = [number[text] for text in on_demand(work.problem, work.choice)]
         self.plain = backward = [n for n in plain if n not in self.forward]
         self.plain_at = 0  # of these, the first that is still to come
-        self.share: dict[int, float] = {}  # how much of its chain's work comes before a node
-        self.distance: dict[int, int] = {}  # compute until the chain's next collective, ns
+        self.share: dict[int, float] = {}
+        self.distance: dict[int, int] = {}
         for chain in (forward, backward):
-            self.measure(chain)
+            share, distance = along(work, chain)
+            self.share |= share
+            self.distance |= distance
         self.room = Room(work, forward, backward) if limit < NEVER else None
-
-    def measure(self, chain: Sequence[int]) -> None:
-        total = sum(map(self.compute, chain)) or 1
-        before = 0
-        for n in chain:
-            self.share[n] = before / total
-            before += self.compute(n)
-        left = NEVER
-        for n in reversed(chain):
-            if self.work.ops[n % self.work.count].role == "start":
-                left = 0
-            left = min(NEVER, left + (0 if self.is_spare(n) else self.compute(n)))
-            self.distance[n] = left
 
     def is_spare(self, n: int) -> bool:
         return self.work.deadline[n] == NEVER
@@ -302,8 +291,9 @@ class _Merging(Listing):
         return None  # recompute has its turn among the chains
 
 
-def _thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:
-    """HEU's choices for budgets from this one down: merged pieces hold two microbatches."""
+def thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:
+    """HEU's choices for budgets from this one down: merged pieces hold two microbatches, and slices
+    that run beside each other more than one after the other."""
     if problem.budget_bytes is None:
         return
     for permille in _BUDGETS:
@@ -328,7 +318,7 @@ def solve_step(
         return lone, None  # what is merged takes as long
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, 2 * RUNGS)
-    known = [choice_of(problem, lone), *_thrifty(problem, needs)]
+    known = [choice_of(problem, lone), *thrifty(problem, needs)]
     known += [needs.complete(storages, "hull") for storages in kept]
     best: tuple[int, Plan, Plan | None]
     best = step_ns(problem, lone) * microbatches, lone, None

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
-from overlapc.ir import Op, Plan, Problem, issue
+from overlapc.ir import Plan, Problem, issue
 from overlapc.ledger import Flow
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, saved_bytes
 from overlapc.solvers.choice import Choice, on_demand
@@ -185,19 +185,20 @@ def _link(work: Work) -> dict[int, set[int]]:
             home[name, n] = alias or (storage, n)
             if alias is None:
                 work.makes[n].add((storage, n))
-    # Ops that draw random numbers or may run only once keep their order.
-    single = [n for n in work.nodes if n < count and _keeps_place(work.ops[n])]
-    pairs = [p for p in pairwise(single) if work.ops[p[0]].is_forward == work.ops[p[1]].is_forward]
-    pairs += pairwise([n for n in single if work.ops[n].random])
+    # Ops that draw random numbers or may run only once keep their order; the latter among those of
+    # their microbatch.
+    single: dict[tuple[bool, int], list[int]] = {}
+    for n in work.nodes:
+        op = work.ops[n % count]
+        if n < count and (op.random or not op.recomputable):
+            single.setdefault((op.is_forward, op.piece.microbatch), []).append(n)
+    pairs = [pair for nodes in single.values() for pair in pairwise(nodes)]
+    pairs += pairwise([n for n in work.nodes if n < count and work.ops[n].random])
     for first, then in pairs:
         if first not in before[then]:
             before[then].add(first)
             work.after[first].append(then)
     return before
-
-
-def _keeps_place(op: Op) -> bool:
-    return op.random or not op.recomputable
 
 
 def _measure(work: Work, before: dict[int, set[int]], defer: bool = True) -> Work:

@@ -72,6 +72,7 @@ def test_what_options_print_parses(options: Options) -> None:
         ({"cache": 5}, "cache=5: expected True, False, None or a file's path"),
         ({"dynamic": "no"}, "dynamic='no': expected True, False or None"),
         ({"check": 1}, "check=1: expected True or False"),
+        ({"slices": 0}, "slices=0: expected a number of slices, 1 or more"),
         ({"memory_budgt": 1}, "option 'memory_budgt': expected one of memory_budget, solver"),
         ({"known": {}}, "option 'known': expected one of memory_budget"),
         ("solver", "options 'solver': expected name=value"),
@@ -104,8 +105,14 @@ def test_a_front_door_says_what_it_does_not_take(door: str, given: Any, said: st
 
 @pytest.mark.parametrize("door", REFUSED)
 def test_every_front_door_takes_what_is_as_ever(door: str) -> None:
-    given = {"backend": "eager", "dynamic": None, "check": False, "plan": None}
+    given = {"backend": "eager", "dynamic": None, "check": False, "plan": None, "slices": 1}
     assert Options.parse(given, door) == Options()
+
+
+def test_a_train_step_takes_slices_alone() -> None:
+    assert str(Options.parse("slices=2", "TrainStep")) == "slices=2"
+    with pytest.raises(OptionError, match="slices=2: optimize cuts no batch, TrainStep does"):
+        Options.parse("slices=2")
 
 
 def test_a_plan_is_one_or_its_text_or_a_file_of_it(tmp_path: Path) -> None:

@@ -1,0 +1,221 @@
+"""One batch in slices, against the whole batch and against as many microbatches, on a shaped link.
+
+    python benchmarks/slices_bench.py --model moe --rates 400,1000 --slices 2,4 --reps 7
+
+Two ranks as in `link_bench.py` train on one batch in the same memory, by default eager's peak
+(`--budget 0.5`: half of its activations): `optimize` runs the batch whole, `TrainStep n` in n
+microbatches that are merged, `slices n` in n slices. Gradients of pieces are compared bitwise with
+plain accumulation over the same pieces, and with those of the whole batch. Every repetition runs
+every variant once, in turn and in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import overlapc
+from benchmarks.duplex import init_duplex
+from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
+from benchmarks.link_bench import conditions, slowest
+from examples.common import Text, leave, measure_exposed, same, say
+from examples.gpt.model import GPT, GPTConfig
+from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.profiler.memory import measure_peak
+
+BASE = "optimize"
+GPT_SIZE = GPTConfig(layers=4, width=512, heads=8, max_seq=256)
+MOE_SIZE = MoEConfig(layers=4, width=256, experts=4, top_k=2, expert_width=512, max_seq=256)
+BATCH, SEQ = 8, 256
+
+
+@dataclass
+class Variant:
+    """One way to run the batch, and what was seen of it."""
+
+    name: str
+    pieces: int
+    run: Callable[[], object]
+    predicted_ms: float
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    exposed_ms: list[float] = field(default_factory=list)  # in waits for collectives, by rank
+    bitwise_equal: bool = False
+    off_whole: float = 0.0  # from uncut gradients at most, relative to the largest of these
+
+
+@dataclass
+class Bench:
+    """The model, its batch, and the gradients of each number of pieces by plain accumulation."""
+
+    model: nn.Module
+    batch: tuple[Tensor, Tensor]
+    budget: Any
+    cache: str
+    expected: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def pieces(self, count: int) -> list[tuple[Tensor, ...]]:
+        return list(zip(*(each.chunk(count) for each in self.batch), strict=True))
+
+    def gradients(self, run: Callable[[], object]) -> list[Tensor]:
+        self.model.zero_grad()
+        run()
+        return [p.grad.clone() for p in self.model.parameters()]
+
+    def plainly(self, count: int) -> None:
+        for piece in self.pieces(count):
+            (self.model(*piece) / count).backward()
+
+    def optimize(self) -> Variant:
+        twin = overlapc.optimize(self.model, memory_budget=self.budget, cache=self.cache)
+        run = lambda: twin(*self.batch).backward()  # noqa: E731
+        run()
+        return Variant(BASE, 1, run, twin.reports[0].timeline.step_ns / 1e6)
+
+    def microbatches(self, count: int) -> Variant:
+        def loss(model: nn.Module, *piece: Tensor) -> Tensor:
+            return model(*piece) / count
+
+        options = {"memory_budget": self.budget, "cache": self.cache}
+        step, pieces = overlapc.TrainStep(self.model, loss, **options), self.pieces(count)
+        step(pieces)
+        return Variant(f"TrainStep {count}", count, lambda: step(pieces), step.report.step_ns / 1e6)
+
+    def slices(self, count: int) -> Variant:
+        options = {"memory_budget": self.budget, "cache": self.cache}
+        step = overlapc.TrainStep(self.model, slices=count, **options)
+        step([self.batch])
+        run = lambda: step([self.batch])  # noqa: E731
+        return Variant(f"slices {count}", count, run, step.report.step_ns / 1e6)
+
+    def judge(self, variant: Variant) -> None:
+        """Fill in all but the times."""
+        found, whole = self.gradients(variant.run), self.expected[1]
+        variant.bitwise_equal = same(self.expected[variant.pieces], found)
+        variant.off_whole = slowest(
+            max(
+                float((a - b).abs().max() / b.abs().max())
+                for a, b in zip(found, whole, strict=True)
+            )
+        )
+        variant.peak_bytes = int(slowest(min(self.peak(variant.run) for _ in range(3))))
+        seen = [measure_exposed(variant.run) for _ in range(3)]
+        mine = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+        mine[dist.get_rank()] = statistics.median(seen) * 1e3
+        dist.all_reduce(mine)
+        variant.exposed_ms = mine.tolist()
+
+    def peak(self, run: Callable[[], object]) -> int:
+        self.model.zero_grad()
+        return measure_peak(run)
+
+    def timed_ms(self, run: Callable[[], object]) -> float:
+        self.model.zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        return slowest(time.perf_counter() - start) * 1e3
+
+
+def make_bench(args: argparse.Namespace) -> Bench:
+    group = dist.group.WORLD
+    model = GPT(GPT_SIZE, group) if args.model == "gpt" else MoEGPT(MOE_SIZE, group)
+    stream = 0 if args.model == "gpt" else group.rank()
+    batch = Text().batch(0, stream, BATCH, SEQ)
+    return Bench(model, batch, args.budget, str(Path(tempfile.mkdtemp()) / "costs"))
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.config.capture_scalar_outputs = True
+    init_duplex()
+    bench = make_bench(args)
+    counts = [int(word) for word in args.slices.split(",")]
+    for count in (1, *counts):
+        bench.expected[count] = bench.gradients(lambda c=count: bench.plainly(c))
+    if bench.budget is None:  # all have what the whole batch takes in eager
+        bench.budget = int(slowest(min(bench.peak(lambda: bench.plainly(1)) for _ in range(3))))
+    makes = [bench.optimize]
+    for count in counts:
+        makes.append(lambda c=count: bench.microbatches(c))
+        makes.append(lambda c=count: bench.slices(c))
+    variants = []
+    for make in makes:
+        bench.model.zero_grad()
+        start = time.perf_counter()
+        variants.append(make())
+        say(f"planned {variants[-1].name} in {time.perf_counter() - start:.0f} s")
+        bench.judge(variants[-1])
+    for repetition in range(args.reps):
+        turn = repetition % len(variants)
+        for variant in variants[turn:] + variants[:turn]:
+            variant.step_ms.append(bench.timed_ms(variant.run))
+        say(f"repetition {repetition + 1} of {args.reps}")
+    if dist.get_rank() == 0:
+        print_table(variants)
+        save(variants, args)
+    leave()
+
+
+def print_table(variants: list[Variant]) -> None:
+    base = next(v for v in variants if v.name == BASE)
+    print("exposed: on the rank that waits least; off: from the gradients of the whole batch")
+    print(
+        f"{'variant':12} {'step ms':>8} {'predicted':>9} {'vs optimize':>20} {'MiB':>7}"
+        f" {'exposed':>8} {'grads':>6} {'off':>8}"
+    )
+    for v in variants:
+        print(
+            f"{v.name:12} {statistics.median(v.step_ms):8.0f} {v.predicted_ms:9.0f}"
+            f" {ratio(base.step_ms, v.step_ms):>20} {v.peak_bytes / 2**20:7.1f}"
+            f" {min(v.exposed_ms):8.0f} {'equal' if v.bitwise_equal else 'DIFFER':>6}"
+            f" {v.off_whole:8.1e}"
+        )
+    for sliced in (v for v in variants if v.name.startswith("slices")):
+        rival = next(v for v in variants if v.name == f"TrainStep {sliced.pieces}")
+        faster = ratio(rival.step_ms, sliced.step_ms)
+        print(f"{sliced.name} is {faster} times as fast as {rival.name}")
+    sys.stdout.flush()
+
+
+def save(variants: list[Variant], args: argparse.Namespace) -> None:
+    """Everything measured, with its conditions, under benchmarks/results/."""
+    rows = [{k: value for k, value in vars(v).items() if k != "run"} for v in variants]
+    size = asdict(GPT_SIZE if args.model == "gpt" else MOE_SIZE)
+    own = {"size": size, "batch": [BATCH, SEQ], "budget": args.budget, "variants": rows}
+    document = conditions(args.model) | own
+    level = f"_{args.budget}" if args.budget else ""
+    write_results(f"slices_{args.model}_{document['rate_mbit']}{level}", document)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=["gpt", "moe"], default="moe")
+    add("--rates", default="400,1000", help="of the link, in Mbit/s; none is unshaped")
+    add("--slices", default="2,4", help="and as many microbatches")
+    add("--reps", type=int, default=7)
+    add("--budget", type=float, help="a fraction of eager's activation memory; all of its peak")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(args)
+        return
+    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), f"{args.model}, ")
+
+
+if __name__ == "__main__":
+    main()

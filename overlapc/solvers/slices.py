@@ -1,0 +1,232 @@
+"""Slices of one batch: their forwards in one order, and their backwards in another.
+
+    slice_order    an issue order of one phase, slices taking turns
+    solve_slices   the best plan for all slices
+
+A slice runs until it waits for a collective; then another has its turn. What is saved is chosen for
+one slice and alike in all, because slices differ in nothing but the numbers they work on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from overlapc.check import check
+from overlapc.ir import Plan, Problem
+from overlapc.merge import at, one_by_one
+from overlapc.simulate import peak_bytes, saved_bytes, step_ns
+from overlapc.solvers.bounds import simple_bound_ns
+from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
+from overlapc.solvers.constants import AT_BOUND, FEW, MERGED, OVERSHOOT, RUNGS
+from overlapc.solvers.filling import Taste, filled
+from overlapc.solvers.keep import keep_sets
+from overlapc.solvers.listing import Listing, Style, along
+from overlapc.solvers.merging import thrifty
+from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Says which slice goes on. `how`: the one at it until it waits (`on`), the one that has done
+    least (`behind`), or the `first` that can. `hurry`: when a lane is about to fall idle, the slice
+    that comes to a collective first goes on."""
+
+    how: str = "on"
+    hurry: bool = False
+
+    def __str__(self) -> str:
+        return f"turns {self.how}{' in a hurry' if self.hurry else ''}"
+
+
+TURNS = tuple(Turns(how, hurry) for hurry, how in product((False, True), ("on", "behind", "first")))
+_STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True), Style(1.0, False))
+_SHARES = (1.0, 0.94)  # of the budget, which an order sometimes exceeds
+_LONG = 1000  # ops from which on each that is scheduled costs more
+
+
+def slice_order(work: Work, limit: int, style: Style, turns: Turns) -> tuple[str, ...]:
+    """An order of all nodes of a phase of slices. It aims at `limit` bytes; only `simulate` says
+    what it really takes."""
+    return work.text(_TakingTurns(work, limit, style, turns).run())
+
+
+class _TakingTurns(Listing):
+    """Listing in which what is ready waits in a queue for each slice."""
+
+    def __init__(self, work: Work, limit: int, style: Style, turns: Turns) -> None:
+        super().__init__(work, limit, style)
+        self.turns = turns
+        self.slice = [op.piece.microbatch for op in work.ops]
+        count = 1 + max(self.slice)
+        self.queues: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self.current = 0
+        self.share: dict[int, float] = {}
+        self.distance: dict[int, int] = {}
+        number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
+        plain = [number[text] for text in on_demand(work.problem, work.choice) if text in number]
+        for k in range(count):
+            share, distance = along(work, [n for n in plain if self.slice[n % work.count] == k])
+            self.share |= share
+            self.distance |= distance
+
+    def arrive(self, n: int) -> None:
+        super().arrive(n)
+        for item in self.ready:
+            heapq.heappush(self.queues[self.slice[item[1] % self.work.count]], item)
+        self.ready.clear()
+
+    def advance(self) -> None:
+        able = [k for k, queue in enumerate(self.queues) if queue]
+        if able:
+            self.current = self.next_of(able)
+            self.ready.append(heapq.heappop(self.queues[self.current]))
+        super().advance()
+
+    def next_of(self, able: list[int]) -> int:
+        """Which of the slices that can go on does."""
+        head = {k: self.queues[k][0][1] for k in able}
+        if self.turns.hurry and len(able) > 1:
+            lane_ends = min([lane.free_ns for lane in self.lanes.values()], default=0)
+            near = min(able, key=lambda k: self.distance[head[k]])
+            if lane_ends - self.clock.free_ns <= self.distance[head[near]]:
+                return near
+        if self.turns.how == "behind":
+            return min(able, key=lambda k: self.share[head[k]])
+        first = self.current if self.turns.how == "on" else 0
+        return min(able, key=lambda k: (k - first) % len(self.queues))
+
+
+def solve_slices(problem: Problem, lone: Problem, alone: Plan) -> Plan:
+    """The fastest plan found that fits the budget, of slices beside each other. `lone` is the
+    problem of a slice that all others are held with, and `alone` a plan of that."""
+    plain = one_by_one(problem, alone)
+    if not problem.trace.lanes:
+        return plain  # there is nothing to hide
+    search = _SliceSearch(problem, plain)
+    search.order_forwards()
+    for choice in _choices(lone, alone):
+        if search.is_worth(choice):
+            search.order_backwards(choice)
+    search.polish()
+    effort = f"; of {search.offered} plans"
+    check(problem, search.best)
+    return replace(search.best, found_by=search.best.found_by + effort)
+
+
+def _choices(lone: Problem, alone: Plan) -> Iterator[Choice]:
+    """What could be kept and made again of a slice: each choice once."""
+    needs = Needs(lone.trace)
+
+    def found() -> Iterator[Choice]:
+        yield choice_of(lone, alone)
+        yield needs.complete(frozenset(needs.storages), "all saved")
+        yield from thrifty(lone, needs)
+        kept = keep_sets(lone, needs, RUNGS)
+        yield from (needs.complete(storages, "hull") for storages in kept)
+
+    seen: set[Choice] = set()
+    for choice in found():
+        if choice not in seen:
+            seen.add(choice)
+            yield choice
+
+
+class _SliceSearch:
+    """The best plan so far, and what it took to find it."""
+
+    def __init__(self, problem: Problem, plain: Plan) -> None:
+        self.problem = problem
+        self.slices = 1 + max(op.piece.microbatch for op in problem.trace.ops)
+        self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
+        count = max(1, len(problem.trace.ops))
+        self.effort = MERGED * min(count, _LONG) // count**2
+        self.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
+        self.border = sum(op.is_forward for op in problem.trace.ops)
+        self.plain = plain.order[: self.border]
+        self.forwards = [self.plain]
+        self.best, self.best_ns, self.offered = plain, step_ns(problem, plain), 1
+        self.forward = forward_work(problem)
+
+    def offer(self, plan: Plan) -> bool:
+        """Whether it is the best that fits."""
+        self.effort -= 1
+        self.offered += 1
+        if peak_bytes(self.problem, plan) > self.budget:
+            return False
+        found_ns = step_ns(self.problem, plan)
+        if found_ns >= self.best_ns:
+            return False
+        self.best, self.best_ns = plan, found_ns
+        return True
+
+    def order_forwards(self) -> None:
+        """The fastest orders of the forwards first; windows of the fastest filled."""
+        styles = (Style(1.0, False), Style(1.0, True))
+        orders = [slice_order(self.forward, NEVER, s, t) for t, s in product(TURNS, styles)]
+        back = self.best.order[self.border :]
+
+        def took_ns(order: tuple[str, ...]) -> int:
+            self.effort -= 1
+            return step_ns(self.problem, replace(self.best, order=order + back))
+
+        self.forwards = sorted(dict.fromkeys([*orders, *self.forwards]), key=took_ns)
+        best_ns = took_ns(self.forwards[0])
+        for seed in range(1, 1 + RUNGS):
+            taste = Taste(False, seed % 2 == 0, "F", seed)
+            plan = replace(self.best, order=self.forwards[0])
+            order = filled(plan, self.forward, NEVER, (taste,)).order
+            if (found_ns := took_ns(order)) < best_ns:
+                best_ns = found_ns
+                self.forwards.insert(0, order)
+
+    def is_worth(self, choice: Choice) -> bool:
+        """Whether what it keeps of all slices could fit."""
+        if self.effort <= 0 or self.best_ns <= self.goal_ns:
+            return False
+        kept = saved_bytes(self.problem, _in_all(choice, self.slices).saved)
+        return kept + self.problem.resident_bytes <= self.budget
+
+    def order_backwards(self, choice: Choice) -> None:
+        """Orders of the backwards of a choice behind the fastest forwards."""
+        every = _in_all(choice, self.slices)
+        work = backward_work(self.problem, every)
+        shares = (1.0,) if self.budget == NEVER else _SHARES
+        forwards = [*self.forwards[:FEW], self.plain]
+        for style, share, turns in product(_STYLES, shares, TURNS):
+            if self.effort <= 0 or self.best_ns <= self.goal_ns:
+                return
+            limit = NEVER if self.budget == NEVER else int(self.budget * share)
+            backward = slice_order(work, limit, style, turns)
+            for forward in forwards:
+                plan = plan_of(self.problem, every, "slices", forward + backward, str(turns))
+                if self.offer(plan) or peak_bytes(self.problem, plan) <= self.budget:
+                    break
+
+    def polish(self) -> None:
+        """Windows of the best filled again and again, a little differently each time."""
+        choice = choice_of(self.problem, self.best)
+        backward = backward_work(self.problem, choice)
+        seed = left = 2 * RUNGS
+        while left and self.effort > 0 and self.best_ns > self.goal_ns:
+            seed, left = seed + 1, left - 1
+            taste = Taste(seed % 2 != 0, seed % 4 > 1, "F" if seed % FEW == 0 else "RW", seed)
+            if seed % FEW:
+                plan = filled(self.best, backward, self.budget, (taste,))
+            else:
+                first, then = self.best.order[: self.border], self.best.order[self.border :]
+                plan = filled(replace(self.best, order=first), self.forward, NEVER, (taste,))
+                plan = replace(plan, order=plan.order + then)
+            if self.offer(plan):
+                left = 2 * RUNGS
+
+
+def _in_all(choice: Choice, count: int) -> Choice:
+    """The choice of a slice in all of them."""
+
+    def every(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(at(name, k) for k in range(count) for name in names)
+
+    return Choice(every(choice.saved), every(choice.recomputed), choice.found_by)

@@ -1,0 +1,108 @@
+"""Slices of one batch: their problem, and plans of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from overlapc.check import check
+from overlapc.errors import InvalidPlan
+from overlapc.ir import Problem
+from overlapc.merge import ADD, accumulate, in_slices, of_slice, one_by_one
+from overlapc.simulate import peak_bytes, simulate, step_ns
+from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
+from overlapc.solvers.listing import Style
+from overlapc.solvers.slices import TURNS, slice_order, solve_slices
+from overlapc.solvers.work import NEVER, backward_work, forward_work
+from tests.plain.strategies import random_problem
+from tests.plain.tiny import plan_of, tiny
+
+COPY = """
+    first   F    | x p   > a     | 10
+    gather  F tp | a     > raw   | 0 + 10
+    wait    F    | raw   > whole
+    last    F    | whole > z     | 10
+    back    I    | g z   > d     | 10
+    push    I tp | d     > sent  | 0 + 10
+    wait2   I    | sent  > e
+    end     W    | e x   > dp    | 10
+    """
+
+
+def copied(count: int) -> Problem:
+    lone = tiny(COPY, outputs="dp")
+    kinds = {"p": "parameter", "x": "batch", "g": "gradient"}
+    lone = replace(lone, trace=replace(lone.trace, kinds=kinds))
+    return in_slices(accumulate(lone, ["dp"]), count)
+
+
+def lone_problem(rng, count: int) -> Problem:
+    problem = random_problem(rng, 4)
+    assume(not any(op.piece.microbatch for op in problem.trace.ops))
+    ops = tuple(replace(op, random=False) for op in problem.trace.ops)
+    lone = replace(problem, phases=("F", "IW"), trace=replace(problem.trace, ops=ops))
+    return replace(lone, in_flight=count)
+
+
+def test_slices_share_parameters_and_add_up_in_order():
+    problem = copied(3)
+    assert problem.trace.inputs == ("x@0", "p", "g", "x@1", "x@2")
+    adds = [op for op in problem.trace.ops if ADD in op.name]
+    assert [op.inputs for op in adds] == [
+        ("dp@0",),
+        ("dp@1", "dp_add@0"),
+        ("dp@2", "dp_add@1"),
+    ]
+    plain = plan_on_demand(problem, Needs(problem.trace).storages, "none")
+    check(problem, plain)
+    order = [text for text in plain.order if text != "dp_add@0"]
+    with pytest.raises(InvalidPlan, match=r"dp_add@1 reads dp_add@0 of dp_add@0, which is not"):
+        check(problem, replace(plain, order=(*order, "dp_add@0")))
+
+
+def test_what_one_slice_waits_for_runs_under_the_other():
+    """One after the other each slice takes 60; here every collective has the other's compute."""
+    problem = copied(2)
+    lone = replace(accumulate(tiny(COPY, outputs="dp"), ["dp"]), in_flight=2)
+    alone = plan_on_demand(lone, ["z"], "none")
+    assert step_ns(problem, one_by_one(problem, alone)) == 120
+    plan = solve_slices(problem, lone, alone)
+    timeline = simulate(problem, plan)
+    assert timeline.step_ns == 80
+    assert timeline.exposed_ns == 0
+    assert "turns" in plan.found_by
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(2, 4), st.sampled_from(TURNS))
+def test_orders_are_legal(rng, count, turns):
+    lone = lone_problem(rng, count)
+    problem = in_slices(replace(lone, in_flight=1), count)
+    choice = choice_of(problem, plan_on_demand(problem, Needs(problem.trace).storages[::2], "half"))
+    for style in (Style(2.0, False), Style(1.0, True)):
+        forward = slice_order(forward_work(problem), NEVER, style, turns)
+        for limit in (NEVER, problem.budget_bytes or 100):
+            backward = slice_order(backward_work(problem, choice), limit, style, turns)
+            plan = plan_of(problem, " ".join(forward + backward), " ".join(choice.saved))
+            check(problem, plan)
+
+
+@settings(max_examples=40)
+@given(st.randoms(use_true_random=False), st.integers(2, 3), st.sampled_from([None, 1.0, 1.2]))
+def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, room):
+    lone = lone_problem(rng, count)
+    problem = in_slices(replace(lone, in_flight=1), count)
+    alone = plan_on_demand(lone, Needs(lone.trace).storages[::2], "half")
+    plain = one_by_one(problem, alone)
+    check(problem, plain)
+    budget = None if room is None else int(peak_bytes(problem, plain) * room)
+    problem, lone = (replace(each, budget_bytes=budget) for each in (problem, lone))
+    plan = solve_slices(problem, lone, alone)
+    check(problem, plan)
+    assert step_ns(problem, plan) <= step_ns(problem, plain)
+    assert budget is None or peak_bytes(problem, plan) <= budget
+    for k in range(count):
+        check(lone, of_slice(plan, k, lone.trace.digest))

@@ -1,0 +1,244 @@
+"""A batch in slices is plain accumulation over them, bit by bit, and the uncut batch to rounding;
+what sees the whole batch is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlapc.errors import Infeasible, OptionError
+from overlapc.profiler.memory import measure_peak
+from overlapc.runtime.train_step import TrainStep
+from tests.torch.exact import DYNAMO_WARNINGS, randn
+from tests.torch.zoo import MLP, gpt, on_fabric, tokens
+
+pytestmark = DYNAMO_WARNINGS
+
+
+def mean(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def plainly(model: nn.Module, batch: tuple[Any, ...], slices: int, loss: Any = None) -> Tensor:
+    """What a step in slices promises."""
+    total = torch.zeros(())
+    for each in zip(*(leaf.chunk(slices) for leaf in batch), strict=True):
+        part = (model(*each) if loss is None else loss(model, *each)) / slices
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_exact(
+    make: Callable[[], nn.Module],
+    batches: list[tuple[Any, ...]],
+    slices: int,
+    loss: Any = None,
+    **options: Any,
+) -> TrainStep:
+    """Gradients and losses are those of accumulation over the slices; .grad may be there before."""
+    torch.manual_seed(1)
+    model = make()
+    torch.manual_seed(1)
+    twin = make()
+    step = TrainStep(twin, loss, slices=slices, profile="estimate", **options)
+    for _ in range(2):
+        expected = [plainly(model, batch, slices, loss) for batch in batches]
+        found = step(batches)
+        assert all(map(torch.equal, expected, found))
+        mine, others = gradients(model), gradients(twin)
+        assert mine.keys() == others.keys()
+        assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
+    return step
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+def test_gradients_are_those_of_accumulation_over_the_slices(slices):
+    batches = [(randn(24, 16, seed=seed),) for seed in range(2)]
+    step = assert_exact(MLP, batches, slices, mean)
+    assert step.report is not None
+    assert step.report.slices == slices
+    assert step.unchanged == []
+
+
+@pytest.mark.parametrize("budget", [None, 0.5, 1])
+def test_what_is_planned_for_a_slow_link_keeps_to_its_budget(budget):
+    with on_fabric():
+        batch = (tokens(4, 8), tokens(4, 8, seed=9))
+        options = {"memory_budget": budget, "hardware": "v100-sxm2-32"}
+        try:
+            step = assert_exact(gpt(), [batch], 2, **options)
+        except Infeasible as infeasible:
+            options["memory_budget"] = infeasible.smallest_bytes
+            step = assert_exact(gpt(), [batch], 2, **options)
+        report = step.report
+        assert report.peak_bytes <= report.problem.budget_bytes
+        step.model.zero_grad()
+        step([batch])
+        peaks = []
+        for _ in range(3):
+            step.model.zero_grad()
+            peaks.append(measure_peak(lambda: step([batch])))
+        assert min(peaks) <= report.peak_bytes * 1.02 + 4096
+        assert "one microbatch in 2 slices" in step.explain()
+
+
+def test_slices_hide_each_others_collectives():
+    with on_fabric():
+        batch = (tokens(4, 8), tokens(4, 8, seed=9))
+        options = {"profile": "estimate", "hardware": "v100-sxm2-32"}
+        torch.manual_seed(1)
+        model = gpt()()
+        uncut = TrainStep(model, **options).plan([batch])
+        sliced = TrainStep(model, slices=2, **options).plan([batch])
+        assert sliced.timeline.exposed_ns < sliced.eager.exposed_ns
+        assert uncut.slices == 1
+        assert any(letter in sliced.explain() for letter in ("F0 ", "F1 "))
+
+
+def test_several_results_are_those_of_the_batch():
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP(1)
+            self.calls = 0
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor, scale: float) -> Any:
+            self.calls += 1
+            out = self.inner(x) * scale
+            self.last = out.detach()
+            return {"loss": out.square().mean(), "out": out, "scale": scale, "x": [x.sum(1)]}
+
+    torch.manual_seed(1)
+    model, x = Scored(), randn(8, 16)
+    step = TrainStep(model, slices=2, profile="estimate")
+    for _ in range(2):  # the number of calls, which changes, becomes an input
+        step([(x, 0.5)])
+    calls = model.calls
+    (found,) = step([(x, 0.5)])
+    assert model.calls == calls + 1
+    assert torch.equal(model.last, found["out"])
+    expected = model(x, 0.5)
+    torch.testing.assert_close(found["loss"], expected["loss"].detach())
+    torch.testing.assert_close(found["out"], expected["out"].detach())
+    assert torch.equal(found["x"][0], x.sum(1))
+    assert found["scale"] == 0.5
+
+
+class Around(nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner or nn.Identity()
+        self.before, self.after, self.call = nn.Linear(16, 16), nn.Linear(16, 16), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.call(self.inner(self.before(x))))
+
+
+class Centered(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def capacity(x: Tensor) -> Tensor:
+    """Of each expert only the first rows, in the order of the batch."""
+    chosen = F.one_hot(x.argmax(1), 16)
+    keep = (chosen.cumsum(0) * chosen).sum(1) <= max(1, x.shape[0] // 16)
+    return x * keep[:, None]
+
+
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def balanced(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss with an auxiliary one, which is no mean over samples."""
+    out = model(x)
+    return out.square().mean() + 0.1 * (out.softmax(1).mean(0) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "said"),
+    [
+        (
+            lambda: Around(F.relu, nn.BatchNorm1d(16)),
+            mean,
+            "forward changes inner.running_mean, inner",
+        ),
+        (
+            lambda: Around(F.relu, nn.Dropout(0.1)),
+            mean,
+            "bernoulli of .*inner draws random",
+        ),
+        (lambda: Around(F.relu, Centered()), mean, r"inner \(Centered\) sees the whole batch"),
+        (lambda: Around(lambda x: x.cumsum(0)), mean, "another in slices"),
+        (lambda: Around(capacity), mean, "another in slices"),
+        (MLP, summed, "the loss is another in slices"),
+        (MLP, balanced, "the loss is another in slices"),
+    ],
+)
+def test_what_sees_the_whole_batch_is_refused_by_name(make, loss, said):
+    torch.manual_seed(1)
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):  # it is as it was
+        with pytest.raises(OptionError, match=rf"slices=2: .*{said}"):
+            TrainStep(model, loss, slices=2, profile="estimate")([randn(16, 16)])
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_batches_that_cannot_be_cut_are_refused():
+    step = TrainStep(MLP(), mean, slices=4, profile="estimate")
+    with pytest.raises(OptionError, match=r"slices=4: found inputs of shapes \[\(6, 16\)\]"):
+        step([randn(6, 16)])
+    with pytest.raises(OptionError, match="requires a gradient"):
+        step([randn(8, 16, requires_grad=True)])
+    with pytest.raises(OptionError, match="found inputs of shapes"):
+        step([(randn(8, 16), randn(4, 16))])
+    with pytest.raises(OptionError, match="no microbatches"):
+        step([])
+
+
+def test_what_cannot_be_captured_runs_uncut_and_says_so():
+    def picky(model: nn.Module, x: Tensor) -> Tensor:
+        total = mean(model, x)
+        return total if total.item() > -1e9 else -total
+
+    model, x = MLP(), randn(8, 16)
+    step = TrainStep(model, picky, slices=2, profile="estimate")
+    with pytest.warns(RuntimeWarning, match="runs the step as plain PyTorch"):
+        (found,) = step([x])
+    mine = gradients(model)
+    model.zero_grad()
+    expected = picky(model, x)
+    expected.backward()
+    assert torch.equal(found, expected.detach())
+    assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+
+
+def test_a_saved_plan_of_slices_is_taken_again():
+    batch = randn(8, 16)
+    torch.manual_seed(1)
+    model = MLP()
+    plan = TrainStep(model, mean, slices=2, profile="estimate").plan([batch]).plan
+    step = assert_exact(MLP, [(batch,)], 2, mean, plan=plan)
+    assert step.report.plan == plan
+    with pytest.raises(Exception, match="the plan was made for trace"):
+        TrainStep(model, mean, profile="estimate", plan=plan)([batch])
+
+
+@pytest.mark.parametrize("solver", ["none", "full", "heu"])
+def test_baselines_run_slices_one_after_the_other(solver):
+    step = assert_exact(gpt(), [(tokens(4, 8), tokens(4, 8, seed=9))], 2, solver=solver)
+    assert step.report.plan.solver in (solver, "none")  # nothing is hidden in one process
