@@ -33,7 +33,8 @@ def carried(
     collectives, or hand out gradients in another order."""
     planned = report.problem
     profile = _scaled(planned, trace, _pairs(planned.trace, gradients, trace, theirs))
-    problem = formulate(trace, profile, planned.budget_bytes, step)
+    problem = formulate(trace, profile, None, step)
+    problem = replace(problem, budget_bytes=planned.budget_bytes)
     pairs = _pairs(planned.trace, gradients, problem.trace, theirs)
     needs = Needs(problem.trace)
     choice = needs.complete(frozenset(_kept(report.plan.saved, planned.trace, needs.trace, pairs)))

@@ -59,6 +59,7 @@ def stand_in() -> Any:
     _experts()
     _recompute()
     _norm()
+    _shards()
     return megatron.core
 
 
@@ -217,3 +218,16 @@ def _norm() -> None:
         return norm
 
     torch_norm.WrappedTorchNorm.__new__ = new
+
+
+def _shards() -> None:
+    """0.12 cannot quantise no parameters without Transformer Engine."""
+    from megatron.core import fp8_utils
+
+    real = fp8_utils._quantize_param_shard_impl
+
+    def quantize(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        if parameters:
+            real(parameters, *args, **kwargs)
+
+    fp8_utils._quantize_param_shard_impl = quantize
