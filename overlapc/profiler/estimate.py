@@ -43,6 +43,7 @@ def estimate(
     hardware: Hardware,
     group_sizes: Mapping[str, int] | None = None,
     known: Cache | None = None,
+    attention: float = 1.0,
 ) -> Profile:
     """The costs of all ops on `hardware`; nothing is run, so fake tensors and groups will do.
 
@@ -51,11 +52,12 @@ def estimate(
 
     `group_sizes` gives the ranks of each process group by name; without it they are asked of
     `torch.distributed`. A group is taken to be within a node if it fits into one, unless
-    torch knows its ranks. Workspace is not estimated.
+    torch knows its ranks. Workspace is not estimated. Fused attention takes `attention` times as
+    long as the machine's best kernels.
     """
     groups = {lane: _group(lane, hardware, group_sizes) for lane in captured.trace.lanes}
     nodes = {node.name: node for node in captured.joint.graph.nodes}
-    roofline = _Roofline(hardware, captured.trace)
+    roofline = _Roofline(hardware, captured.trace, attention)
     section = section_of(_device(captured)) if known is not None else ""
     found: dict[tuple[str, str, bool], Cost] = {}
     costs: dict[str, Cost] = {}
@@ -117,8 +119,8 @@ def _group(name: str, hardware: Hardware, group_sizes: Mapping[str, int] | None)
 
 
 class _Roofline:
-    def __init__(self, hardware: Hardware, trace: Trace) -> None:
-        self.hardware, self.trace = hardware, trace
+    def __init__(self, hardware: Hardware, trace: Trace, attention: float) -> None:
+        self.hardware, self.trace, self.attention = hardware, trace, attention
 
     def is_view(self, op: Op) -> bool:
         """Does it only name memory that is there already, or make a number?"""
@@ -153,15 +155,28 @@ class _Roofline:
         ]
         name = _name(node)
         if "attention" in name:
-            part = self.hardware.attention_efficiency
+            flops, part = self.attention_work(node, flops)
         elif "convolution" in name:
             # As a matmul: pixels by output channels by the patch each of them reads.
             weight = next((s for s in reversed(shapes) if len(s) >= 3), [1])
             part = self.hardware.matmul_part(min(weight[0], math.prod(weight[1:])))
+        elif self.hardware.kernels is not None and (product := _product(node)) is not None:
+            part = self.hardware.kernels.matmul_part(*product)
         else:
             dims = [n for shape in shapes if len(shape) >= 2 for n in shape[-2:]]
             part = self.hardware.matmul_part(min(dims, default=1))
         return self.hardware.flops_ns(flops, self.dtype(node), part)
+
+    def attention_work(self, node: fx.Node, flops: int) -> tuple[float, float]:
+        """(flops, part of the peak) of fused attention. The formulas count all scores."""
+        kernels, backward = self.hardware.kernels, "backward" in _name(node)
+        shape = next(tensors(node.args[1 if backward else 0].meta.get("val"))).shape  # type: ignore
+        causal = any(arg is True for arg in node.args) or node.kwargs.get("is_causal") is True
+        if kernels is None or not causal:
+            return flops * self.attention, self.hardware.attention_efficiency
+        heads, seq = math.prod(hint(n) for n in shape[:-2]), hint(shape[-2])
+        kind = "attention_backward" if backward else "attention_forward"
+        return flops / 2 * self.attention, kernels.attention_part(heads, seq, kind)
 
     def dtype(self, node: fx.Node) -> str:
         given = [t for n in node.all_input_nodes for t in tensors(n.meta.get("val"))]
@@ -176,6 +191,20 @@ class _Roofline:
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return schema.name.split("::")[-1] if schema is not None else str(node.target)
+
+
+def _product(node: fx.Node) -> tuple[int, int, int, str, int] | None:
+    """(m, n, k, layout, batch) of a product of two matrices, or of two batches of them."""
+    pair = [next(iter(tensors(arg.meta.get("val"))), None) for arg in node.all_input_nodes[-2:]]
+    if not _name(node).endswith("mm") or len(node.all_input_nodes) < 2 or None in pair:
+        return None
+    left, right = (t for t in pair if t is not None)
+    if not 2 <= left.dim() == right.dim() <= 3:
+        return None
+    m, k = (hint(size) for size in left.shape[-2:])
+    n, batch = hint(right.shape[-1]), math.prod(hint(size) for size in left.shape[:-2])
+    by_columns = [t.stride(-1) != 1 and t.stride(-2) == 1 for t in (left, right)]
+    return m, n, k, "nt" if by_columns[0] else "tn" if by_columns[1] else "nn", batch
 
 
 def forward_flops(captured: Captured) -> int:

@@ -2,7 +2,8 @@
 
 Every figure in such a file is a table `{ value = 312e12, source = "where it is from" }`, so that
 an estimate can say what it stands on; `Hardware.sources` keeps the sources by dotted key. To
-describe a machine of your own, copy the nearest file and give `load_hardware` its path.
+describe a machine of your own, give `load_hardware` the path of a file with `base = "..."`, the name
+of the nearest, and what is different.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Hardware", "LinkSpec", "format_hardware", "known_hardware", "load_hardware"]
+__all__ = ["Hardware", "Kernels", "LinkSpec", "format_hardware", "known_hardware", "load_hardware"]
 
 _FOLDER = Path(__file__).with_name("hardware")
+_KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 Table = tuple[tuple[float, float], ...]
@@ -72,6 +74,40 @@ class LinkSpec:
         return round(alpha + (first - alpha) * size_bytes / smallest)
 
 
+# Of a product's tiles, rows and columns, and the part of the largest's rate that each reaches.
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.97), (64, 64, 0.7))
+_ATTENTION_ROWS = 128  # of queries that a block of fused attention works on
+_ATTENTION_RAMP = 512  # keys: a causal kernel's diagonal blocks are half empty
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How fast kernels are by their shapes: parts of the peak where a shape fills the machine.
+
+    A product of matrices is done in tiles, by as many multiprocessors at a time as there are; the
+    last wave may leave most of them idle. `ramp` says how long a tile takes to begin and end, in
+    steps of k. Layouts are BLAS's: TN a forward, NN an input's gradient, NT a weight's.
+    """
+
+    multiprocessors: int
+    ramp: float
+    parts: Mapping[str, float]  # tn, nn, nt, attention_forward, attention_backward
+
+    def matmul_part(self, m: int, n: int, k: int, layout: str, batch: int = 1) -> float:
+        filled = 0.0
+        for rows, columns, rate in _TILES:
+            tiles = -(-m // rows) * -(-n // columns) * batch
+            waves = -(-tiles // self.multiprocessors)
+            whole = waves * self.multiprocessors * rows * columns
+            filled = max(filled, rate * m * n * batch / whole)
+        return self.parts[layout] * filled * k / (k + self.ramp)
+
+    def attention_part(self, heads: int, seq: int, kind: str) -> float:
+        """Of causal attention, half of whose scores are made; heads of all sequences."""
+        waves = heads * -(-seq // _ATTENTION_ROWS) / self.multiprocessors
+        return self.parts[kind] * waves / (waves + 1) * seq / (seq + _ATTENTION_RAMP)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One kind of machine. Rates are peaks; efficiencies are the reachable part of them."""
@@ -89,6 +125,7 @@ class Hardware:
     intra: LinkSpec
     inter: LinkSpec
     sources: Mapping[str, str] = field(repr=False)
+    kernels: Kernels | None = None  # where they were measured
 
     def flops_ns(self, flops: float, dtype: str, efficiency: float) -> float:
         peak = self.peak_flops.get(dtype) or self.peak_flops["float32"]
@@ -169,9 +206,28 @@ def _known(name: str) -> Hardware:
 def _read(path: Path) -> Hardware:
     try:
         data = tomllib.loads(read_text(path, "hardware file"))
+        base = data.pop("base", None)
+        if isinstance(base, str) and base in known_hardware():
+            text = read_text(_FOLDER / f"{base}.toml", "hardware file")
+            data = _over(tomllib.loads(text), data)
+        elif base is not None:
+            raise FileError(
+                f"hardware file {printable(str(path))}: base is {base!r}, expected one of "
+                f"{', '.join(known_hardware())}"
+            )
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise FileError(f"hardware file {printable(str(path))} is not TOML: {error}") from error
     return _TomlReader(path, data).hardware()
+
+
+def _over(base: dict[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Data of one file laid over another's, table by table; a figure is taken as a whole."""
+    found = dict(base)
+    for key, value in data.items():
+        below = found.get(key)
+        deeper = isinstance(value, dict) and isinstance(below, dict) and "value" not in value
+        found[key] = _over(below, value) if deeper else value  # type: ignore[arg-type]
+    return found
 
 
 def format_hardware(machine: Hardware) -> str:
@@ -195,6 +251,11 @@ def format_hardware(machine: Hardware) -> str:
         figure("compute.matmul_efficiency", machine.matmul_efficiency),
         figure("compute.attention_efficiency", machine.attention_efficiency),
     ]
+    if machine.kernels is not None:
+        lines += ["", "[kernels]"]
+        lines += [figure("kernels.multiprocessors", machine.kernels.multiprocessors)]
+        lines += [figure("kernels.ramp", machine.kernels.ramp)]
+        lines += [figure(f"kernels.{k}", part) for k, part in machine.kernels.parts.items()]
     lines += ["", "[node]", figure("node.gpus", machine.gpus_per_node)]
     for name, link in (("intra", machine.intra), ("inter", machine.inter)):
         lines += ["", f"[{name}]", figure(f"{name}.alpha_ns", link.alpha_ns)]
@@ -237,6 +298,14 @@ class _TomlReader:
             intra=self.link("intra"),
             inter=self.link("inter"),
             sources=self.sources,
+            kernels=self.kernels() if "kernels" in self.data else None,
+        )
+
+    def kernels(self) -> Kernels:
+        return Kernels(
+            int(self.number("kernels.multiprocessors")),
+            self.number("kernels.ramp"),
+            {key: self.part(f"kernels.{key}") for key in _KERNELS},
         )
 
     def link(self, name: str) -> LinkSpec:

@@ -13,6 +13,7 @@ from overlapc.ir import Timeline
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule, parse_schedule
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     Cluster,
     Layout,
@@ -207,7 +208,7 @@ def evaluate(
     finish = 0 < may_take < below_ns
     if finish and layout.pp == 1:
         ranks[0] = merging(places[0], unit, ranks[0], count)
-    static = static_bytes(model, layout, layers)
+    static = static_bytes(model, layout, layers, find_framework(cluster.framework))
     ran = Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
     found = replace(found, bound_ns=bound, layers=layers)
@@ -296,7 +297,7 @@ def figures_of(
     """The figures of a step of ranks, each with what was planned of it."""
     machine = load_hardware(cluster.hardware)
     whole = reduced(ran.timeline, update.reduce_ns)
-    exposed_dp = whole.step_ns - ran.timeline.step_ns + update.gather_ns
+    exposed_dp = whole.step_ns - ran.timeline.step_ns + update.late_ns + update.gather_ns
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
     step_ns = gradients_ns + update.after_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}

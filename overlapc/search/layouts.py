@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from overlapc.errors import OptionError
 from overlapc.schedule import Schedule
+from overlapc.search.frameworks import OURS, Framework
 from overlapc.search.models import Model
 from overlapc.solvers.schedules import make_schedule
 
 SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
 _MOST_CHUNKS = 8
-# bf16 weight, float32 gradient; float32 weight and both moments are divided over the replicas
+# bf16 weight, float32 gradient unless the framework has another; float32 weight and both moments
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 
 
@@ -66,6 +67,7 @@ class Cluster:
     memory_bytes: int  # of one, as much of it as may be used
     global_batch: int
     costs: str = ""  # a file of op times measured on one of them, which are known then
+    framework: str = "overlapc"  # that runs the model
 
 
 @dataclass(frozen=True)
@@ -208,14 +210,22 @@ def rank_parameters(
     return found
 
 
-def static_bytes(model: Model, layout: Layout, layers_of: Sequence[int] | None = None) -> list[int]:
-    """Count what weights, gradients and optimizer take on each rank of the pipeline. The
-    optimizer's part is divided over all replicas that hold the same weights (a distributed
-    optimizer), but for a model that is run whole, by the user's own."""
-    dp, replicas = (1, 1) if model.whole else (layout.dp, expert_replicas(model, layout))
+def static_bytes(
+    model: Model,
+    layout: Layout,
+    layers_of: Sequence[int] | None = None,
+    framework: Framework = OURS,
+) -> list[int]:
+    """Count what weights, gradients and optimizer take on each rank of the pipeline. A framework
+    may divide the optimizer's part over all replicas that hold the same weights (a distributed
+    optimizer); a model that is run whole has the user's own, which does not."""
+    dp, replicas = layout.dp, expert_replicas(model, layout)
+    if model.whole or not framework.shards_optimizer:
+        dp = replicas = 1
+    held = WEIGHT_BYTES + framework.gradient_bytes
     return [
-        dense * (WEIGHT_BYTES + GRADIENT_BYTES) + dense * OPTIMIZER_BYTES // dp
-        + experts * (WEIGHT_BYTES + GRADIENT_BYTES) + experts * OPTIMIZER_BYTES // replicas
+        (dense + experts) * held
+        + dense * OPTIMIZER_BYTES // dp + experts * OPTIMIZER_BYTES // replicas
         for dense, experts in rank_parameters(model, layout, layers_of)
     ]  # fmt: skip
 

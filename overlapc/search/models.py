@@ -32,6 +32,8 @@ class Transformer:
     top_k: int = 0
     expert_width: int = 0
     moe_every: int = 1
+    unfused: str = ""  # of attention, softmax, norm: what its framework runs op by op
+    dropout: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:

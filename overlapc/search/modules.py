@@ -12,6 +12,9 @@ from overlapc.layers import CopyToRanks, Exchange, GatherRows, ScatterRows, SumO
 from overlapc.search.models import Model, Transformer
 
 
+_DROPPED = 0.1  # of activations, where a model drops any: what that takes does not depend on it
+
+
 class Ranks:
     """The ranks of a process group; without one, one rank. With `sequence` each of them has its
     part of every sequence, which is then the first dimension, wherever not all of it is needed."""
@@ -41,8 +44,13 @@ class Norm(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.empty(model.width))
         self.shift = None if model.gated else nn.Parameter(torch.empty(model.width))
+        self.unfused = "norm" in getattr(model, "unfused", "")
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.shift is None and self.unfused:
+            exact = x.float()
+            exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return exact.to(x.dtype) * self.scale
         if self.shift is None:
             return F.rms_norm(x, x.shape[-1:], self.scale)
         return F.layer_norm(x, x.shape[-1:], self.scale, self.shift)
@@ -56,17 +64,35 @@ class Attention(nn.Module):
         self.ranks, self.head_width = ranks, model.width // model.heads
         self.heads = model.heads // ranks.count
         self.kv_heads = max(1, (model.kv_heads or model.heads) // ranks.count)
+        self.unfused, self.drop = model.unfused, _DROPPED if model.dropout else 0.0
         self.qkv = _linear(model.width, (self.heads + 2 * self.kv_heads) * self.head_width)
         self.out = _linear(self.heads * self.head_width, model.width)
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [n * self.head_width for n in (self.heads, self.kv_heads, self.kv_heads)]
         parts = self.qkv(self.ranks.enter(x)).split(sizes, -1)
+        if "attention" in self.unfused:
+            return self.ranks.leave(self.out(self.by_products(*parts)))
         q, k, v = (self.by_head(p.unflatten(-1, (-1, self.head_width))) for p in parts)
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
         return self.ranks.leave(self.out(self.by_head(mixed, back=True).flatten(2)))
+
+    def by_products(self, *parts: Tensor) -> Tensor:
+        """Attention as two batched products of matrices with a softmax between them. The sequence
+        is the first dimension, so that heads are batches without a copy."""
+        q, k, v = (p.unflatten(-1, (-1, self.head_width)) for p in parts)
+        if self.heads != self.kv_heads:
+            k, v = (t.repeat_interleave(self.heads // self.kv_heads, 2) for t in (k, v))
+        q, k, v = (t.flatten(1, 2).transpose(0, 1) for t in (q, k, v))
+        scores = torch.bmm(q, k.transpose(1, 2))
+        if "softmax" in self.unfused:
+            future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = (scores.float() * self.head_width**-0.5).masked_fill(future, -1e4)
+        weights = F.dropout(torch.softmax(scores, -1).to(v.dtype), self.drop, self.drop > 0)
+        mixed = torch.bmm(weights, v).transpose(0, 1)
+        return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)
 
     def by_head(self, x: Tensor, back: bool = False) -> Tensor:
         """Reshape what the ranks have to (batch, heads, sequence, width) of a head; or back."""
@@ -127,10 +153,11 @@ class Block(nn.Module):
         self.attn_norm, self.attn = Norm(model), Attention(model, tensor)
         self.norm = Norm(model)
         self.rest = Experts(model, expert) if has_experts else MLP(model, tensor)
+        self.drop = _DROPPED if model.dropout else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x))
-        return x + self.rest(self.norm(x))
+        x = x + F.dropout(self.attn(self.attn_norm(x)), self.drop, self.drop > 0)
+        return x + F.dropout(self.rest(self.norm(x)), self.drop, self.drop > 0)
 
 
 class Blocks(nn.Module):

@@ -19,6 +19,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import judged, reports
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
@@ -63,7 +64,7 @@ class Place:
             rank,
             tuple(layers[stage] for stage in mine),
             schedule.held(rank, {stage: layers[stage] for stage in mine}),
-            static_bytes(model, layout, layers)[rank],
+            static_bytes(model, layout, layers, find_framework(cluster.framework))[rank],
             unit.boundary_bytes * inputs,
             any(action.kind == "I" for action in schedule.actions),
         )

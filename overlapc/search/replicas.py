@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     Cluster,
     Layout,
@@ -24,14 +25,16 @@ _OPTIMIZER_MOVES = 2 * 12 + 4 + 2
 
 @dataclass(frozen=True)
 class Update:
-    """Gradients are summed by stage, each by a reduce-scatter in float32 that begins when the last
-    of them is there. The optimizer begins when all ranks' are: it may scale by the norm of all.
-    Each rank then gathers its weights in bf16. Of a model that is run whole all replicas get the
-    sums, and have all of the optimizer."""
+    """Gradients are summed by stage, each by a reduce-scatter that begins when the last of them is
+    there, or where the framework waits for all, behind these. The optimizer begins when all ranks'
+    are: it may scale by the norm of all. Each rank then gathers its weights in bf16. Of a model that
+    is run whole, or where the framework does not shard the optimizer, all replicas get the sums, and
+    have all of the optimizer."""
 
     reduce_ns: tuple[int, ...]  # by stage
     optimizer_ns: int
     gather_ns: int
+    late_ns: int = 0  # of reductions that begin when all gradients are there
 
     @property
     def least_ns(self) -> int:
@@ -41,7 +44,7 @@ class Update:
     @property
     def after_ns(self) -> int:
         """How much of the update comes after all gradients."""
-        return self.optimizer_ns + self.gather_ns
+        return self.late_ns + self.optimizer_ns + self.gather_ns
 
     @staticmethod
     def of(
@@ -69,12 +72,14 @@ class Update:
 
         of_rank = rank_parameters(model, layout, layers)
         of_stage = stage_parameters(model, layout, layers)
-        most = max(map(sum, of_rank))
-        if model.whole:
-            optimizer_ns = round(machine.memory_ns(most * _OPTIMIZER_MOVES))
-            return Update(tuple(takes("all_reduce", held, 4) for held in of_stage), optimizer_ns, 0)
-        return Update(
-            tuple(takes("reduce_scatter", held, 4) for held in of_stage),
-            round(machine.memory_ns(most * _OPTIMIZER_MOVES / layout.dp)),
-            max(takes("all_gather", held, 2) for held in of_rank),
-        )
+        framework = find_framework(cluster.framework)
+        shards = framework.shards_optimizer and not model.whole
+        kind: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter" if shards else "all_reduce"
+        sums = [takes(kind, held, framework.gradient_bytes) for held in of_stage]
+        late_ns = 0
+        if not framework.hides_reduction:
+            late_ns = max(sum(sums[s] for s in layout.stages_of(r)) for r in range(layout.pp))
+            sums = [0 for _ in sums]
+        moved = max(map(sum, of_rank)) * _OPTIMIZER_MOVES / (layout.dp if shards else 1)
+        gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
+        return Update(tuple(sums), round(machine.memory_ns(moved)), gather_ns, late_ns)

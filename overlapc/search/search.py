@@ -21,6 +21,7 @@ from overlapc.errors import Infeasible, OptionError, OverlapcError
 from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, Outcome, evaluate, first_bound, lower_bound
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     ANY,
     Cluster,
@@ -228,8 +229,7 @@ class _Run:
             self.take(found)
         elif found is not None:
             heapq.heappush(self.heap, (found.least_ns, layout))
-        elif min(static_bytes(self.model, layout)) >= self.cluster.memory_bytes:
-            static = static_bytes(self.model, layout)
+        elif min(static := self.static(layout)) >= self.cluster.memory_bytes:
             stage = max(range(len(static)), key=static.__getitem__)
             self.take(
                 Found(layout, self.solver, smallest_bytes=static[stage], blocking_stage=stage)
@@ -237,6 +237,10 @@ class _Run:
         else:
             bound = first_bound(self.model, self.cluster, layout)
             heapq.heappush(self.heap, (bound, layout))
+
+    def static(self, layout: Layout) -> list[int]:
+        framework = find_framework(self.cluster.framework)
+        return static_bytes(self.model, layout, framework=framework)
 
     def take(self, found: Found, outcome: Outcome | None = None) -> None:
         self.tried.append(found)

@@ -11,6 +11,7 @@ from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import load_hardware
 from overlapc.record import Record
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 from overlapc.simulate import simulate
@@ -35,12 +36,13 @@ class UnitKey:
     microbatch: int
     sequence: bool = False
     costs: str = ""
+    framework: str = "overlapc"
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
         experts = expert_ranks(model, layout.dp)
-        where = model, cluster.hardware, cluster.gpus
-        how = layout.microbatch, layout.sequence, cluster.costs
+        where = find_framework(cluster.framework).of(model), cluster.hardware, cluster.gpus
+        how = layout.microbatch, layout.sequence, cluster.costs, cluster.framework
         return UnitKey(*where, layout.tp, experts, *how)
 
 
@@ -119,6 +121,8 @@ def make_unit(key: UnitKey) -> Unit:
             shape = (key.microbatch, model.seq)
             if key.sequence:
                 shape = (model.seq // key.tp, key.microbatch)
+            elif "attention" in getattr(model, "unfused", ""):
+                shape = (model.seq, key.microbatch)
             x = torch.zeros(*shape, model.width, requires_grad=True)
             blocks = _problem(key, model.blocks(count, tensor, expert, key.sequence), x)
             head, _ = _problem(key, Head(model, tensor, key.sequence), x)
@@ -138,9 +142,11 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     captured = capture(module, x)
     machine = load_hardware(key.hardware)
     known = Cache(key.costs) if key.costs else None
-    # A gradient is read once, the float32 sum is read and written: five times its bytes.
-    add_ns = machine.add_ns_per_kib if key.model.whole else machine.memory_ns(5 * 1024)
+    framework = find_framework(key.framework)
+    add_ns = machine.add_ns_per_kib
+    if not key.model.whole:
+        add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
     step = TrainingStep(gradients=tuple(parameter_gradients(captured)), add_ns_per_kib=add_ns)
-    problem = step.microbatch(captured.trace, estimate(captured, machine, known=known))
+    problem = step.microbatch(captured.trace, estimate(captured, machine, known=known, attention=framework.attention))
     received = problem.trace.of_kind("batch", "gradient")
     return Problem(problem.trace, problem.profile), received

@@ -57,6 +57,9 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
     "block": baselines.block,
     "checkmate": baselines.checkmate,
     "megatron": baselines.megatron,
+    "megatron-none": baselines.megatron_none,
+    "megatron-selective": baselines.megatron_selective,
+    "megatron-full": baselines.megatron_full,
     "lancet": baselines.lancet,
     "lynx": baselines.lynx,
 }

@@ -10,6 +10,10 @@ lancet      save everything; weight gradients into windows by best fit (Lancet's
 What Megatron does. Its column-parallel layers keep a rank's part of a sequence and gather the
 others' again for the weight gradient, while the input gradient is computed:
 
+megatron-none, megatron-selective, megatron-full
+            recompute nothing, the core of attention, or each layer from its first op to its last,
+            as Megatron does: also what nobody needs. A weight gradient runs under the collective
+            before it
 selective   recompute the core of attention
 uniform     recompute groups of layers, as small as fit: only the groups' inputs are kept
 block       recompute the first layers, as few as fit; the rest keep what Megatron keeps
@@ -33,7 +37,7 @@ from dataclasses import replace
 from itertools import product
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Op, Plan, Problem, Slowdown, Trace, parse_issue
+from overlapc.ir import Op, Plan, Problem, Slowdown, Trace, issue, parse_issue
 from overlapc.simulate import memory_curve, simulate
 from overlapc.solvers.blocks import layers, made_inside
 from overlapc.solvers.choice import Choice, Needs, plan_on_demand
@@ -170,6 +174,50 @@ def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
     walk(softmax, downwards=True)
     walk(softmax, downwards=False)
     return found
+
+
+def megatron_none(problem: Problem) -> Plan:
+    return _hide_weights(problem, _megatron_without(problem, set(), "megatron-none"), at_most=1)
+
+
+def megatron_selective(problem: Problem) -> Plan:
+    plan = _megatron_without(problem, _core_attention(problem), "megatron-selective")
+    return _hide_weights(problem, plan, at_most=1)
+
+
+def megatron_full(problem: Problem) -> Plan:
+    trace = problem.trace
+    spans = layers(trace)
+    plan = _megatron_without(problem, made_inside(trace, spans), "megatron-full")
+    return _hide_weights(problem, _layers_whole(trace, spans, plan), at_most=1)
+
+
+def _layers_whole(trace: Trace, spans: Sequence[range], plan: Plan) -> Plan:
+    """The plan in which a layer of which anything runs again runs whole, before its backward."""
+    forward = [op for op in trace.ops if op.is_forward]
+    span_of = {forward[i].name: span for span in spans for i in span}
+    saved = set(plan.saved)
+    order: list[str] = []
+    done: set[str] = set()
+    for text in plan.order:
+        name, again = parse_issue(text)
+        if text in done:
+            continue
+        if again and name in span_of:
+            whole = [forward[i] for i in span_of[name]]
+            texts = [issue(op.name, True) for op in whole if _reruns(trace, op, saved)]
+            order += [each for each in texts if each not in done]
+            done.update(texts)
+        else:
+            order.append(text)
+    return replace(plan, order=tuple(order))
+
+
+def _reruns(trace: Trace, op: Op, saved: set[str]) -> bool:
+    """A start and its wait run again together: what they make is what the wait makes."""
+    start, wait = trace.start_of.get(op.name, op.name), trace.wait_of.get(op.name, op.name)
+    may = trace.op[start].recomputable and trace.op[wait].recomputable
+    return may and not saved.issuperset(trace.op[wait].outputs)
 
 
 def uniform(problem: Problem) -> Plan:

@@ -1,0 +1,55 @@
+"""`overlapc validate` predicts published measurements and prints how far off it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from overlapc.cli.shared import GOOD, Declare, positive
+from overlapc.errors import OptionError
+
+_HERE = Path("benchmarks/public")  # in the project's folder
+
+
+def declare_validate(command: Declare) -> None:
+    validate = command("validate", _validate, "hold predictions against published measurements")
+    add = validate.add_argument
+    add(
+        "tables",
+        nargs="*",
+        type=Path,
+        help=f"tables or folders of them ({_HERE}, as the project's sources have it)",
+    )
+    add("--every", type=positive, default=1, help="predict only each such row, for a quick look")
+    add("--workers", type=positive, help="processes that predict")
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from overlapc.progress import doing
+    from overlapc.report.scoreboard import as_json, scoreboard
+    from overlapc.search.pool import WORKERS, planners
+    from overlapc.search.public import Predicted, Row, load_table, predict_alike
+    from overlapc.search.units import UnitKey
+
+    given = args.tables or [_HERE]
+    paths = [p for path in given for p in (sorted(path.glob("*.toml")) if path.is_dir() else [path])]
+    if not paths or not all(path.exists() for path in paths):
+        raise OptionError(
+            f"no tables at {', '.join(map(str, given))}; expected .toml files or folders of them, "
+            f"such as {_HERE} in the project's folder"
+        )
+    tables = [load_table(path) for path in paths]
+    asked = [row for one in tables for row in one.rows[:: args.every]]
+    alike: dict[UnitKey, dict[Row, None]] = {}
+    for row in asked:
+        alike.setdefault(row.key, {})[row] = None
+    found: dict[Row, Predicted] = {}
+    with doing("predicting published runs") as note, planners(args.workers or WORKERS) as pool:
+        tasks = [pool.submit(predict_alike, key, tuple(rows)) for key, rows in alike.items()]
+        for task in tasks:
+            found |= {each.row: each for each in task.result()}
+            note(f"{len(found)} of {len(set(asked))} rows")
+    judged = [(one, [found[row] for row in one.rows[:: args.every]]) for one in tables]
+    print(json.dumps(as_json(judged), indent=1) if args.json else scoreboard(judged))
+    return GOOD

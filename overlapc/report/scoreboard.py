@@ -1,0 +1,152 @@
+"""`scoreboard` prints how far predictions are from published measurements, table by table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from overlapc.report.table import milliseconds, table
+from overlapc.search.public import Predicted, Table
+
+_WORST = 5
+
+
+@dataclass(frozen=True)
+class Score:
+    """The errors of a table's timed rows, as parts of what was measured, and its memory's."""
+
+    rows: int
+    middle: float = 0.0  # median of the errors' sizes
+    most: float = 0.0  # 90th percentile of them
+    bias: float = 0.0  # mean of the errors with their signs
+    spearman: float = 0.0  # of predicted and measured; 1 is the same order
+    refused: int = 0
+    memory: float | None = None  # median error's size of peaks
+    fits_right: tuple[int, int] = (0, 0)  # of so many rows known to fit or not
+
+    @staticmethod
+    def of(predicted: Sequence[Predicted]) -> Score:
+        timed = [each for each in predicted if each.row.step_ns and not each.refused]
+        refused = sum(bool(each.refused) for each in predicted)
+        errors = [each.error for each in timed]
+        sizes = sorted(map(abs, errors))
+        peaks = [
+            abs(each.peak_bytes / each.row.peak_bytes - 1)
+            for each in predicted
+            if each.row.peak_bytes and not each.refused
+        ]
+        judged = [each for each in predicted if not each.refused]
+        right = sum(each.fits == each.row.fits for each in judged)
+        fits = (right, len(judged)) if not all(each.row.fits for each in judged) else (0, 0)
+        memory = median(peaks) if peaks else None
+        if not timed:
+            return Score(0, refused=refused, memory=memory, fits_right=fits)
+        return Score(
+            len(timed),
+            median(sizes),
+            sizes[min(len(sizes) - 1, len(sizes) * 9 // 10)],
+            mean(errors),
+            spearman([each.step_ns for each in timed], [each.row.step_ns for each in timed]),
+            refused,
+            memory,
+            fits,
+        )
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """The correlation of ranks; equal values share the mean of theirs."""
+    if len(left) < 2:
+        return 1.0
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        found = [0.0] * len(values)
+        at = 0
+        while at < len(order):
+            end = at
+            while end + 1 < len(order) and values[order[end + 1]] == values[order[at]]:
+                end += 1
+            for i in order[at : end + 1]:
+                found[i] = (at + end) / 2
+            at = end + 1
+        return found
+
+    one, other = ranks(left), ranks(right)
+    a, b = mean(one), mean(other)
+    cov = sum((x - a) * (y - b) for x, y in zip(one, other, strict=True))
+    size = sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in other)
+    return float(cov / size**0.5) if size else 1.0
+
+
+def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
+    """Print a line for each table, for all that count together, and the rows that are worst."""
+    rows = [
+        ("table", "rows", "median", "90%", "bias", "Spearman", "memory", "fits or not", "refused")
+    ]
+    rows += [
+        _line(one.name + (" (calibrates)" if one.calibrates else ""), Score.of(found))
+        for one, found in judged
+    ]
+    counted = [each for one, found in judged if not one.calibrates for each in found]
+    if counted:
+        rows.append(_line("all that count", Score.of(counted)))
+    lines = table(rows)
+    for one, found in judged:
+        timed = [each for each in found if each.row.step_ns and not each.refused]
+        timed.sort(key=lambda each: -abs(each.error))
+        lines += ["", f"{one.name}: {one.source}. {one.conditions}"]
+        lines += table(
+            [
+                (
+                    f"{each.error:+.1%}",
+                    f"{milliseconds(each.step_ns)} ms, measured {milliseconds(each.row.step_ns)}",
+                    each.row.text,
+                )
+                for each in timed[:_WORST]
+            ],
+            "  ",
+        ) if timed else []
+        reasons = {each.refused for each in found if each.refused}
+        lines += [f"  refused: {reason}" for reason in sorted(reasons)]
+    return "\n".join(lines)
+
+
+def _line(name: str, score: Score) -> tuple[str, ...]:
+    right, known = score.fits_right
+    timed = score.rows > 0
+    return (
+        name,
+        str(score.rows),
+        f"{score.middle:.1%}" if timed else "-",
+        f"{score.most:.1%}" if timed else "-",
+        f"{score.bias:+.1%}" if timed else "-",
+        f"{score.spearman:.3f}" if timed else "-",
+        "-" if score.memory is None else f"{score.memory:.1%}",
+        f"{right} of {known}" if known else "-",
+        str(score.refused),
+    )
+
+
+def as_json(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "table": one.name,
+            "source": one.source,
+            "calibrates": one.calibrates,
+            "rows": [
+                {
+                    "row": each.row.text,
+                    "measured_ns": each.row.step_ns,
+                    "predicted_ns": each.step_ns,
+                    "measured_peak_bytes": each.row.peak_bytes,
+                    "predicted_peak_bytes": each.peak_bytes,
+                    "fits": each.row.fits,
+                    "refused": each.refused,
+                }
+                for each in found
+            ],
+        }
+        for one, found in judged
+    ]

@@ -1,0 +1,184 @@
+"""A table of published measurements is a TOML file, and each row of it a question that is predicted.
+
+    [same]  what all rows share          rows = "a CSV: what differs, and what was measured"
+
+A table says who measured it and under which conditions. One that `calibrates` was looked at when
+costs were chosen: its errors are shown and never counted. `step_ms` is the time of a step, `peak_gb`
+the most memory of any rank, `fits` whether the run had enough.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from overlapc.errors import FileError, OverlapcError
+from overlapc.files import StrPath, printable, read_text
+from overlapc.profiler.hardware import load_hardware
+from overlapc.search.evaluate import evaluate
+from overlapc.search.frameworks import find_framework
+from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.models import Transformer
+from overlapc.search.units import BLOCKS, Unit, UnitKey, make_unit
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VERSION = 1
+_ENOUGH = 1 << 62  # bytes of memory: what a plan takes is asked, not whether it may
+_SHAPE = {each.name: each.type for each in fields(Transformer) if each.name not in ("name",)}
+_LAYOUT = ("gpus", "batch", "microbatch", "tp", "pp", "schedule", "chunks", "sequence")
+_HOW = ("hardware", "framework", "recompute")
+_MEASURED = ("step_ms", "peak_gb", "fits")
+_TRUE = ("1", "true", "yes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run: what ran on what, divided how, and what was measured of it."""
+
+    text: str  # what sets it apart from the table's other rows
+    model: Transformer
+    cluster: Cluster
+    layout: Layout
+    recompute: str  # the baseline that plans as the run did
+    step_ns: int  # as measured, or 0
+    peak_bytes: int  # as measured, or 0
+    fits: bool
+
+    @property
+    def key(self) -> UnitKey:
+        """What is captured for the row; rows of other depths and batches share it."""
+        key = UnitKey.of(self.model, self.cluster, self.layout)
+        model = replace(self.model, layers=min(self.model.layers, BLOCKS * self.model.period))
+        return replace(key, model=model, gpus=key.tp * key.expert_ranks)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Published measurements of one source under one set of conditions."""
+
+    name: str
+    source: str
+    conditions: str
+    calibrates: bool
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What is predicted of a row, or why nothing is."""
+
+    row: Row
+    step_ns: int = 0
+    peak_bytes: int = 0
+    refused: str = ""
+
+    @property
+    def error(self) -> float:
+        """How much longer than measured the predicted step is, as a part of the measured."""
+        return self.step_ns / self.row.step_ns - 1
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.row.cluster.memory_bytes
+
+
+def predict(row: Row, unit: Unit) -> Predicted:
+    """Predict the row's step and its peak, however little memory there is."""
+    cluster = replace(row.cluster, memory_bytes=_ENOUGH)
+    try:
+        found = evaluate(row.model, cluster, row.layout, unit, row.recompute).found
+    except OverlapcError as error:
+        return Predicted(row, refused=str(error))
+    return Predicted(row, found.step_ns, max(found.peak_bytes))
+
+
+def predict_alike(key: UnitKey, rows: tuple[Row, ...]) -> list[Predicted]:
+    """Predict rows of one key, which is captured once."""
+    unit = make_unit(key)
+    return [predict(row, unit) for row in rows]
+
+
+def load_table(path: StrPath) -> Table:
+    """Read a table; FileError names the row and the column that are wrong."""
+    path = Path(path)
+    shown = printable(str(path))
+    try:
+        data = tomllib.loads(read_text(path, "table"))
+    except tomllib.TOMLDecodeError as error:
+        raise FileError(f"table {shown}: {error}; expected TOML") from error
+    if data.get("version") != VERSION:
+        raise FileError(f"table {shown}: version {data.get('version')!r}, expected {VERSION}")
+    for key in ("source", "conditions", "rows", "role"):
+        if not isinstance(data.get(key), str) or not data[key].strip():
+            raise FileError(f"table {shown}: no {key}, expected a text")
+    if data["role"] not in ("calibrates", "held out"):
+        raise FileError(
+            f"table {shown}: role {data['role']!r}, expected 'calibrates' or 'held out'"
+        )
+    same = {key: str(value) for key, value in data.get("same", {}).items()}
+    rows = []
+    for number, given in enumerate(csv.DictReader(io.StringIO(data["rows"].strip())), 1):
+        try:
+            if None in given or None in given.values():
+                raise ValueError("more or fewer cells than columns")
+            rows.append(_row(path, given, same))
+        except (ValueError, KeyError, OverlapcError) as error:
+            raise FileError(f"table {shown}: row {number}: {error}") from error
+    calibrates = data["role"] == "calibrates"
+    return Table(path.stem, data["source"], data["conditions"], calibrates, tuple(rows))
+
+
+def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
+    cells = {key: text for key, text in {**same, **given}.items() if text != ""}
+    unknown = set(cells) - {*_SHAPE, *_LAYOUT, *_HOW, *_MEASURED}
+    if unknown:
+        raise ValueError(f"unknown columns {', '.join(sorted(unknown))}")
+    shape: dict[str, Any] = {"ffn": 4 * int(cells["width"])}
+    for key in _SHAPE.keys() & cells.keys():
+        kind = str(_SHAPE[key])
+        shape[key] = cells[key] in _TRUE if kind == "bool" else cells[key]
+        shape[key] = int(cells[key]) if kind == "int" else shape[key]
+    model = Transformer(name=path.stem, **shape)
+    gpus, tp, pp = (int(cells.get(key, "1")) for key in ("gpus", "tp", "pp"))
+    if gpus % (tp * pp):
+        raise ValueError(f"{gpus} GPUs are not a multiple of tp={tp} times pp={pp}")
+    chunks = int(cells.get("chunks", "1"))
+    layout = Layout(
+        tp,
+        pp,
+        gpus // tp // pp,
+        int(cells["microbatch"]),
+        cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
+        cells.get("sequence", "") in _TRUE,
+        max(2, chunks),
+    )
+    if layout.stages > model.layers or int(cells["batch"]) % (layout.dp * layout.microbatch):
+        raise ValueError(f"{layout} does not divide {model.layers} layers and the batch")
+    framework = find_framework(cells["framework"])
+    if cells["recompute"] not in framework.plans:
+        expected = ", ".join(framework.plans)
+        raise ValueError(f"recompute {cells['recompute']!r}: expected one of {expected}")
+    hardware = cells["hardware"]
+    if hardware.endswith(".toml"):
+        hardware = str(path.parent / hardware)
+    machine = load_hardware(hardware)
+    where = machine.gpus_per_node, machine.memory_bytes, int(cells["batch"])
+    return Row(
+        ",".join(given.values()),
+        model,
+        Cluster(hardware, gpus, *where, framework=framework.name),
+        layout,
+        framework.plans[cells["recompute"]],
+        round(float(cells.get("step_ms", "0")) * 1e6),
+        round(float(cells.get("peak_gb", "0")) * 1e9),
+        cells.get("fits", "true") in _TRUE,
+    )
