@@ -189,7 +189,8 @@ def stage_parameters(
     last = len(counts) - 1
     alone = last in layout.stages_of(0)  # with the embedding, which tied weights need only once
     for stage, layers in enumerate(counts):
-        dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.dp))
+        first = max(0, min(layers, model.dense_first - sum(counts[:stage])))
+        dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.dp), first)
         if stage == 0:
             dense += model.vocab * model.width // layout.tp
         if stage == last and not (model.tied and alone):

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from overlapc.errors import FileError, OptionError
-from overlapc.files import printable, read_json
+from overlapc.errors import OptionError
 
 if TYPE_CHECKING:
     from overlapc.search.own import OwnModel
@@ -32,6 +31,19 @@ class Transformer:
     top_k: int = 0
     expert_width: int = 0
     moe_every: int = 1
+    dense_first: int = 0  # layers without experts, before all others
+    shared_width: int = 0  # of the experts that every token meets, together
+    head_width: int = 0  # 0: all heads together are as wide as the model
+    # Latent attention: queries, and keys and values, come of a product of two thin matrices. Then
+    # `head_width` is that of a key without what turns with its position.
+    q_rank: int = 0  # 0: queries do not
+    kv_rank: int = 0  # 0: no latent attention
+    rope_width: int = 0
+    value_width: int = 0
+    head_norms: bool = False  # of queries and keys
+    post_norms: bool = False  # of what attention and MLP give
+    layer_extra: int = 0  # parameters of a layer that are no matrix: biases, sinks
+    expert_extra: int = 0  # of a layer with experts, besides
     unfused: str = ""  # of attention, softmax, norm: what its framework runs op by op
     dropout: bool = False
     source: str = ""
@@ -44,7 +56,8 @@ class Transformer:
                 raise OptionError(
                     f"model {self.name}: {name}={value!r}, expected a whole number from 1 to {most}"
                 )
-        if self.width % self.heads or (self.kv_heads and self.heads % self.kv_heads):
+        divided = self.head_width or self.width % self.heads == 0
+        if not divided or (self.kv_heads and self.heads % self.kv_heads):
             raise OptionError(
                 f"model {self.name}: width {self.width}, heads {self.heads}, kv_heads "
                 f"{self.kv_heads}: expected each to divide the one before"
@@ -60,12 +73,13 @@ class Transformer:
         return False  # its ends are not those of a user's module
 
     @property
-    def kv_width(self) -> int:
-        return self.width // self.heads * (self.kv_heads or self.heads)
+    def head(self) -> int:
+        """How wide a head's query is."""
+        return (self.head_width or self.width // self.heads) + self.rope_width
 
     @property
     def moe_layers(self) -> int:
-        return self.layers // self.moe_every if self.experts else 0
+        return (self.layers - self.dense_first) // self.moe_every if self.experts else 0
 
     @property
     def period(self) -> int:
@@ -74,27 +88,58 @@ class Transformer:
 
     @property
     def attention_parameters(self) -> int:
-        return 2 * self.width * self.width + 2 * self.width * self.kv_width
+        """Of matrices that tensor-parallel ranks divide."""
+        queries = self.heads * self.head
+        if not self.kv_rank:
+            kv = (self.kv_heads or self.heads) * self.head
+            return self.width * (2 * queries + 2 * kv)
+        given = self.heads * (self.head_width + self.value_width)
+        out = self.heads * self.value_width * self.width
+        return (self.q_rank or self.width) * queries + self.kv_rank * given + out
+
+    @property
+    def thin_parameters(self) -> int:
+        """Of latent attention's first matrices, which every rank has whole."""
+        return self.width * (self.q_rank + self.kv_rank + self.rope_width) if self.kv_rank else 0
 
     @property
     def norm_parameters(self) -> int:
         return self.width * (1 if self.gated else 2)
 
+    @property
+    def small_parameters(self) -> int:
+        """Of a layer's norms, and what else is no matrix."""
+        norms = self.norm_parameters * (4 if self.post_norms else 2)
+        norms += 2 * self.head if self.head_norms else 0
+        return norms + (self.q_rank + self.kv_rank if self.kv_rank else 0) + self.layer_extra
+
     def mlp_parameters(self, inner: int) -> int:
         return (3 if self.gated else 2) * self.width * inner
+
+    @property
+    def gate_parameters(self) -> int:
+        """Of what a layer with experts has besides: the router, the shared experts."""
+        router = self.experts * self.width + self.expert_extra
+        return router + self.mlp_parameters(self.shared_width)
 
     def splits(self, tp: int) -> bool:
         """Whether so many tensor-parallel ranks each get a whole part of everything."""
         if self.kv_heads and self.kv_heads % tp and tp % self.kv_heads:
             return False
+        if self.shared_width % tp:
+            return False
         return not (self.heads % tp or self.vocab % tp or self.ffn % tp)
 
-    def held(self, layers: int, tp: int, expert_ranks: int) -> tuple[int, int]:
-        """(dense, of experts) parameters of so many layers on one rank."""
-        moe = layers // self.period if self.experts else 0
-        dense = layers * (self.attention_parameters // tp + 2 * self.norm_parameters)
-        dense += (layers - moe) * self.mlp_parameters(self.ffn) // tp
-        dense += moe * self.experts * self.width
+    def held(
+        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0
+    ) -> tuple[int, int]:
+        """(dense, of experts) parameters of so many layers on one rank, the first of them without
+        experts."""
+        moe = (layers - dense_first) // self.period if self.experts else 0
+        each = self.attention_parameters // tp + self.thin_parameters + self.small_parameters
+        dense = layers * each + (layers - moe) * self.mlp_parameters(self.ffn) // tp
+        dense += moe * (self.experts * self.width + self.expert_extra)
+        dense += moe * self.mlp_parameters(self.shared_width) // tp
         here = moe * (self.experts // expert_ranks)
         return dense, here * self.mlp_parameters(self.expert_width)
 
@@ -118,9 +163,9 @@ class Transformer:
     def parameters(self) -> int:
         """How many parameters the whole model has."""
         dense = self.layers - self.moe_layers
-        blocks = self.layers * (self.attention_parameters + 2 * self.norm_parameters)
-        blocks += dense * self.mlp_parameters(self.ffn)
-        experts = self.experts * (self.mlp_parameters(self.expert_width) + self.width)
+        each = self.attention_parameters + self.thin_parameters + self.small_parameters
+        blocks = self.layers * each + dense * self.mlp_parameters(self.ffn)
+        experts = self.experts * self.mlp_parameters(self.expert_width) + self.gate_parameters
         ends = self.vocab * self.width * (1 if self.tied else 2) + self.norm_parameters
         return blocks + self.moe_layers * experts + ends
 
@@ -128,10 +173,12 @@ class Transformer:
         """Flops of forward and backward, without recompute, as MFU counts them: six for each weight
         of a matrix that a token meets, and attention without a mask."""
         dense = self.layers - self.moe_layers
-        met = self.layers * self.attention_parameters + dense * self.mlp_parameters(self.ffn)
-        routed = self.top_k * self.mlp_parameters(self.expert_width) + self.experts * self.width
+        met = self.layers * (self.attention_parameters + self.thin_parameters)
+        met += dense * self.mlp_parameters(self.ffn)
+        routed = self.top_k * self.mlp_parameters(self.expert_width) + self.gate_parameters
         met += self.moe_layers * routed + self.vocab * self.width
-        return 6 * met + 12 * self.layers * self.width * self.seq
+        mixed = self.heads * (self.head + (self.value_width or self.head))
+        return 6 * met + 6 * self.layers * mixed * self.seq
 
 
 Model: TypeAlias = "Transformer | OwnModel"
@@ -200,96 +247,6 @@ def find_model(name: str) -> Model:
             f"model {name!r}: expected a preset ({', '.join(PRESETS)}), a config.json, or "
             "module:function of your own"
         )
+    from overlapc.search.configs import from_config
+
     return from_config(path)
-
-
-_PADDED = 128  # to a multiple of which Megatron pads vocabularies
-# our name -> what HuggingFace's families call it
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "width": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab": ("vocab_size",),
-    "seq": ("max_position_embeddings", "n_positions", "n_ctx"),
-}
-
-
-_GATED = ("silu", "swiglu", "geglu")
-_GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text")  # whatever their activation is called
-_TIED_TYPES = ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt")
-# What changes the model's size or work and has no counterpart here, with values that change nothing
-_UNKNOWN = {
-    "n_shared_experts": 0,
-    "shared_expert_intermediate_size": 0,
-    "first_k_dense_replace": 0,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "kv_lora_rank": 0,
-}
-
-
-def _named(path: Path) -> str:
-    """A config by its file, or by its folder where every file has that name."""
-    called = path.resolve().parent.name if path.stem == "config" else path.stem
-    return printable(called) or "model"
-
-
-def from_config(path: str | Path) -> Transformer:
-    """Read the model that a HuggingFace `config.json` describes, its vocabulary padded as Megatron
-    does."""
-    name, path = _named(Path(path)), Path(path)
-    shown = printable(str(path))
-    try:
-        found = read_json(path, "config")
-    except FileError as error:
-        raise FileError(f"{error}; expected a HuggingFace config.json") from None
-    if not isinstance(found, dict):
-        raise FileError(f"{shown}: found {type(found).__name__}, expected a JSON object")
-
-    def number(key: str, *names: str, default: int | None = None) -> int:
-        for name in names:
-            value = found.get(name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
-                raise FileError(f"{shown}: {name} is {value!r}, expected a number")
-            return value
-        if default is None:
-            raise FileError(f"{shown}: no {' or '.join(names)}, expected the model's {key}")
-        return default
-
-    for key, harmless in _UNKNOWN.items():
-        if found.get(key) not in (None, harmless):
-            raise FileError(
-                f"{shown}: {key} is {found[key]!r}, which the search has no model of; expected "
-                "none: without that line it is a model near yours that is searched"
-            )
-    known = {key: number(key, *names) for key, names in _NAMES.items()}
-    head = number("head width", "head_dim", default=0)
-    if head and head * known["heads"] != known["width"]:
-        raise FileError(
-            f"{shown}: {known['heads']} heads of {head} are not the width, {known['width']}; the "
-            "search has no model of that: without head_dim it is a model near yours"
-        )
-    known["vocab"] += -known["vocab"] % _PADDED
-    kind = str(found.get("model_type") or "")
-    experts = number("experts", "num_local_experts", "n_routed_experts", "num_experts", default=0)
-    ffn = number("ffn", "intermediate_size", "n_inner", "ffn_dim", default=4 * known["width"])
-    model = Transformer(
-        name,
-        ffn=ffn,
-        kv_heads=number(
-            "kv_heads",
-            "num_key_value_heads",
-            "num_kv_heads",
-            default=1 if found.get("multi_query") is True else 0,
-        ),
-        gated=str(found.get("hidden_act", "")) in _GATED or kind in _GATED_TYPES,
-        tied=bool(found.get("tie_word_embeddings", kind in _TIED_TYPES)),
-        experts=experts,
-        top_k=number("top_k", "num_experts_per_tok", default=2 if experts else 0),
-        expert_width=number("expert width", "moe_intermediate_size", default=ffn) if experts else 0,
-        source=shown,
-        **known,
-    )
-    return replace(model, seq=min(model.seq, 8192)) if model.seq > 8192 else model

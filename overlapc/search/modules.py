@@ -40,10 +40,11 @@ class Ranks:
 
 
 class Norm(nn.Module):
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, width: int = 0) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(model.width))
-        self.shift = None if model.gated else nn.Parameter(torch.empty(model.width))
+        width = width or model.width
+        self.scale = nn.Parameter(torch.empty(width))
+        self.shift = None if model.gated else nn.Parameter(torch.empty(width))
         self.unfused = "norm" in getattr(model, "unfused", "")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,19 +62,26 @@ class Attention(nn.Module):
 
     def __init__(self, model: Transformer, ranks: Ranks) -> None:
         super().__init__()
-        self.ranks, self.head_width = ranks, model.width // model.heads
+        self.ranks, self.head_width = ranks, model.head
         self.heads = model.heads // ranks.count
         self.kv_heads = max(1, (model.kv_heads or model.heads) // ranks.count)
         self.unfused, self.drop = model.unfused, _DROPPED if model.dropout else 0.0
         self.qkv = _linear(model.width, (self.heads + 2 * self.kv_heads) * self.head_width)
         self.out = _linear(self.heads * self.head_width, model.width)
+        self.turns = model.gated  # with its position, as rotary embeddings turn queries and keys
+        self.norms = nn.ModuleList(Norm(model, model.head) for _ in range(2 * model.head_norms))
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [n * self.head_width for n in (self.heads, self.kv_heads, self.kv_heads)]
         parts = self.qkv(self.ranks.enter(x)).split(sizes, -1)
         if "attention" in self.unfused:
             return self.ranks.leave(self.out(self.by_products(*parts)))
-        q, k, v = (self.by_head(p.unflatten(-1, (-1, self.head_width))) for p in parts)
+        q, k, v = (p.unflatten(-1, (-1, self.head_width)) for p in parts)
+        if self.norms:
+            q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
+        if self.turns:
+            q, k = _turned(q), _turned(k)
+        q, k, v = map(self.by_head, (q, k, v))
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
@@ -101,10 +109,42 @@ class Attention(nn.Module):
         return x.permute(2, 0, 1, 3) if back else x.permute(1, 2, 0, 3)
 
 
-class MLP(nn.Module):
+class LatentAttention(Attention):
+    """Attention whose queries, and whose keys and values, come of a product of two thin matrices
+    (DeepSeek's). Ranks have the first of the two whole, and divide the heads of the second."""
+
     def __init__(self, model: Transformer, ranks: Ranks) -> None:
+        nn.Module.__init__(self)
+        self.ranks, self.model = ranks, model
+        self.heads = heads = model.heads // ranks.count
+        self.q_thin = _linear(model.width, model.q_rank) if model.q_rank else nn.Identity()
+        self.q_norm = Norm(model, model.q_rank) if model.q_rank else nn.Identity()
+        self.q = _linear(model.q_rank or model.width, heads * model.head)
+        self.kv_thin = _linear(model.width, model.kv_rank + model.rope_width)
+        self.kv_norm = Norm(model, model.kv_rank)
+        self.kv = _linear(model.kv_rank, heads * (model.head_width + model.value_width))
+        self.out = _linear(heads * model.value_width, model.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        model, x = self.model, self.ranks.enter(x)
+        q = self.q(self.q_norm(self.q_thin(x))).unflatten(-1, (self.heads, model.head))
+        thin, turned = self.kv_thin(x).split([model.kv_rank, model.rope_width], -1)
+        kv = self.kv(self.kv_norm(thin)).unflatten(-1, (self.heads, -1))
+        keys, values = kv.split([model.head_width, model.value_width], -1)
+        turned = _turned(turned).unsqueeze(-2).expand(*keys.shape[:-1], model.rope_width)
+        k = torch.cat([keys, turned], -1)
+        # Kernels want values as wide as keys.
+        v = F.pad(values, (0, model.head - model.value_width))
+        q, k, v = (self.by_head(t) for t in (_turned(q), k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.by_head(mixed, back=True)[..., : model.value_width]
+        return self.ranks.leave(self.out(mixed.flatten(2)))
+
+
+class MLP(nn.Module):
+    def __init__(self, model: Transformer, ranks: Ranks, inner: int) -> None:
         super().__init__()
-        inner = model.ffn // ranks.count
+        inner //= ranks.count
         self.ranks, self.gated = ranks, model.gated
         self.up = _linear(model.width, inner * (2 if model.gated else 1))
         self.down = _linear(inner, model.width)
@@ -150,14 +190,21 @@ class Experts(nn.Module):
 class Block(nn.Module):
     def __init__(self, model: Transformer, tensor: Ranks, expert: Ranks, has_experts: bool) -> None:
         super().__init__()
-        self.attn_norm, self.attn = Norm(model), Attention(model, tensor)
+        attention = LatentAttention if model.kv_rank else Attention
+        self.attn_norm, self.attn = Norm(model), attention(model, tensor)
         self.norm = Norm(model)
-        self.rest = Experts(model, expert) if has_experts else MLP(model, tensor)
+        self.rest = Experts(model, expert) if has_experts else MLP(model, tensor, model.ffn)
+        shared = has_experts and model.shared_width
+        self.shared = MLP(model, tensor, model.shared_width) if shared else None
+        self.post = nn.ModuleList(Norm(model) for _ in range(2 * model.post_norms))
         self.drop = _DROPPED if model.dropout else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.attn(self.attn_norm(x)), self.drop, self.drop > 0)
-        return x + F.dropout(self.rest(self.norm(x)), self.drop, self.drop > 0)
+        first, last = self.post or (nn.Identity(), nn.Identity())
+        x = x + F.dropout(first(self.attn(self.attn_norm(x))), self.drop, self.drop > 0)
+        given = self.norm(x)
+        made = self.rest(given) if self.shared is None else self.rest(given) + self.shared(given)
+        return x + F.dropout(last(made), self.drop, self.drop > 0)
 
 
 class Blocks(nn.Module):
@@ -200,6 +247,11 @@ class Head(nn.Module):
 
 def _linear(takes: int, gives: int) -> nn.Linear:
     return nn.Linear(takes, gives, bias=False)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Stand for a rotary embedding's kernel: as many bytes move, and nothing is kept."""
+    return x.neg()
 
 
 def _act(x: Tensor, gated: bool) -> Tensor:

@@ -80,6 +80,7 @@ class OwnModel:
     tied: bool
     source: str = "the function's own block; embedding and head as a GPT's"
     period: int = 1
+    dense_first: int = 0
     gated: bool = False
     whole: bool = False  # with its ends
 
@@ -94,7 +95,9 @@ class OwnModel:
     def splits(self, tp: int) -> bool:
         return self.heads % tp == 0 and self.vocab % tp == 0
 
-    def held(self, layers: int, tp: int, expert_ranks: int) -> tuple[int, int]:
+    def held(
+        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0
+    ) -> tuple[int, int]:
         """(dense, of experts) parameters of so many layers on one rank: what is divided over the
         experts' ranks are experts."""
         here, alone = (_counts(self.name, tp, ranks) for ranks in (expert_ranks, 1))

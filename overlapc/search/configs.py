@@ -1,0 +1,203 @@
+"""`from_config` reads the model that a HuggingFace `config.json` describes.
+
+What changes a model's size or work and has no counterpart in `Transformer` is an error that names
+it. What changes its work alone and a little is named in the model's source instead: windows of
+attention are planned as whole sequences, heads that predict further tokens are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overlapc.errors import FileError
+from overlapc.files import printable, read_json
+from overlapc.search.models import Transformer
+
+_PADDED = 128  # to a multiple of which Megatron pads vocabularies
+_LONGEST = 8192  # tokens that are planned by default, whatever the model could take
+# our name -> what HuggingFace's families call it
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+    "seq": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
+}
+_GATED = ("silu", "swish", "swiglu", "geglu")
+# whatever their activation is called
+_GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm")
+_TIED_TYPES = ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt")
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+_POST_NORMS = ("gemma2", "gemma3", "gemma3_text")
+_QKV_BIASES = ("qwen2", "qwen2_moe", "chatglm")
+# Where a file leaves out what its family's code has as the default.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 256},
+    "gemma3_text": {"head_dim": 256},
+    "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1},
+}
+# What changes the model's size or work and has no counterpart here, with values that change nothing
+_UNKNOWN = {
+    "mlp_only_layers": [],
+    "ffn_config": None,
+    "layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "ssm_state_size": None,
+    "mamba_d_state": None,
+    "linear_num_key_heads": None,
+    "index_topk": None,
+    "hc_mult": None,
+    "altup_num_inputs": None,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "cross_attention_layers": None,
+    "is_encoder_decoder": False,
+    "moe_layer_freq": 1,
+}
+
+
+def from_config(path: str | Path) -> Transformer:
+    """Read the model of a `config.json`, its vocabulary padded as Megatron does; of a model of text
+    and pictures, the text's."""
+    path = Path(path)
+    shown = printable(str(path))
+    try:
+        found = read_json(path, "config")
+    except FileError as error:
+        raise FileError(f"{error}; expected a HuggingFace config.json") from None
+    if not isinstance(found, dict):
+        raise FileError(f"{shown}: found {type(found).__name__}, expected a JSON object")
+    notes = []
+    if isinstance(found.get("text_config"), dict):
+        outer = {key: value for key, value in found.items() if key == "tie_word_embeddings"}
+        found = outer | found["text_config"]
+        notes.append("its text model alone")
+    kind = str(found.get("model_type") or "")
+    config = _Config(shown, _DEFAULTS.get(kind, {}) | found, kind)
+    config.refuse_unknown()
+    shape = config.ends() | config.attention() | config.experts() | config.small()
+    notes += config.left_out()
+    return Transformer(_named(path), source="; ".join((shown, *notes)), **shape)
+
+
+def _named(path: Path) -> str:
+    """A config by its file, or by its folder where every file has that name."""
+    called = path.resolve().parent.name if path.stem == "config" else path.stem
+    return printable(called) or "model"
+
+
+@dataclass(frozen=True)
+class _Config:
+    shown: str
+    found: Mapping[str, Any]
+    kind: str  # the family
+
+    def refuse_unknown(self) -> None:
+        for key, harmless in _UNKNOWN.items():
+            if self.found.get(key) not in (None, harmless):
+                raise FileError(
+                    f"{self.shown}: {key} is {self.found[key]!r}, which the search has no model of; "
+                    "expected none: without that line it is a model near yours that is searched"
+                )
+
+    def number(self, key: str, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.found.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
+                raise FileError(f"{self.shown}: {name} is {value!r}, expected a number")
+            return value
+        if default is None:
+            raise FileError(f"{self.shown}: no {' or '.join(names)}, expected the model's {key}")
+        return default
+
+    def ends(self) -> dict[str, Any]:
+        shape: dict[str, Any] = {key: self.number(key, *names) for key, names in _NAMES.items()}
+        shape["vocab"] += -shape["vocab"] % _PADDED
+        shape["seq"] = min(shape["seq"], _LONGEST)
+        names = "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"
+        shape["ffn"] = self.number("ffn", *names, default=4 * shape["width"])
+        act = self.found.get("hidden_act", self.found.get("hidden_activation", ""))
+        shape["gated"] = str(act) in _GATED or self.kind in _GATED_TYPES
+        shape["tied"] = bool(self.found.get("tie_word_embeddings", self.kind in _TIED_TYPES))
+        return shape
+
+    def attention(self) -> dict[str, Any]:
+        heads, width = (self.number(key, *_NAMES[key]) for key in ("heads", "width"))
+        if self.number("latent rank", "kv_lora_rank", default=0):
+            return {
+                "q_rank": self.number("queries' rank", "q_lora_rank", default=0),
+                "kv_rank": self.number("keys' rank", "kv_lora_rank"),
+                "head_width": self.number("key width", "qk_nope_head_dim"),
+                "rope_width": self.number("turning width", "qk_rope_head_dim"),
+                "value_width": self.number("value width", "v_head_dim"),
+            }
+        one = self.found.get("multi_query") is True
+        names = "num_key_value_heads", "num_kv_heads", "multi_query_group_num"
+        head = self.number("head width", "head_dim", "kv_channels", default=0)
+        return {
+            "kv_heads": self.number("kv_heads", *names, default=int(one)),
+            "head_width": 0 if head * heads == width else head,
+            "head_norms": self.kind in _HEAD_NORMS or self.found.get("use_qk_norm") is True
+            and self.kind != "llama4_text",  # whose norms have no weights
+            "post_norms": self.kind in _POST_NORMS,
+        }
+
+    def experts(self) -> dict[str, Any]:
+        names = "num_local_experts", "n_routed_experts", "num_experts"
+        experts = self.number("experts", *names, default=0)
+        if not experts:
+            return {}
+        ffn = self.ends()["ffn"]
+        of_one = self.number("expert width", "moe_intermediate_size", default=0)
+        if not of_one:
+            of_one = self.number("expert width", "intermediate_size", default=ffn)
+        each = self.number("shared experts", "n_shared_experts", "num_shared_experts", default=0)
+        shared = self.number("shared", "shared_expert_intermediate_size", default=each * of_one)
+        step = "decoder_sparse_step", "interleave_moe_layer_step"
+        return {
+            "experts": experts,
+            "top_k": self.number("top_k", "num_experts_per_tok", "moe_topk", default=2),
+            "expert_width": of_one,
+            "moe_every": max(1, self.number("step of experts", *step, default=1)),
+            "dense_first": self.number("first layers", "first_k_dense_replace", default=0),
+            "shared_width": of_one if self.kind == "llama4_text" else shared,
+        }
+
+    def small(self) -> dict[str, Any]:
+        """What is no matrix: biases, and what a family has besides."""
+        given = {**self.ends(), **self.attention(), **self.experts()}
+        heads, width, experts = given["heads"], given["width"], given.get("experts", 0)
+        if given.get("kv_rank"):
+            score = "topk_method", "noaux_tc"
+            return {"expert_extra": experts if self.found.get(score[0]) == score[1] else 0}
+        head = given["head_width"] or width // heads
+        rows = (heads + 2 * (given["kv_heads"] or heads)) * head
+        every = self.found.get("attention_bias") is True
+        biases = rows if every or self.kind in _QKV_BIASES else 0
+        extra = {"layer_extra": biases, "expert_extra": 0}
+        if self.kind == "gpt_oss":  # sinks, and biases of everything
+            extra["layer_extra"] += heads + width
+            extra["expert_extra"] = experts * (1 + 2 * given["expert_width"] + width)
+        elif self.kind in ("gpt2", "opt", "bloom"):
+            extra["layer_extra"] = rows + 2 * width + given["ffn"]
+        elif self.kind == "glm4_moe":
+            extra["expert_extra"] = experts
+        elif self.kind == "qwen2_moe":
+            extra["expert_extra"] = width  # the shared expert's gate
+        return extra
+
+    def left_out(self) -> list[str]:
+        notes = []
+        window = self.found.get("sliding_window")
+        if window and self.found.get("use_sliding_window") is not False:
+            notes.append(f"its windows of {window} tokens are planned as whole sequences")
+        if self.found.get("num_nextn_predict_layers"):
+            notes.append("without its heads that predict further tokens")
+        if self.found.get("first_k_dense_replace"):
+            notes.append("its first layers take the time of those with experts")
+        return notes

@@ -1,0 +1,199 @@
+"""Models that people train are read from their `config.json`, with as many parameters as they have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlapc.errors import FileError
+from overlapc.search.configs import from_config
+from overlapc.search.layouts import Layout, stage_parameters
+
+
+def llama(layers: int, width: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> Any:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    } | more
+
+
+def deepseek(layers: int, width: int, heads: int, ffn: int, vocab: int, **more: Any) -> Any:
+    latent = {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "moe_layer_freq": 1,
+    }
+    return llama(layers, width, heads, heads, ffn, vocab, **latent) | more
+
+
+QWEN_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+V3 = {
+    "q_lora_rank": 1536,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+}
+# name -> (config.json, parameters as its checkpoint has them, without heads for further tokens)
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen3-8B": (
+        llama(36, 4096, 32, 8, 12288, 151936, model_type="qwen3", head_dim=128),
+        8_190_735_360,
+    ),
+    "Qwen3-0.6B": (
+        llama(
+            28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128, tie_word_embeddings=True
+        ),
+        596_049_920,
+    ),
+    "Qwen3-30B-A3B": (
+        llama(48, 2048, 32, 4, 6144, 151936, moe_intermediate_size=768) | QWEN_MOE,
+        30_532_122_624,
+    ),
+    "Qwen3-235B-A22B": (
+        llama(94, 4096, 64, 4, 12288, 151936, moe_intermediate_size=1536) | QWEN_MOE,
+        235_093_634_560,
+    ),
+    "Qwen2.5-7B": (
+        llama(28, 3584, 28, 4, 18944, 152064, model_type="qwen2"),
+        7_615_616_512,
+    ),
+    "Llama-3.1-8B": (llama(32, 4096, 32, 8, 14336, 128256), 8_030_261_248),
+    "Llama-3.1-405B": (llama(126, 16384, 128, 8, 53248, 128256), 405_853_388_800),
+    "Llama-3.2-1B": (
+        llama(16, 2048, 32, 8, 8192, 128256, tie_word_embeddings=True, head_dim=64),
+        1_235_814_400,
+    ),
+    "Mistral-7B": (
+        llama(32, 4096, 32, 8, 14336, 32000, model_type="mistral", sliding_window=4096),
+        7_241_732_096,
+    ),
+    "Mistral-Nemo": (
+        llama(40, 5120, 32, 8, 14336, 131072, model_type="mistral", head_dim=128),
+        12_247_782_400,
+    ),
+    "Phi-4": (llama(40, 5120, 40, 10, 17920, 100352, model_type="phi3"), 14_659_507_200),
+    "gemma-2-9b": (
+        llama(
+            42, 3584, 16, 8, 14336, 256000, model_type="gemma2", head_dim=256,
+            hidden_act="gelu_pytorch_tanh", sliding_window=4096, tie_word_embeddings=True,
+        ),
+        9_241_705_984,
+    ),
+    "gemma-3-1b": (
+        llama(
+            26, 1152, 4, 1, 6912, 262144, model_type="gemma3_text", head_dim=256,
+            hidden_activation="gelu_pytorch_tanh", sliding_window=512, tie_word_embeddings=True,
+        ),
+        999_885_952,
+    ),
+    "DeepSeek-V2-Lite": (
+        deepseek(
+            27, 2048, 16, 10944, 102400, moe_intermediate_size=1408, n_routed_experts=64,
+            num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=None,
+        ),
+        15_706_484_224,
+    ),
+    "DeepSeek-V2": (
+        deepseek(
+            60, 5120, 128, 12288, 102400, moe_intermediate_size=1536, n_routed_experts=160,
+            num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=1536,
+        ),
+        235_741_434_880,
+    ),
+    "DeepSeek-V3": (
+        deepseek(61, 7168, 128, 18432, 129280, n_routed_experts=256, first_k_dense_replace=3) | V3,
+        671_026_419_200,
+    ),
+    "Kimi-K2": (
+        deepseek(61, 7168, 64, 18432, 163840, n_routed_experts=384, first_k_dense_replace=1) | V3,
+        1_026_408_232_448,
+    ),
+    "gpt-oss-20b": (
+        llama(
+            24, 2880, 64, 8, 2880, 201088, model_type="gpt_oss", head_dim=64, attention_bias=True,
+            num_local_experts=32, num_experts_per_tok=4, sliding_window=128,
+        ),
+        20_914_757_184,
+    ),
+    "gpt-oss-120b": (
+        llama(
+            36, 2880, 64, 8, 2880, 201088, model_type="gpt_oss", head_dim=64, attention_bias=True,
+            num_local_experts=128, num_experts_per_tok=4, sliding_window=128,
+        ),
+        116_829_156_672,
+    ),
+    "GLM-4.5-Air": (
+        llama(
+            46, 4096, 96, 8, 10944, 151552, model_type="glm4_moe", head_dim=128, attention_bias=True,
+            use_qk_norm=False, n_routed_experts=128, num_experts_per_tok=8, n_shared_experts=1,
+            moe_intermediate_size=1408, first_k_dense_replace=1, num_nextn_predict_layers=1,
+        ),
+        106_852_245_504,
+    ),
+    "Llama-4-Scout": (
+        {
+            "model_type": "llama4",
+            "text_config": llama(
+                48, 5120, 40, 8, 8192, 202048, model_type="llama4_text", head_dim=128,
+                intermediate_size_mlp=16384, num_local_experts=16, num_experts_per_tok=1,
+                interleave_moe_layer_step=1, use_qk_norm=True,
+            ),
+        },
+        107_769_994_240,
+    ),
+}  # fmt: skip
+
+
+def read(folder: Path, config: dict[str, Any]) -> Any:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return from_config(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> None:
+    config, parameters = PUBLISHED[name]
+    model = read(tmp_path, config)
+    assert model.parameters() == pytest.approx(parameters, rel=1e-3)
+    for pp in (1, 4):
+        over_stages = sum(map(sum, stage_parameters(model, Layout(1, pp, 1, 1))))
+        tied_twice = model.vocab * model.width * (model.tied and pp > 1)
+        assert over_stages == model.parameters() + tied_twice
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mlp_only_layers": [3]}, {"index_topk": 2048}, {"ssm_state_size": 16}, {"moe_layer_freq": 2}],
+)
+def test_what_has_no_counterpart_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    config, _ = PUBLISHED["Qwen3-30B-A3B"]
+    with pytest.raises(FileError, match=f"{next(iter(change))} is .* has no model of"):
+        read(tmp_path, config | change)
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    assert "windows of 128 tokens" in read(tmp_path, PUBLISHED["gpt-oss-20b"][0]).source
+    assert "further tokens" in read(tmp_path, PUBLISHED["DeepSeek-V3"][0]).source
+    assert "text model alone" in read(tmp_path, PUBLISHED["Llama-4-Scout"][0]).source
