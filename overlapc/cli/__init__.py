@@ -22,6 +22,7 @@ from overlapc.cli.report import declare_report
 from overlapc.cli.search import declare_search
 from overlapc.cli.shared import FAILED, GOOD, USAGE, say
 from overlapc.cli.timelines import declare_show, declare_simulate
+from overlapc.cli.trace import declare_trace
 from overlapc.cli.validate import declare_validate
 from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule, OverlapcError
 
@@ -39,6 +40,7 @@ _COMMANDS = (  # in the order of --help
     declare_verify,
     declare_profile,
     declare_show,
+    declare_trace,
     declare_validate,
 )
 

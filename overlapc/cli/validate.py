@@ -33,7 +33,9 @@ def _validate(args: argparse.Namespace) -> int:
     from overlapc.search.units import UnitKey
 
     given = args.tables or [_HERE]
-    paths = [p for path in given for p in (sorted(path.glob("*.toml")) if path.is_dir() else [path])]
+    paths = [
+        p for path in given for p in (sorted(path.glob("*.toml")) if path.is_dir() else [path])
+    ]
     if not paths or not all(path.exists() for path in paths):
         raise OptionError(
             f"no tables at {', '.join(map(str, given))}; expected .toml files or folders of them, "

@@ -2,8 +2,8 @@
 
 Every figure in such a file is a table `{ value = 312e12, source = "where it is from" }`, so that
 an estimate can say what it stands on; `Hardware.sources` keeps the sources by dotted key. To
-describe a machine of your own, give `load_hardware` the path of a file with `base = "..."`, the name
-of the nearest, and what is different.
+describe a machine of your own, give `load_hardware` the path of a file with what is different from
+the nearest, whose name is its `base`.
 """
 
 from __future__ import annotations

@@ -97,17 +97,15 @@ def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
         timed = [each for each in found if each.row.step_ns and not each.refused]
         timed.sort(key=lambda each: -abs(each.error))
         lines += ["", f"{one.name}: {one.source}. {one.conditions}"]
-        lines += table(
-            [
-                (
-                    f"{each.error:+.1%}",
-                    f"{milliseconds(each.step_ns)} ms, measured {milliseconds(each.row.step_ns)}",
-                    each.row.text,
-                )
-                for each in timed[:_WORST]
-            ],
-            "  ",
-        ) if timed else []
+        worst = [
+            (
+                f"{each.error:+.1%}",
+                f"{milliseconds(each.step_ns)} ms, measured {milliseconds(each.row.step_ns)}",
+                each.row.text,
+            )
+            for each in timed[:_WORST]
+        ]
+        lines += table(worst, "  ") if worst else []
         reasons = {each.refused for each in found if each.refused}
         lines += [f"  refused: {reason}" for reason in sorted(reasons)]
     return "\n".join(lines)

@@ -99,8 +99,8 @@ class _Config:
         for key, harmless in _UNKNOWN.items():
             if self.found.get(key) not in (None, harmless):
                 raise FileError(
-                    f"{self.shown}: {key} is {self.found[key]!r}, which the search has no model of; "
-                    "expected none: without that line it is a model near yours that is searched"
+                    f"{self.shown}: {key} is {self.found[key]!r}, which the search has no model "
+                    "of; expected none: without that line it is a model near yours that is searched"
                 )
 
     def number(self, key: str, *names: str, default: int | None = None) -> int:
@@ -119,7 +119,13 @@ class _Config:
         shape: dict[str, Any] = {key: self.number(key, *names) for key, names in _NAMES.items()}
         shape["vocab"] += -shape["vocab"] % _PADDED
         shape["seq"] = min(shape["seq"], _LONGEST)
-        names = "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"
+        names = (
+            "intermediate_size_mlp",
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+        )
         shape["ffn"] = self.number("ffn", *names, default=4 * shape["width"])
         act = self.found.get("hidden_act", self.found.get("hidden_activation", ""))
         shape["gated"] = str(act) in _GATED or self.kind in _GATED_TYPES
@@ -142,8 +148,7 @@ class _Config:
         return {
             "kv_heads": self.number("kv_heads", *names, default=int(one)),
             "head_width": 0 if head * heads == width else head,
-            "head_norms": self.kind in _HEAD_NORMS or self.found.get("use_qk_norm") is True
-            and self.kind != "llama4_text",  # whose norms have no weights
+            "head_norms": self.kind in _HEAD_NORMS or self.found.get("use_qk_norm") is True,
             "post_norms": self.kind in _POST_NORMS,
         }
 
@@ -180,6 +185,8 @@ class _Config:
         every = self.found.get("attention_bias") is True
         biases = rows if every or self.kind in _QKV_BIASES else 0
         extra = {"layer_extra": biases, "expert_extra": 0}
+        if self.kind == "llama4_text":  # its norms of heads have no weights
+            extra["layer_extra"] -= 2 * head if given["head_norms"] else 0
         if self.kind == "gpt_oss":  # sinks, and biases of everything
             extra["layer_extra"] += heads + width
             extra["expert_extra"] = experts * (1 + 2 * given["expert_width"] + width)

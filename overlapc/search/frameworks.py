@@ -56,8 +56,8 @@ FRAMEWORKS = {
         ),
         Framework(
             "megatron-2021",
-            "Megatron-LM before FlashAttention: fused softmax, dropout, gradients in half precision "
-            "that are summed when all are there, an optimizer on every replica",
+            "Megatron-LM before FlashAttention: fused softmax, dropout, gradients in half "
+            "precision that are summed when all are there, an optimizer on every replica",
             unfused="attention",
             dropout=True,
             shards_optimizer=False,

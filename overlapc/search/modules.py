@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from overlapc.layers import CopyToRanks, Exchange, GatherRows, ScatterRows, SumOverRanks
 from overlapc.search.models import Model, Transformer
 
-
 _DROPPED = 0.1  # of activations, where a model drops any: what that takes does not depend on it
 
 

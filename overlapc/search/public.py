@@ -1,10 +1,10 @@
-"""A table of published measurements is a TOML file, and each row of it a question that is predicted.
+"""A table of published measurements is a TOML file; each row of it is a question to be predicted.
 
     [same]  what all rows share          rows = "a CSV: what differs, and what was measured"
 
 A table says who measured it and under which conditions. One that `calibrates` was looked at when
-costs were chosen: its errors are shown and never counted. `step_ms` is the time of a step, `peak_gb`
-the most memory of any rank, `fits` whether the run had enough.
+costs were chosen: its errors are shown and never counted. `step_ms` is the time of a step,
+`peak_gb` the most memory of any rank, `fits` whether the run had enough.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ _OPTIMIZER_MOVES = 2 * 12 + 4 + 2
 class Update:
     """Gradients are summed by stage, each by a reduce-scatter that begins when the last of them is
     there, or where the framework waits for all, behind these. The optimizer begins when all ranks'
-    are: it may scale by the norm of all. Each rank then gathers its weights in bf16. Of a model that
-    is run whole, or where the framework does not shard the optimizer, all replicas get the sums, and
-    have all of the optimizer."""
+    are: it may scale by the norm of all. Each rank then gathers its weights in bf16. Of a model
+    that is run whole, or where the framework does not shard the optimizer, all replicas get the
+    sums, and have all of the optimizer."""
 
     reduce_ns: tuple[int, ...]  # by stage
     optimizer_ns: int

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Timeline
+from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline
 from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import load_hardware
 from overlapc.record import Record
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks import Framework, find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
 from overlapc.simulate import simulate
@@ -147,6 +147,26 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     if not key.model.whole:
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
     step = TrainingStep(gradients=tuple(parameter_gradients(captured)), add_ns_per_kib=add_ns)
-    problem = step.microbatch(captured.trace, estimate(captured, machine, known=known, attention=framework.attention))
+    problem = step.microbatch(
+        captured.trace, estimate(captured, machine, known=known, attention=framework.attention)
+    )
     received = problem.trace.of_kind("batch", "gradient")
-    return Problem(problem.trace, problem.profile), received
+    return Problem(problem.trace, _launched(problem, framework)), received
+
+
+def _launched(problem: Problem, framework: Framework) -> Profile:
+    """The costs where a host launches op by op: a forward or a backward takes no less than the host
+    does for it. What the device waits for it is spread evenly over the kernels."""
+    profile, costs = problem.profile, dict(problem.profile.costs)
+    if not framework.host_ns:
+        return profile
+    for is_forward in (True, False):
+        ops = [op for op in problem.trace.ops if op.is_forward == is_forward]
+        kernels = [op.name for op in ops if costs[op.name].compute_ns > 0]
+        starts = sum(op.role == "start" for op in ops)
+        host_ns = len(kernels) * framework.host_ns + starts * framework.host_collective_ns
+        device_ns = sum(costs[op.name].compute_ns + costs[op.name].comm_ns for op in ops)
+        for name in kernels:
+            late_ns = max(0, host_ns - device_ns) // len(kernels)
+            costs[name] = replace(costs[name], compute_ns=costs[name].compute_ns + late_ns)
+    return replace(profile, costs=costs)

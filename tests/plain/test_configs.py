@@ -1,4 +1,4 @@
-"""Models that people train are read from their `config.json`, with as many parameters as they have."""
+"""Models that people train are read from their `config.json`, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "Qwen3-0.6B": (
         llama(
-            28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128, tie_word_embeddings=True
+            28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128,
+            tie_word_embeddings=True,
         ),
         596_049_920,
     ),
@@ -146,8 +147,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "GLM-4.5-Air": (
         llama(
-            46, 4096, 96, 8, 10944, 151552, model_type="glm4_moe", head_dim=128, attention_bias=True,
-            use_qk_norm=False, n_routed_experts=128, num_experts_per_tok=8, n_shared_experts=1,
+            46, 4096, 96, 8, 10944, 151552, model_type="glm4_moe", head_dim=128,
+            attention_bias=True, use_qk_norm=False, n_routed_experts=128, num_experts_per_tok=8,
+            n_shared_experts=1,
             moe_intermediate_size=1408, first_k_dense_replace=1, num_nextn_predict_layers=1,
         ),
         106_852_245_504,

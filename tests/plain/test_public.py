@@ -1,0 +1,97 @@
+"""Tables of published measurements: each is read whole, and errors are what they are called."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from overlapc.errors import FileError
+from overlapc.report.scoreboard import Score, scoreboard, spearman
+from overlapc.search.public import Predicted, load_table
+
+ROOT = Path(__file__).parents[2]
+TABLES = sorted((ROOT / "benchmarks" / "public").glob("*.toml"))
+TEXT = """
+version = 1
+source = "somebody"
+conditions = "somehow"
+role = "held out"
+rows = \"\"\"
+gpus,batch,tp,pp,step_ms
+8,16,2,2,100
+8,16,2,2,50
+8,16,8,1,200
+\"\"\"
+
+[same]
+hardware = "a100-sxm-80"
+framework = "megatron"
+recompute = "full"
+layers = 4
+width = 256
+heads = 8
+vocab = 512
+seq = 128
+microbatch = 1
+"""
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_published_tables_are_read(path: Path) -> None:
+    table = load_table(path)
+    assert table.rows
+    for row in table.rows:
+        assert row.layout.tp * row.layout.pp * row.layout.dp == row.cluster.gpus
+        assert row.fits or not row.step_ns
+
+
+def test_most_rows_are_held_out() -> None:
+    tables = [load_table(path) for path in TABLES]
+    held_out = sum(len(table.rows) for table in tables if not table.calibrates)
+    assert held_out >= sum(len(table.rows) for table in tables) / 2
+
+
+def test_errors_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(TEXT)
+    table = load_table(path)
+    steps = 110, 45, 180
+    found = [Predicted(row, ms * 1_000_000) for row, ms in zip(table.rows, steps, strict=True)]
+    score = Score.of(found)
+    assert score.middle == pytest.approx(0.1)
+    assert score.bias == pytest.approx(-0.1 / 3)
+    assert (score.rows, score.spearman) == (3, 1)
+    printed = scoreboard([(table, found)])
+    assert "+10.0%  110.0 ms, measured 100.0  8,16,2,2,100" in printed
+    assert "-3.3%" in printed
+
+
+def test_ranks_correlate_as_they_should() -> None:
+    assert spearman([1, 2, 3], [10, 20, 30]) == 1
+    assert spearman([1, 2, 3], [3, 2, 1]) == -1
+    assert spearman([1, 1, 2], [5, 5, 9]) == 1
+    draw = random.Random(0)
+    noise = [[draw.random() for _ in range(2000)] for _ in range(2)]
+    assert abs(spearman(*noise)) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("version = 1", "version = 2", "version 2"),
+        ('"held out"', '"secret"', "role 'secret'"),
+        ("gpus,batch", "gpus,bulk", "unknown columns bulk"),
+        ("8,16,8,1,200", "8,16,8,1", "row 3"),
+        ("8,16,8,1,200", "9,16,8,1,200", "row 3: 9 GPUs"),
+        ('"full"', '"most"', "recompute 'most'"),
+        ('"megatron"', '"mega"', "framework 'mega'"),
+    ],
+)
+def test_mistakes_are_named(old: str, new: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.toml"
+    assert old in TEXT
+    path.write_text(TEXT.replace(old, new, 1))
+    with pytest.raises(FileError, match=named):
+        load_table(path)
