@@ -170,7 +170,8 @@ class _Roofline:
     def attention_work(self, node: fx.Node, flops: int) -> tuple[float, float]:
         """(flops, part of the peak) of fused attention. The formulas count all scores."""
         kernels, backward = self.hardware.kernels, "backward" in _name(node)
-        shape = next(tensors(node.args[1 if backward else 0].meta.get("val"))).shape  # type: ignore
+        (query, *_) = tensors(node.all_input_nodes[int(backward)].meta.get("val"))
+        shape = query.shape
         causal = any(arg is True for arg in node.args) or node.kwargs.get("is_causal") is True
         if kernels is None or not causal:
             return flops * self.attention, self.hardware.attention_efficiency

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ def _run(name: str, steps: int, compute: list[Event], traffic: list[Event]) -> R
     starts = [event.start for event in compute]
     stalls = []
     for (_, left), (right, _) in zip(merged := union([*busy, *sent]), merged[1:], strict=False):
-        following = compute[min(bisect_right(starts, right - 1e-3), len(compute) - 1)]
+        following = compute[min(bisect_left(starts, right), len(compute) - 1)]
         stalls.append((left - begin, right - left, following.name))
     longest = sorted(
         ((n, sum(took), len(took)) for n, took in by_name.items()), key=lambda r: -r[1]
@@ -132,7 +132,7 @@ def _exposure(
 ) -> Exposure:
     hidden = overlap([(event.start, event.end)], busy)
     beside: dict[str, float] = {}
-    last = bisect_right(starts, event.end)
+    last = bisect_left(starts, event.end)
     for other in compute[max(0, last - 5000) : last]:
         shared = min(other.end, event.end) - max(other.start, event.start)
         if shared > 0:

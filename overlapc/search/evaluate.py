@@ -176,6 +176,7 @@ def evaluate(
     *,
     below_ns: float = math.inf,
     known: str = "",
+    bounded: bool = True,
 ) -> Outcome:
     """Plan the layout's stages; return its step and what its pipeline does, or what memory it
     lacks. `layers` are those of each stage, by default an even split.
@@ -183,7 +184,7 @@ def evaluate(
     Rows are placed as `Pipeline` places them, in the memory that the plans leave; `known` are those
     that were found before. Where that leads to no step `below_ns`, and for a baseline, whose
     authors' rows are its schedule's, a few microbatches are simulated, and the others go on as
-    these."""
+    these. Unless `bounded`, nobody asks how far plans are above their bounds, which takes long."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages))
     schedule = Rows.of(layout, count).few
@@ -211,7 +212,8 @@ def evaluate(
     static = static_bytes(model, layout, layers, find_framework(cluster.framework))
     ran = Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
-    found = replace(found, bound_ns=bound, layers=layers)
+    gap = gap_of(ranks) if bounded else 0.0
+    found = replace(found, bound_ns=bound, layers=layers, gap=gap)
     if (finish and layout.pp > 1) or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
     elif finish:
@@ -309,8 +311,6 @@ def figures_of(
             exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
     peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
     per_s = cluster.global_batch * model.seq / step_ns * 1e9
-    planned_ns = sum(stage.timeline.step_ns for rank in ranks for stage in rank)
-    least = sum(stage.report.bound_ns for rank in ranks for stage in rank)
     return Found(
         layout,
         solver,
@@ -321,12 +321,17 @@ def figures_of(
         bubble=max(0.0, (ran.pipeline_ns - ran.busy_ns - ran.exposed_p2p_ns) / step_ns),
         recompute_ns=sum(round(plan.recompute_ns * times) for plan, times in slowest),
         recompute_hidden_ns=sum(round(_hidden_ns(plan) * times) for plan, times in slowest),
-        gap=planned_ns / max(1, least) - 1,
         peak_bytes=ran.peaks,
         microbatches=count,
         least_ns=step_ns,
         gradients_ns=gradients_ns,
     )
+
+
+def gap_of(stages: Sequence[Stage]) -> float:
+    """How far the stages' plans are above their bounds."""
+    planned_ns = sum(stage.timeline.step_ns for stage in stages)
+    return planned_ns / max(1, sum(stage.report.bound_ns for stage in stages)) - 1
 
 
 def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:

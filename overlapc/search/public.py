@@ -57,7 +57,7 @@ class Row:
     def key(self) -> UnitKey:
         """What is captured for the row; rows of other depths and batches share it."""
         key = UnitKey.of(self.model, self.cluster, self.layout)
-        model = replace(self.model, layers=min(self.model.layers, BLOCKS * self.model.period))
+        model = replace(key.model, layers=min(key.model.layers, BLOCKS * key.model.period))
         return replace(key, model=model, gpus=key.tp * key.expert_ranks)
 
 
@@ -95,7 +95,7 @@ def predict(row: Row, unit: Unit) -> Predicted:
     """Predict the row's step and its peak, however little memory there is."""
     cluster = replace(row.cluster, memory_bytes=_ENOUGH)
     try:
-        found = evaluate(row.model, cluster, row.layout, unit, row.recompute).found
+        found = evaluate(row.model, cluster, row.layout, unit, row.recompute, bounded=False).found
     except OverlapcError as error:
         return Predicted(row, refused=str(error))
     return Predicted(row, found.step_ns, max(found.peak_bytes))
@@ -103,7 +103,7 @@ def predict(row: Row, unit: Unit) -> Predicted:
 
 def predict_alike(key: UnitKey, rows: tuple[Row, ...]) -> list[Predicted]:
     """Predict rows of one key, which is captured once."""
-    unit = make_unit(key)
+    unit = make_unit(key, bounded=False)
     return [predict(row, unit) for row in rows]
 
 

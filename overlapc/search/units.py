@@ -100,9 +100,10 @@ class Unit(Record):
         return validated(replace(self.problem, trace=replace(trace, ops=ops), profile=profile))
 
 
-def make_unit(key: UnitKey) -> Unit:
+def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
     """Capture the key's blocks and head on fake tensors and ranks, with estimated costs. The
-    process has no process groups before and after."""
+    process has no process groups before and after. Unless it is to be `bounded`, nothing is known
+    of what the blocks take at least, which takes longer than all the rest."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -130,7 +131,8 @@ def make_unit(key: UnitKey) -> Unit:
         torch.set_default_dtype(before)
     problem, received = blocks
     head_ran = simulate(head, solve(head, "none"))
-    return Unit(count, problem, received, head, x.nbytes, Least.of(problem), head_ran)
+    least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
+    return Unit(count, problem, received, head, x.nbytes, least, head_ran)
 
 
 def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:

@@ -20,7 +20,7 @@ from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule
 from overlapc.search.chosen import memory_budgets
-from overlapc.search.evaluate import Found, Outcome, Ran, figures_of
+from overlapc.search.evaluate import Found, Outcome, Ran, figures_of, gap_of
 from overlapc.search.layouts import Cluster, Layout, expert_ranks, static_bytes
 from overlapc.search.place import Stage
 from overlapc.search.replicas import Update
@@ -185,6 +185,7 @@ def _outcome(
     told = replace(
         told,
         whole=True,
+        gap=gap_of(stages),
         layers=found.layers,
         bound_ns=min(found.bound_ns, told.step_ns),
         rows=format_schedule(rows) if layout.pp > 1 else "",
