@@ -64,6 +64,8 @@ FRAMEWORKS = {
             gradient_bytes=2,
             hides_reduction=False,
             added_moves=6,
+            host_ns=44_000,
+            host_collective_ns=25_000,
         ),
         *(
             Framework(

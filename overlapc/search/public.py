@@ -145,7 +145,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     shape: dict[str, Any] = {"ffn": 4 * int(cells["width"])}
     for key in _SHAPE.keys() & cells.keys():
         kind = str(_SHAPE[key])
-        shape[key] = cells[key] in _TRUE if kind == "bool" else cells[key]
+        shape[key] = cells[key].lower() in _TRUE if kind == "bool" else cells[key]
         shape[key] = int(cells[key]) if kind == "int" else shape[key]
     model = Transformer(name=path.stem, **shape)
     gpus, tp, pp = (int(cells.get(key, "1")) for key in ("gpus", "tp", "pp"))
@@ -158,7 +158,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         gpus // tp // pp,
         int(cells["microbatch"]),
         cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
-        cells.get("sequence", "") in _TRUE,
+        cells.get("sequence", "").lower() in _TRUE,
         max(2, chunks),
     )
     if layout.stages > model.layers or int(cells["batch"]) % (layout.dp * layout.microbatch):
@@ -180,5 +180,5 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         framework.plans[cells["recompute"]],
         round(float(cells.get("step_ms", "0")) * 1e6),
         round(float(cells.get("peak_gb", "0")) * 1e9),
-        cells.get("fits", "true") in _TRUE,
+        cells.get("fits", "true").lower() in _TRUE,
     )
