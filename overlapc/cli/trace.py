@@ -80,7 +80,7 @@ def _by_kind(collectives: Sequence[Exposure], each: float) -> list[tuple[str, ..
     kinds: dict[str, list[Exposure]] = {}
     for one in collectives:
         kinds.setdefault(one.event.name[:48], []).append(one)
-    rows = [("collective", "times", "ms a step", "exposed", "hidden")]
+    rows: list[tuple[str, ...]] = [("collective", "times", "ms a step", "exposed", "hidden")]
     for kind, found in sorted(kinds.items()):
         took, exposed = (
             sum(values) for values in zip(*((o.event.took, o.exposed) for o in found), strict=True)

@@ -145,7 +145,7 @@ class _Roofline:
         return made + sum(map(_read_bytes, given))
 
     def flops_ns(self, node: fx.Node) -> float:
-        flops = _flops(node)
+        flops: float = _flops(node)
         if not flops:
             return 0.0
         shapes = [
@@ -167,7 +167,7 @@ class _Roofline:
             part = self.hardware.matmul_part(min(dims, default=1))
         return self.hardware.flops_ns(flops, self.dtype(node), part)
 
-    def attention_work(self, node: fx.Node, flops: int) -> tuple[float, float]:
+    def attention_work(self, node: fx.Node, flops: float) -> tuple[float, float]:
         """(flops, part of the peak) of fused attention. The formulas count all scores."""
         kernels, backward = self.hardware.kernels, "backward" in _name(node)
         (query, *_) = tensors(node.all_input_nodes[int(backward)].meta.get("val"))

@@ -82,7 +82,7 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
 
 def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
     """Print a line for each table, for all that count together, and the rows that are worst."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("table", "rows", "median", "90%", "bias", "Spearman", "memory", "fits or not", "refused")
     ]
     rows += [

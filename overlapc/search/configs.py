@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1},
 }
 # What changes the model's size or work and has no counterpart here, with values that change nothing
-_UNKNOWN = {
+_UNKNOWN: dict[str, Any] = {
     "mlp_only_layers": [],
     "ffn_config": None,
     "layer_pattern": None,

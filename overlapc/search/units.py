@@ -41,9 +41,17 @@ class UnitKey:
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
         experts = expert_ranks(model, layout.dp)
-        where = find_framework(cluster.framework).of(model), cluster.hardware, cluster.gpus
-        how = layout.microbatch, layout.sequence, cluster.costs, cluster.framework
-        return UnitKey(*where, layout.tp, experts, *how)
+        return UnitKey(
+            find_framework(cluster.framework).of(model),
+            cluster.hardware,
+            cluster.gpus,
+            layout.tp,
+            experts,
+            layout.microbatch,
+            layout.sequence,
+            cluster.costs,
+            cluster.framework,
+        )
 
 
 @dataclass(frozen=True)
