@@ -193,8 +193,9 @@ def stage_parameters(
         dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.dp), first)
         if stage == 0:
             dense += model.vocab * model.width // layout.tp
-        if stage == last and not (model.tied and alone):
-            dense += model.vocab * model.width // layout.tp + model.norm_parameters
+        if stage == last:
+            twice = model.tied and alone
+            dense += model.norm_parameters + (not twice) * (model.vocab * model.width // layout.tp)
         found.append((dense, experts))
     return found
 
