@@ -44,7 +44,7 @@ class Transformer:
     post_norms: bool = False  # of what attention and MLP give
     layer_extra: int = 0  # parameters of a layer that are no matrix: biases, sinks
     expert_extra: int = 0  # of a layer with experts, besides
-    unfused: str = ""  # of attention, softmax, norm: what its framework runs op by op
+    unfused: str = ""  # of attention, softmax, norm, loss: what its framework runs so
     dropout: bool = False
     source: str = ""
 

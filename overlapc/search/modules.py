@@ -3,12 +3,21 @@ captured on fake tensors: weights are drawn by nobody."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from overlapc.layers import CopyToRanks, Exchange, GatherRows, ScatterRows, SumOverRanks
+from overlapc.layers import (
+    CopyToRanks,
+    Exchange,
+    GatherRows,
+    ScatterRows,
+    SumOverRanks,
+    all_reduce,
+)
 from overlapc.search.models import Model, Transformer
 
 _DROPPED = 0.1  # of activations, where a model drops any: what that takes does not depend on it
@@ -235,12 +244,40 @@ class Head(nn.Module):
     def __init__(self, model: Model, tensor: ProcessGroup | None, sequence: bool = False) -> None:
         super().__init__()
         self.norm, self.tensor = Norm(model), Ranks(tensor, sequence)
+        self.unfused = "loss" in getattr(model, "unfused", "")
         self.scores = _linear(model.width, model.vocab // self.tensor.count)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.scores(self.tensor.enter(self.norm(x))).float().flatten(0, 1)
         wanted = torch.zeros(scores.shape[0], dtype=torch.long, device=scores.device)
+        if self.unfused:
+            return LossByOps.apply(scores, wanted, self.tensor.name).mean()
         return F.cross_entropy(scores, wanted)
+
+
+class LossByOps(torch.autograd.Function):
+    """Cross entropy of scores that ranks have parts of, op by op, as Megatron has it without a
+    fused kernel: the softmax is kept, and becomes the gradient in place."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, wanted: Tensor, group: str | None) -> Tensor:
+        most = scores.max(-1, keepdim=True).values
+        most = most if group is None else all_reduce(most, group)  # of as many bytes as a maximum
+        scores = scores - most
+        found = scores.gather(1, wanted[:, None])
+        weights = scores.exp()
+        total = weights.sum(-1, keepdim=True)
+        if group is not None:
+            found, total = all_reduce(found, group), all_reduce(total, group)
+        weights = weights / total
+        ctx.save_for_backward(weights, wanted)
+        return (total.log() - found).flatten()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weights, wanted = ctx.saved_tensors
+        given = torch.full_like(wanted[:, None], -1, dtype=weights.dtype)
+        return weights.scatter_add(1, wanted[:, None], given) * grad[:, None], None, None
 
 
 def _linear(takes: int, gives: int) -> nn.Linear:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Problem, Timeline
@@ -155,6 +156,15 @@ def _stage(place: Place, unit: Unit, report: Report) -> Stage:
     received = unit.received if layout.pp > 1 else ()
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
+    if place.rank == 0:
+        forward_ns, backward_ns = _embedding_ns(cluster, layout, unit, machine)
+        first = costs[0]
+        costs[0] = replace(
+            first,
+            forward_ns=first.forward_ns + forward_ns,
+            weight_ns=first.weight_ns + backward_ns,
+            whole_ns=first.whole_ns + backward_ns,
+        )
     if place.head is not None:
         costs[place.head] = _with_head(costs[place.head], unit.head_ran)
     peak = place.static_bytes + place.boundary_bytes + report.peak_bytes
@@ -189,6 +199,22 @@ def _with_head(cost: StageCost, head: Timeline) -> StageCost:
         weight_ns=cost.weight_ns + backward - backward // 2,
         whole_ns=cost.whole_ns + backward,
     )
+
+
+def _embedding_ns(
+    cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware
+) -> tuple[int, int]:
+    """(forward, backward) of the table of words: its rows are looked up, and summed over the ranks
+    that have parts of it; a gradient as large as the table is filled and added up."""
+    framework = find_framework(cluster.framework)
+    whole = unit.boundary_bytes * (layout.tp if layout.sequence else 1)
+    kind: Literal["reduce_scatter", "all_reduce"] = (
+        "reduce_scatter" if layout.sequence else "all_reduce"
+    )
+    summed_ns = machine.collective_ns(kind, whole, layout.tp, layout.tp)
+    filled = unit.table_bytes // 2 * (2 + framework.added_moves)
+    forward_ns = machine.memory_ns(2 * whole) + summed_ns
+    return round(forward_ns), round(machine.memory_ns(3 * whole + filled))
 
 
 def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:

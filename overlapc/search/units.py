@@ -81,6 +81,7 @@ class Unit(Record):
     received: tuple[str, ...]  # its inputs that another stage makes
     head: Problem
     boundary_bytes: int
+    table_bytes: int  # of a rank's part of the embedding
     least: Least
     head_ran: Timeline
 
@@ -140,7 +141,8 @@ def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
     problem, received = blocks
     head_ran = simulate(head, solve(head, "none"))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
-    return Unit(count, problem, received, head, x.nbytes, least, head_ran)
+    table = model.vocab * model.width // key.tp * x.element_size()
+    return Unit(count, problem, received, head, x.nbytes, table, least, head_ran)
 
 
 def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:
@@ -165,11 +167,14 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
 
 
 def _launched(problem: Problem, framework: Framework) -> Profile:
-    """The costs where a host launches op by op: a forward or a backward takes no less than the host
-    does for it. What the device waits for it is spread evenly over the kernels."""
-    profile, costs = problem.profile, dict(problem.profile.costs)
-    if not framework.host_ns:
-        return profile
+    """The costs as a framework runs the ops. Its host launches them one by one: a forward or a
+    backward takes no less than the host does for it, and what the device waits is spread evenly
+    over the kernels."""
+    profile = problem.profile
+    costs = {
+        name: replace(cost, compute_ns=round(cost.compute_ns * framework.slower))
+        for name, cost in profile.costs.items()
+    }
     for is_forward in (True, False):
         ops = [op for op in problem.trace.ops if op.is_forward == is_forward]
         kernels = [op.name for op in ops if costs[op.name].compute_ns > 0]
