@@ -26,6 +26,11 @@ def declare_search(command: Declare) -> None:
         help="file of op times measured on this hardware, as training keeps them with cache=FILE: "
         "they take the place of estimates",
     )
+    add(
+        "--framework",
+        default="overlapc",
+        help="that runs the model: overlapc, megatron, megatron-2021 ... (docs/validation.md)",
+    )
     add("--memory", help='of one GPU that may be used, as "72GB"; by default 92%% of what it has')
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 a GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")

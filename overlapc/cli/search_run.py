@@ -24,6 +24,7 @@ from overlapc.report.verdict import verdict
 from overlapc.schedule import format_schedule
 from overlapc.search.chosen import VERSION, memory_budgets
 from overlapc.search.evaluate import Found, Outcome, evaluate
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Fixed, static_bytes
 from overlapc.search.models import Model, Transformer, find_model
 from overlapc.search.search import Progress, Result, compare, search
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         parse_budget(most, 0, 0),
         args.batch or 8 * args.gpus,
         "" if args.costs is None else str(args.costs),
+        find_framework(args.framework).name,
     )
     decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
     fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)

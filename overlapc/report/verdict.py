@@ -15,6 +15,8 @@ from overlapc.search.models import Model
 from overlapc.search.search import Result
 from overlapc.solvers.partition import layout
 
+_RISKY = 0.93  # of a GPU's memory; by default a search uses 92%
+
 
 def verdict(
     model: Model,
@@ -29,7 +31,7 @@ def verdict(
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
-    lines += ["", *_winner(result, result.best), *_megatron(model, result.best)]
+    lines += ["", *_winner(result, result.best, machine), *_megatron(model, result.best)]
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
     if compared:
@@ -43,7 +45,7 @@ def verdict(
     return "\n".join([*lines, *_memory(result, result.best, fitting)])
 
 
-def _winner(result: Result, best: Found) -> list[str]:
+def _winner(result: Result, best: Found, machine: Any) -> list[str]:
     kept = "interrupted, the best so far" if result.interrupted else "the fastest"
     gap = best.step_ns / max(1, result.bound_ns) - 1
     lines = [
@@ -57,6 +59,12 @@ def _winner(result: Result, best: Found) -> list[str]:
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",
     ]
+    most = max(best.peak_bytes, default=0)
+    if most > _RISKY * machine.memory_bytes:
+        lines.append(
+            f"  risky: {gigabytes(most)} of {gigabytes(machine.memory_bytes)} GB; CUDA, NCCL and "
+            "fragments take some GB besides, and without room for them steps are slow or fail"
+        )
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
     if best.rows:

@@ -43,6 +43,7 @@ from overlapc.search.replicas import Update
 from overlapc.search.search import search
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
+from overlapc.solvers import solve
 from overlapc.solvers.merging import solve_step
 from overlapc.solvers.schedules import make_schedule
 from tests.plain.html_checks import check_page
@@ -62,7 +63,16 @@ def key(model: Transformer, layout: Layout) -> UnitKey:
     return UnitKey(*where, layout.tp, ranks, layout.microbatch, layout.sequence)
 
 
-@pytest.mark.parametrize("model", [TINY, EXPERTS, replace(TINY, gated=True, kv_heads=2)])
+LATENT = replace(
+    EXPERTS, gated=True, head_width=32, q_rank=48, kv_rank=64, rope_width=16, value_width=32,
+    shared_width=128, moe_every=1,
+)  # fmt: skip
+NORMED = replace(TINY, gated=True, head_width=32, head_norms=True, post_norms=True)
+
+
+@pytest.mark.parametrize(
+    "model", [TINY, EXPERTS, replace(TINY, gated=True, kv_heads=2), LATENT, NORMED]
+)
 def test_parameters_are_those_of_the_modules(model):
     with FakeTensorMode():
         blocks = sum(p.numel() for p in Blocks(model, model.layers, None, None).parameters())
@@ -71,6 +81,35 @@ def test_parameters_are_those_of_the_modules(model):
     assert sum(map(sum, stage_parameters(model, Layout(1, 1, 1, 1)))) == model.parameters()
     over_stages = sum(map(sum, stage_parameters(model, Layout(1, 4, 1, 1))))
     assert over_stages == model.parameters()
+
+
+@pytest.mark.parametrize("model", [LATENT, NORMED])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_blocks_as_people_train_them_are_planned(model, sequence):
+    layout = Layout(2, 1, 2, 1, sequence=sequence)
+    cluster = replace(CLUSTER, memory_bytes=1 << 40)
+    unit = captured_once(UnitKey.of(model, cluster, layout))
+    none, ours = (evaluate(model, cluster, layout, unit, s).found for s in ("none", "heu"))
+    assert ours.fits
+    assert ours.step_ns <= none.step_ns
+
+
+@pytest.mark.parametrize("unfused", ["", "attention", "attention softmax norm loss"])
+def test_what_a_framework_does_not_fuse_takes_longer(unfused):
+    model, layout = replace(TINY, gated=True, unfused=unfused), Layout(2, 1, 2, 1)
+    key = replace(UnitKey.of(TINY, CLUSTER, layout), model=model)
+    found = evaluate(model, CLUSTER, layout, captured_once(key), "megatron-none").found
+    fused = captured_once(replace(key, model=replace(TINY, gated=True)))
+    assert found.step_ns >= evaluate(model, CLUSTER, layout, fused, "megatron-none").found.step_ns
+
+
+def test_megatrons_full_recompute_runs_layers_whole():
+    """Every forward op of a layer twice; what nobody needs again, too."""
+    problem = captured_once(key(TINY, Layout(2, 1, 2, 1))).problem
+    again = {solver: solve(problem, solver).recomputed for solver in ("full", "megatron-full")}
+    assert set(again["full"]) < set(again["megatron-full"])
+    count = sum(op.is_forward for op in problem.trace.ops)
+    assert len(again["megatron-full"]) > 0.9 * count
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
