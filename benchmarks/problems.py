@@ -151,7 +151,9 @@ def costed(stage: Stage, hardware: str) -> Problem:
 
     graph = captured(stage)
     lanes = {lane: stage.ranks for lane in graph.trace.lanes}
-    return formulate(graph.trace, estimate(graph, load_hardware(hardware), lanes))
+    # By the size of matrices alone, as when the set was listed: plans of then stay comparable.
+    machine = replace(load_hardware(hardware), kernels=None)
+    return formulate(graph.trace, estimate(graph, machine, lanes))
 
 
 def _gpt(stage: Stage) -> Any:

@@ -26,6 +26,7 @@ MENUS = {
     "opt.py": 20,
     "overlap.py": 13,
     "rows.py": 8,
+    "slices.py": 2,
 }
 # Thousandths, scales of programs and what they round, kinds of actions, endless, `solve`'s promise.
 UNITS = {3, 60, 62, 1000, 0.001, 100.0, 0.5, 1e6, 1e9, 1e-9, 1e-6}
