@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from math import ceil
 
 from overlapc.errors import Infeasible
@@ -65,15 +67,25 @@ class Least:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.simple_ns = simple_bound_ns(problem)
-        backward = [op for op in problem.trace.ops if not op.is_forward]
-        costs = [problem.cost(op.name) for op in backward]
-        forward_ns = phase_bounds_ns(problem)[0] if len(problem.phases) == 2 else 0
-        self.compute_ns = forward_ns + sum(cost.compute_ns for cost in costs)
+        self.before_ns = phase_bounds_ns(problem)[0] if len(problem.phases) == 2 else 0
+        first = problem.phases[0] if len(problem.phases) == 2 else ""
+        ops = [op for op in problem.trace.ops if op.piece.letter not in first]
+        self.compute_ns, self.comm_ns = self._taken(op.name for op in ops)
+
+    def _taken(self, names: Iterable[str]) -> tuple[int, Counter[str]]:
+        """Compute of these ops, and communication by lane."""
+        compute, comm = 0, Counter[str]()
+        for name in names:
+            cost = self.problem.cost(name)
+            compute += cost.compute_ns
+            comm[self.problem.trace.op[name].lane] += cost.comm_ns
+        return compute, comm
 
     def ns(self, choice: Choice) -> int:
-        """All compute of the backward and what it runs again, after the forward."""
-        again = sum(self.problem.cost(name).compute_ns for name in choice.recomputed)
-        return max(self.simple_ns, self.compute_ns + again)
+        """The last phase has all compute or communication of its own and of what runs again."""
+        again, comm = self._taken(choice.recomputed)
+        busiest = max((self.comm_ns + comm).values(), default=0)
+        return max(self.simple_ns, self.before_ns + max(self.compute_ns + again, busiest))
 
     def bytes(self, choice: Choice) -> int:
         """What is saved, once for each microbatch in flight."""

@@ -37,6 +37,9 @@ class Taste:
         return f"{first} {'pulled' if self.pull else 'pushed'}"
 
 
+# A node, a bit for each node that moves with it, the place in the order that the lowest bit stands
+# for, and at most how long they all take:
+Move = tuple[int, int, int, int]
 Passes = tuple[Taste, ...]  # each goes through all windows, one after the other
 PASSES: tuple[Passes, ...] = (
     (Taste(False, False),),
@@ -71,6 +74,8 @@ class _Filling:
         self.letter = {n: work.letter(n) for n in work.nodes}
         self.may_move = {n: letter in "I" + taste.moves for n, letter in self.letter.items()}
         self.role = {n: work.ops[n % work.count].role for n in work.nodes}
+        # What is not pulled for another's sake:
+        self.stays = {n: role == "wait" or self.letter[n] == "I" for n, role in self.role.items()}
         self.took = {n: work.compute[n % work.count] for n in work.nodes}
         self.at = {n: i for i, n in enumerate(self.order)}
         # before the i-th of the order, beside what it makes:
@@ -96,53 +101,62 @@ class _Filling:
                 return
             moves = [m for m in self.moves(begin, end) if m[0] not in refused]
             moves.sort(key=lambda m: self.rank(m, left, begin))
-            for n, group in moves[:RUNGS]:
-                if self.move(group, end):
+            for n, group, low, _ in moves[:RUNGS]:
+                if self.move(self.nodes(group, low), end):
                     break
                 refused.add(n)
             else:
                 return
 
-    def moves(self, begin: int, end: int) -> Iterator[tuple[int, set[int]]]:
-        """(node, all that has to move with it), for each that may run in the window."""
+    def moves(self, begin: int, end: int) -> Iterator[Move]:
+        """For each node that may run in the window, what has to move with it."""
         at, order, took, may_move = self.at, self.order, self.took, self.may_move
-        pushed: dict[int, set[int]] = {}  # with what needs it before the end; empty: may not move
-        for i in range(begin - 1, max(-1, begin - REACH), -1):
+        low = max(0, begin - REACH + 1)
+        pushed: dict[int, tuple[int, int]] = {}  # with what needs it before the end
+        for i in range(begin - 1, low - 1, -1):
             n = order[i]
-            if self.role[n] in ("start", "wait"):
+            if not may_move[n] or self.role[n] in ("start", "wait"):
                 continue
-            group = {n} if may_move[n] else set()
+            group, most = 1 << i - low, took[n]
             for user in self.work.after[n]:
-                if at[user] > end:
-                    continue
-                if user not in pushed:
-                    break
-                group = group | pushed[user] if group and pushed[user] else set()
+                if at[user] <= end:
+                    if (needed := pushed.get(user)) is None:
+                        break
+                    group, most = group | needed[0], most + needed[1]
             else:
-                pushed[n] = group
-                if group and took[n]:
-                    yield n, group
-        pulled: dict[int, set[int]] = {}  # with what it needs; empty: has to wait
+                pushed[n] = group, most
+                if took[n]:
+                    yield n, group, low, most
+        pulled: dict[int, tuple[int, int]] = {}  # with what it needs
         for i in range(end + 1, min(len(order), end + REACH)):
             n = order[i]
-            group = {n} if may_move[n] else set()
+            if not may_move[n]:
+                continue
+            group, most = 1 << i - end, took[n]
             for other in self.before[n]:
-                if at[other] < end:
-                    continue
-                if self.role[other] == "wait" or self.letter[other] == "I":
-                    group = set()
-                group = group | pulled[other] if group and pulled[other] else set()
-                if not group:
-                    break
-            pulled[n] = group
-            if group and took[n]:
-                yield n, group
+                if at[other] >= end:
+                    needed = None if self.stays[other] else pulled.get(other)
+                    if needed is None:
+                        break
+                    group, most = group | needed[0], most + needed[1]
+            else:
+                pulled[n] = group, most
+                if took[n]:
+                    yield n, group, end, most
 
-    def rank(
-        self, move: tuple[int, set[int]], left: int, begin: int
-    ) -> tuple[bool, bool, bool, float]:
-        n, group = move
-        took = sum(self.took[m] for m in group)
+    def nodes(self, group: int, low: int) -> list[int]:
+        """The nodes of a move, in order."""
+        found = []
+        while group:
+            bit = group & -group
+            found.append(self.order[low + bit.bit_length() - 1])
+            group ^= bit
+        return found
+
+    def rank(self, move: Move, left: int, begin: int) -> tuple[bool, bool, bool, float]:
+        n, group, low, most = move
+        if most > OVERSHOOT * left:
+            most = sum([self.took[m] for m in self.nodes(group, low)])
         recompute, pull = self.taste.recompute, self.taste.pull
         far = 1.0
         if self.taste.seed:
@@ -151,11 +165,11 @@ class _Filling:
             far = self.random.uniform(0.3, 3.0)
         wanted = (self.letter[n] == "R") == recompute
         pulled = self.at[n] > begin
-        return took > OVERSHOOT * left, not wanted, pulled != pull, abs(self.at[n] - begin) * far
+        return most > OVERSHOOT * left, not wanted, pulled != pull, abs(self.at[n] - begin) * far
 
-    def move(self, going: set[int], end: int) -> bool:
-        """Put the group right before place `end` of the order, if memory allows."""
-        group = sorted(going, key=self.at.__getitem__)
+    def move(self, group: list[int], end: int) -> bool:
+        """Put these nodes right before place `end` of the order, if memory allows."""
+        going = set(group)
         low = min(end, self.at[group[0]])
         high = max(end, self.at[group[-1]] + 1)
         early = [n for n in self.order[low:end] if n not in going]

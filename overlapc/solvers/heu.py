@@ -244,9 +244,7 @@ def heu_plans(
     needs = needs or Needs(problem.trace)
     if len(problem.phases) != 2:
         return
-    repeated = repetition(problem.trace)
-    if repeated is not None and repeated.count < FEW:
-        repeated = None  # a program of both knows more
+    repeated = _repeated(problem)
     totals = Totals.of(problem)
     period = Period(problem, needs, repeated)
     budget = problem.budget_bytes
@@ -273,6 +271,33 @@ def heu_plans(
                 tried.append(choice)
                 others.append(choice)
     yield from _most_promising(problem, others, budget, defer, worth)
+
+
+def thrifty(problem: Problem, needs: Needs, leaving: Sequence[float]) -> Iterator[Choice]:
+    """The period's choices that leave these shares of the budget to other microbatches or slices,
+    which are held at the same time."""
+    budget = problem.budget_bytes
+    if budget is None:
+        return
+    period = Period(problem, needs, _repeated(problem))
+    program = cache(Policy(problem, period, Totals.of(problem)).keep)
+    room = _least_room(problem, period, needs, program, budget)
+    for share in leaving:
+        for _ in range(FEW if room is not None else 0):
+            if (keep := program(room)) is None:
+                return
+            choice = period.choice(needs, keep, f" leaving {share:g}")
+            over = _peak(problem, choice) - int(budget * (1 - share))
+            if over <= 0:
+                yield choice
+                break
+            room += over
+
+
+def _repeated(problem: Problem) -> Repetition | None:
+    """The blocks of a period; of two blocks a program of both knows more."""
+    repeated = repetition(problem.trace)
+    return None if repeated is not None and repeated.count < FEW else repeated
 
 
 def _groups(
@@ -362,8 +387,7 @@ def _least_room(
     def over(room: int) -> int | None:
         if (keep := program(room)) is None:
             return None
-        choice = period.choice(needs, keep)
-        return peak_bytes(problem, Plan("", "", choice.saved, on_demand(problem, choice))) - budget
+        return _peak(problem, period.choice(needs, keep)) - budget
 
     least = most = -2 * period.bytes_of_block - budget // 20
     for _ in range(_STEPS):
@@ -381,6 +405,11 @@ def _least_room(
             most = middle
             found = found if excess is None else middle
     return found
+
+
+def _peak(problem: Problem, choice: Choice) -> int:
+    """When recomputed on demand."""
+    return peak_bytes(problem, Plan("", "", choice.saved, on_demand(problem, choice)))
 
 
 def schedules(

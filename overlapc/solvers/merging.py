@@ -12,19 +12,19 @@ saves, the backward empties it. Weight gradients run when both chains wait.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
-from overlapc.solvers.bounds import simple_bound_ns
+from overlapc.solvers.bounds import Least, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
-from overlapc.solvers.constants import AT_BOUND, FEW, MERGED, OVERSHOOT, RUNGS
+from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
-from overlapc.solvers.heu import heu_plans, schedules
+from overlapc.solvers.heu import schedules, thrifty
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Listing, Style, along
 from overlapc.solvers.room import Room
@@ -54,7 +54,7 @@ PACES = tuple(
 _FEW = (Pace(), Pace(hurry=False), Pace(hurry=False, ahead=0.5), Pace(lead=-0.06))
 _SHARES = (1.0, 0.97, 0.93)  # of the budget, which an order sometimes exceeds
 _TASTES = tuple(Taste(r, pull, "FRW") for r, pull in product((False, True), repeat=2))
-_BUDGETS = (1000, 970, 940, 900, 860, 820, 770, 720, 660, 600, 520)
+LEFT = (0.0, 0.03, 0.06, 0.1, 0.14, 0.18, 0.23, 0.28, 0.34, 0.4, 0.48)  # of it, to the other one
 _LONG = 1000  # ops from which on each that is scheduled costs more
 _IDLE = 2 * RUNGS  # seeded fillings in a row that are no better, before it ends
 
@@ -78,8 +78,7 @@ def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
     """The best plans that fit of a problem whose backward lags behind, each of another choice,
     the fastest first."""
     search = _MergeSearch(problem)
-    found = [merged for c in dict.fromkeys(choices) if (merged := search.listed(c)) is not None]
-    found.sort(key=_step)
+    found = search.listed_each(list(dict.fromkeys(choices)))
     if search.budget < NEVER:
         found = [search.filled(merged) for merged in found[: 2 * FEW]] + found[2 * FEW :]
         found.sort(key=_step)
@@ -106,53 +105,95 @@ class _MergeSearch:
         count = max(1, len(problem.trace.ops))
         self.effort = MERGED * min(count, _LONG) // count**2
         self.offered = 0
-        self.orders: dict[Choice, list[Merged]] = {}  # that fit
+        self.least = Least(problem)
+        self.best_ns = NEVER
+        self.works: dict[Choice, Work] = {}
+        self.tried: set[tuple[Choice, Pace]] = set()
+        self.orders: dict[Choice, dict[tuple[str, ...], Merged]] = {}  # that fit
 
-    def offer(self, choice: Choice, order: tuple[str, ...], how: str) -> Merged | None:
+    def offer(self, choice: Choice, order: tuple[str, ...], how: str) -> None:
+        """Judge one more order of the choice; keep it if it fits."""
         plan = plan_of(self.problem, choice, "merged", order, how)
         self.effort -= 1
         self.offered += 1
-        if peak_bytes(self.problem, plan) > self.budget:
-            return None
-        merged = Merged(step_ns(self.problem, plan), choice, plan)
-        self.orders.setdefault(choice, []).append(merged)
-        return merged
+        if order not in self.orders[choice] and peak_bytes(self.problem, plan) <= self.budget:
+            merged = Merged(step_ns(self.problem, plan), choice, plan)
+            self.orders[choice][order] = merged
+            self.best_ns = min(self.best_ns, merged.step_ns)
 
-    def listed(self, choice: Choice, paces: Sequence[Pace] = _FEW) -> Merged | None:
-        """The best of a few schedules of the choice."""
-        if self.effort <= 0:
-            return None
-        work = merged_work(self.problem, choice)
-        limits = [NEVER] if self.budget == NEVER else [int(self.budget * s) for s in _SHARES]
-        orders = {merged_order(work, at, pace): str(pace) for at, pace in product(limits, paces)}
-        offers = [self.offer(choice, order, how) for order, how in orders.items()]
-        found = [merged for merged in offers if merged is not None]
-        return min(found, key=_step, default=None)
+    def best(self, choice: Choice) -> Merged | None:
+        return min(self.orders[choice].values(), key=_step, default=None)
+
+    def may_win(self, choice: Choice) -> bool:
+        """Whether a plan of the choice may fit, and be faster than what is known of others; in
+        endless memory all may, as someone may want to know what they take."""
+        fits = self.least.bytes(choice) <= self.budget
+        return self.budget == NEVER or (fits and self.least.ns(choice) < self.best_ns)
+
+    def is_done(self, merged: Merged) -> bool:
+        """Whether no order of the choice is worth a search."""
+        return merged.step_ns <= self.least.ns(merged.choice) * (1 + GAP)
+
+    def listed_each(self, choices: Sequence[Choice]) -> list[Merged]:
+        """The best of a few schedules of each choice that may win, the fastest first."""
+        for choice in sorted(choices, key=self.least.ns):
+            if self.may_win(choice):
+                for pace in _FEW:
+                    self.listed(choice, (pace,))
+                    if self.orders[choice]:
+                        break
+        for merged in self.fastest()[:RUNGS]:
+            self.listed(merged.choice, _FEW)
+        return self.fastest()
+
+    def fastest(self) -> list[Merged]:
+        return sorted(filter(None, map(self.best, self.orders)), key=_step)
+
+    def listed(self, choice: Choice, paces: Sequence[Pace]) -> None:
+        """Schedules of the choice: of the budget, and where one takes more, of less memory."""
+        if choice not in self.works:
+            self.works[choice] = merged_work(self.problem, choice)
+            self.orders[choice] = {}
+        for pace in paces:
+            if (choice, pace) in self.tried:
+                continue
+            self.tried.add((choice, pace))
+            for share in _SHARES if self.budget < NEVER else _SHARES[:1]:
+                found = self.best(choice)
+                if self.effort <= 0 or (found is not None and self.is_done(found)):
+                    return
+                limit = NEVER if self.budget == NEVER else int(self.budget * share)
+                order = merged_order(self.works[choice], limit, pace)
+                self.offer(choice, order, str(pace))
+                if order in self.orders[choice]:
+                    break
 
     def filled(self, merged: Merged) -> Merged:
         """More schedules of the choice, and the windows of the best of them filled."""
+        if self.is_done(merged):
+            return merged
         self.listed(merged.choice, PACES)
-        work = merged_work(self.problem, merged.choice)
-        orders = sorted(self.orders[merged.choice], key=_step)
+        orders = sorted(self.orders[merged.choice].values(), key=_step)
         for start in orders[:4]:
             for taste in _TASTES:
                 if self.effort > 0:
-                    plan = filled(start.plan, work, self.budget, (taste,))
-                    self.offer(merged.choice, plan.order, _how(plan))
-        return min(self.orders[merged.choice], key=_step)
+                    self.fill(start, taste)
+        return self.best(merged.choice) or merged
 
     def polished(self, merged: Merged) -> Merged:
         """Windows filled again and again, a little differently each time."""
-        work = merged_work(self.problem, merged.choice)
         seed = left = _IDLE
-        while left and self.effort > 0:
+        while left and self.effort > 0 and not self.is_done(merged):
             seed, left = seed + 1, left - 1
-            taste = Taste(seed % FEW != 0, seed % 2 != 0, "FRW", seed)
-            plan = filled(merged.plan, work, self.budget, (taste,))
-            other = self.offer(merged.choice, plan.order, _how(plan))
-            if other is not None and other.step_ns < merged.step_ns:
-                merged, left = other, _IDLE
+            self.fill(merged, Taste(seed % FEW != 0, seed % 2 != 0, "FRW", seed))
+            better = self.best(merged.choice) or merged
+            if better.step_ns < merged.step_ns:
+                merged, left = better, _IDLE
         return merged
+
+    def fill(self, merged: Merged, taste: Taste) -> None:
+        plan = filled(merged.plan, self.works[merged.choice], self.budget, (taste,))
+        self.offer(merged.choice, plan.order, _how(plan))
 
 
 class _Merging(Listing):
@@ -291,17 +332,6 @@ class _Merging(Listing):
         return None  # recompute has its turn among the chains
 
 
-def thrifty(problem: Problem, needs: Needs) -> Iterator[Choice]:
-    """HEU's choices for budgets from this one down: merged pieces hold two microbatches, and slices
-    that run beside each other more than one after the other."""
-    if problem.budget_bytes is None:
-        return
-    for permille in _BUDGETS:
-        less = replace(problem, budget_bytes=problem.budget_bytes * permille // 1000)
-        for plan in islice(heu_plans(less, needs, thorough=False), 1):
-            yield replace(choice_of(problem, plan), found_by=f"period in {permille / 1000:g}")
-
-
 def solve_step(
     problem: Problem, lone: Plan, microbatches: int, lag: int = 1
 ) -> tuple[Plan, Plan | None]:
@@ -318,7 +348,7 @@ def solve_step(
         return lone, None  # what is merged takes as long
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, 2 * RUNGS)
-    known = [choice_of(problem, lone), *thrifty(problem, needs)]
+    known = [choice_of(problem, lone), *thrifty(problem, needs, LEFT)]
     known += [needs.complete(storages, "hull") for storages in kept]
     best: tuple[int, Plan, Plan | None]
     best = step_ns(problem, lone) * microbatches, lone, None

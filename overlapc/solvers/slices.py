@@ -22,9 +22,10 @@ from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
 from overlapc.solvers.constants import AT_BOUND, FEW, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
+from overlapc.solvers.heu import thrifty
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Listing, Style, along
-from overlapc.solvers.merging import thrifty
+from overlapc.solvers.merging import LEFT
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 
 
@@ -123,7 +124,7 @@ def _choices(lone: Problem, alone: Plan) -> Iterator[Choice]:
     def found() -> Iterator[Choice]:
         yield choice_of(lone, alone)
         yield needs.complete(frozenset(needs.storages), "all saved")
-        yield from thrifty(lone, needs)
+        yield from thrifty(lone, needs, LEFT)
         kept = keep_sets(lone, needs, RUNGS)
         yield from (needs.complete(storages, "hull") for storages in kept)
 
