@@ -1,12 +1,13 @@
-"""Megatron patched against Megatron at each of its own recompute settings, on a shaped link.
+"""Megatron patched against Megatron at each of its own recompute settings, on a slow link.
 
     OVERLAPC_MEGATRON=... python benchmarks/megatron_bench.py --layout tp --rates 400 --reps 5
+    OVERLAPC_MEGATRON=... python benchmarks/megatron_bench.py --layout tp,pp --schedule merged
 
 Two ranks train tiny GPTs of megatron-core on CPU (`tests/megatron/cpu.py`), each pinned to a core
-and in a network namespace of its own (`lab.py`). Every repetition runs a step of every variant, in
-turn. `overlapc@X` has the measured peak of Megatron's setting X as its memory budget, and is held
-against the fastest of Megatron's settings that fit there. Gradients after a first step are
-compared bit by bit.
+and in a network namespace of its own (`lab.py`). Four ranks (`tp,pp`) share the cores there are,
+and the emulated link. Every repetition runs a step of every variant, in turn. `overlapc@X` has at
+most the measured peak of Megatron's setting X, and is held against the fastest of Megatron's
+settings that fit there. Gradients are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import gc
 import os
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,26 +30,33 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
-from examples.common import leave, say
+from benchmarks.link_bench import slowest
+from examples.common import connect, launch, leave, same, say
+from overlapc.errors import Infeasible
+from overlapc.planning.report import Report
+from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.profiler.memory import measure_peak
+from overlapc.solvers.schedules import make_schedule
+from overlapc.stages import stage_cost
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 
 LAYOUTS = {
+    "one": Layout(ranks=1),  # nothing to hide
     "tp": Layout(tp=2),
     "ep": Layout(ep=2, experts=4),
     "pp": Layout(pp=2),
+    "tp,pp": Layout(ranks=4, tp=2, pp=2),
 }
+_FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 # Megatron's own settings: what is made again in the backward.
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "half": {**_FULL, "recompute_method": "block"},  # of the layers, as `own` says
+    "full": {**_FULL, "recompute_method": "uniform"},
 }
+_TRIES = 4  # at a budget whose measured peak is within the limit
 
 
 @dataclass
@@ -57,10 +67,32 @@ class Variant:
     limit: int = 0
     peak_bytes: int = 0
     predicted_ms: float = 0.0
+    planning_s: float = 0.0
     equal: bool = True
     step_ms: list[float] = field(default_factory=list)
 
-    def step(self) -> Any:
+    def plan(self, **options: Any) -> Report:
+        """Run a first step patched, which plans; what was planned for this rank's chunk."""
+        import overlapc.megatron as patched
+
+        patched.patch(**options)
+        self.steps = patched._steps
+        patched.unpatch()
+        begin = time.perf_counter()
+        self.step()
+        self.planning_s = time.perf_counter() - begin
+        (chunk,) = self.steps.chunks.values()
+        (planned,) = [each for each in chunk._planned.values() if each is not None]
+        found: Report = planned.program.report
+        return found
+
+    @property
+    def ran(self) -> Mapping[str, int]:
+        (chunk,) = self.steps.chunks.values()
+        found: Mapping[str, int] = chunk.ran
+        return found
+
+    def step(self) -> list[torch.Tensor]:
         from overlapc.megatron import seams
 
         if self.steps is not None:
@@ -77,15 +109,12 @@ class Variant:
         self.step_ms.append(slowest(time.perf_counter() - start) * 1e3)
 
 
-def slowest(value: float) -> float:
-    """The greatest of the ranks' values, on every rank."""
-    agreed = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    return agreed.item()
-
-
-def megatron(layout: Layout, name: str) -> Variant:
-    config = {**layout.config, **SETTINGS[name]}
+def own(layout: Layout, name: str) -> Variant:
+    """Megatron's, at one of its settings."""
+    setting = dict(SETTINGS[name])
+    if name == "half":
+        setting["recompute_num_layers"] = max(1, layout.layers // layout.pp // 2)
+    config = {**layout.config, **setting}
     variant = Variant(f"megatron, {name}", Trained(replace(layout, config=config)))
     variant.step()
     variant.peak_bytes = variant.limit = peak(variant)
@@ -93,19 +122,50 @@ def megatron(layout: Layout, name: str) -> Variant:
     return variant
 
 
-def overlapped(layout: Layout, name: str, limit: int, options: dict[str, Any]) -> Variant:
-    import overlapc.megatron as patched
+def overlapped(layout: Layout, name: str, limit: int, options: dict[str, Any]) -> Variant | None:
+    """Ours, in a budget with which the measured peak is at most the limit; None if none fits."""
+    budget = limit
+    for _ in range(_TRIES):
+        variant = Variant(f"overlapc@{name}", Trained(layout), limit=limit)
+        try:
+            report = variant.plan(memory_budget=budget, **options)
+        except Infeasible as error:
+            say(f"  {variant.name}: {error}")
+            return None
+        variant.peak_bytes = peak(variant)
+        variant.predicted_ms = predicted_ms(layout, report, options["schedule"])
+        say(
+            f"  {variant.name}: budget {budget / 2**20:.1f} MiB, planned in "
+            f"{variant.planning_s:.1f} s, measured {variant.peak_bytes / 2**20:.1f} MiB; "
+            f"ran {variant.ran}"
+        )
+        over = variant.peak_bytes - limit
+        if over <= 0:
+            return variant
+        budget -= over + limit // 200
+    return None
 
-    patched.patch(memory_budget=limit, **options)
-    variant = Variant(f"overlapc@{name}", Trained(layout), patched._steps, limit)
-    variant.step()
-    patched.unpatch()
-    (chunk,) = variant.steps.chunks.values()
-    (planned,) = [each for each in chunk._planned.values() if each is not None]
-    variant.predicted_ms = planned.program.report.step_ns / 1e6
-    variant.peak_bytes = peak(variant)
-    say(f"  {variant.name}: {variant.peak_bytes / 2**20:.1f} MiB; ran {chunk.ran}")
-    return variant
+
+def predicted_ms(layout: Layout, report: Report, schedule: str) -> float:
+    """A step, of all ranks. In a pipeline recompute and weight gradients are where they are best:
+    no longer than where they really run."""
+    if layout.pp == 1:
+        return report.step_ns / 1e6
+    sent_ns = layout.batch * layout.sequence * layout.width * 4 * 8e3 / (rate() or 1e5)
+    cost = stage_cost(report.problem, report.plan, (), int(sent_ns))
+    mine = asdict(StageFigures.of(cost, report, 0))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    stages: list[Mapping[str, Any]] = told[:: len(told) // layout.pp]  # tensor ranks are next
+    rows = make_schedule(schedule, layout.pp, layout.microbatches)
+    _, _, timeline = plan_rows(rows, [[StageFigures.parse(each)] for each in stages])
+    return timeline.step_ns / 1e6
+
+
+def rate() -> float | None:
+    """Of the link, in Mbit/s."""
+    (found,) = parse_rates(os.environ.get("OVERLAPC_LAB_MBIT", "none"))
+    return found
 
 
 def peak(variant: Variant) -> int:
@@ -116,18 +176,20 @@ def peak(variant: Variant) -> int:
 
 def rank_main(args: argparse.Namespace) -> None:
     cpu.use(args.version)
-    dist.init_process_group("gloo")
     layout = sized(args)
+    torch.set_num_threads(1)
+    connect("emulated" if layout.ranks > 2 else "none", rate() or 0, "cpu")
     set_up(layout)
-    variants = [megatron(layout, name) for name in SETTINGS]
-    options = {"solver": args.solver, "schedule": args.schedule}
+    variants = [own(layout, name) for name in args.settings.split(",")]
+    known = {variant.name: variant.limit for variant in variants}
+    costs = tempfile.TemporaryDirectory()
+    options = {"solver": args.solver, "schedule": args.schedule, "cache": f"{costs.name}/costs"}
     for name in args.levels.split(","):
-        limit = next(v.limit for v in variants if v.name == f"megatron, {name}")
-        variants.append(overlapped(layout, name, limit, options))
+        found = overlapped(layout, name, known[f"megatron, {name}"], options)
+        variants += [found] if found is not None else []
     expected = variants[0].step()
     for variant in variants:
-        found = variant.step()
-        variant.equal = all(map(torch.equal, expected, found))
+        variant.equal = same(expected, variant.step())
     for repetition in range(args.reps):
         turn = repetition % len(variants)
         for variant in variants[turn:] + variants[:turn]:
@@ -135,42 +197,38 @@ def rank_main(args: argparse.Namespace) -> None:
         say(f"repetition {repetition + 1} of {args.reps}")
     if dist.get_rank() == 0:
         report(variants, args)
+    costs.cleanup()
     leave()
 
 
 def report(variants: list[Variant], args: argparse.Namespace) -> None:
-    own = [v for v in variants if v.steps is None]
-    rows = []
+    theirs = [v for v in variants if v.steps is None]
+    print(
+        f"{'variant':22} {'step ms':>8} {'MiB':>7} {'grads':>6} {'predicted':>9} {'planned s':>9}"
+    )
     for v in variants:
-        fits = [other for other in own if other.peak_bytes <= 1.005 * max(v.limit, v.peak_bytes)]
-        best = min(fits or own, key=lambda other: statistics.median(other.step_ms))
+        fits = [other for other in theirs if other.peak_bytes <= max(v.limit, v.peak_bytes)]
+        best = min(fits, key=lambda other: statistics.median(other.step_ms))
         print(
-            f"{v.name:22} {statistics.median(v.step_ms):8.0f} ms {v.peak_bytes / 2**20:8.1f} MiB "
-            f"{'equal' if v.equal else 'DIFFER'} predicted {v.predicted_ms:8.0f} "
+            f"{v.name:22} {statistics.median(v.step_ms):8.0f} {v.peak_bytes / 2**20:7.1f} "
+            f"{'equal' if v.equal else 'DIFFER':>6} {v.predicted_ms:9.0f} {v.planning_s:9.1f} "
             f"{ratio(best.step_ms, v.step_ms)} of {best.name}"
         )
-        rows.append(
-            {
-                "name": v.name,
-                "peak_bytes": v.peak_bytes,
-                "limit": v.limit,
-                "equal": v.equal,
-                "predicted_ms": v.predicted_ms,
-                "step_ms": v.step_ms,
-            }
-        )
+    sys.stdout.flush()
+    seen = ("name", "peak_bytes", "limit", "equal", "predicted_ms", "planning_s", "step_ms")
+    link = {1: "no", 2: "a shaped"}.get(LAYOUTS[args.layout].ranks, "an emulated")
     document = {
-        "what": "steps of megatron-core on CPU and a shaped link; measured, one per repetition",
+        "what": f"steps of megatron-core on CPU, {link} link; measured, one per repetition",
         "megatron": args.version,
         "layout": asdict(sized(args)),
         "schedule": args.schedule,
         "solver": args.solver,
-        "rate_mbit": os.environ.get("OVERLAPC_LAB_MBIT", "none"),
+        "rate_mbit": rate(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "variants": rows,
+        "variants": [{name: getattr(v, name) for name in seen} for v in variants],
     }
-    write_results(f"megatron_{args.layout}_{document['rate_mbit']}", document)
+    write_results(f"megatron_{args.layout.replace(',', '_')}_{rate() or 'none'}", document)
 
 
 def sized(args: argparse.Namespace) -> Layout:
@@ -180,7 +238,7 @@ def sized(args: argparse.Namespace) -> Layout:
         width=args.width,
         sequence=args.sequence,
         vocabulary=512,
-        batch=4,
+        batch=args.batch,
         microbatches=args.microbatches,
     )
 
@@ -191,19 +249,28 @@ def main() -> None:
     add("--layout", choices=LAYOUTS, default="tp")
     add("--rates", default="400", help="of the link, in Mbit/s; none is unshaped")
     add("--reps", type=int, default=5)
-    add("--levels", default="none,full", help="settings of Megatron's whose peak is the budget")
+    add("--settings", default=",".join(SETTINGS), help="Megatron's own to be held against")
+    add("--levels", default="none,full", help="settings of Megatron's whose peak is the limit")
     add("--solver", default="overlap")
     add("--schedule", default="1f1b")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=512)
     add("--sequence", type=int, default=256)
+    add("--batch", type=int, default=4)
     add("--microbatches", type=int, default=4)
     add("--version", default="0.16.1")
     args = parser.parse_args()
+    ranks = LAYOUTS[args.layout].ranks
     if "RANK" in os.environ:
         rank_main(args)
-        return
-    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), f"megatron {args.layout}, ")
+    elif ranks != 2:
+        os.environ["OVERLAPC_LAB_MBIT"] = args.rates if ranks > 2 else "none"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        launch(ranks)
+    else:
+        run_at_rates(
+            [__file__, *sys.argv[1:]], parse_rates(args.rates), f"megatron {args.layout}, "
+        )
 
 
 if __name__ == "__main__":
