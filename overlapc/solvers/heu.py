@@ -282,8 +282,10 @@ def thrifty(problem: Problem, needs: Needs, leaving: Sequence[float]) -> Iterato
     period = Period(problem, needs, _repeated(problem))
     program = cache(Policy(problem, period, Totals.of(problem)).keep)
     room = _least_room(problem, period, needs, program, budget)
+    if room is None:
+        return
     for share in leaving:
-        for _ in range(FEW if room is not None else 0):
+        for _ in range(FEW):
             if (keep := program(room)) is None:
                 return
             choice = period.choice(needs, keep, f" leaving {share:g}")

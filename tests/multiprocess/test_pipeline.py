@@ -245,7 +245,7 @@ def test_tensor_and_expert_parallel_stages(kind: str, name: str) -> None:
 def merged_on_rank(rank: int, ranks: int) -> Any:
     """A stage over both ranks, on a link so slow that merging pays, in a pipeline of its own."""
     merging.MERGED = 20_000  # a quick search finds enough
-    init_link(Link(alpha_s=2e-3, bytes_per_s=1e8))
+    init_link(Link(alpha_s=2e-2, bytes_per_s=1e8))
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     module, twin = (make(1, 1, 0.0, dist.group.WORLD) for _ in range(2))
     given = list(torch.randn(4, 2, ROWS, WIDTH, generator=torch.Generator().manual_seed(5)))
