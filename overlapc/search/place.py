@@ -157,7 +157,7 @@ def _stage(place: Place, unit: Unit, report: Report) -> Stage:
     cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
     if place.rank == 0:
-        forward_ns, backward_ns = _embedding_ns(cluster, layout, unit, machine)
+        forward_ns, backward_ns = embedding_ns(cluster, layout, unit, machine)
         first = costs[0]
         costs[0] = replace(
             first,
@@ -201,7 +201,7 @@ def _with_head(cost: StageCost, head: Timeline) -> StageCost:
     )
 
 
-def _embedding_ns(
+def embedding_ns(
     cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware
 ) -> tuple[int, int]:
     """(forward, backward) of the table of words: its rows are looked up, and summed over the ranks

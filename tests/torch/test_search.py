@@ -19,6 +19,7 @@ from overlapc.errors import FileError, OptionError
 from overlapc.merge import merge
 from overlapc.pipeline import simulate_pipeline
 from overlapc.planning.rows import StageFigures, plan_rows
+from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import format_schedule
 from overlapc.search.cache import Cache
 from overlapc.search.chosen import load_search, memory_budgets
@@ -38,6 +39,7 @@ from overlapc.search.models import PRESETS, Transformer, find_model
 from overlapc.search.modules import Block, Blocks, Head, Ranks
 from overlapc.search.own import Repeats
 from overlapc.search.partition import partitioned
+from overlapc.search.place import embedding_ns
 from overlapc.search.pool import planners
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
@@ -478,7 +480,8 @@ def test_microbatches_are_merged_where_a_train_step_would_merge_them():
     both = simulate(merge(problem), merged)
     times = TINY.layers // unit.blocks
     head = sum(unit.head_ran.phase_ns)
-    step_ns = times * (alone.step_ns + 3 * both.step_ns) + 4 * head
+    words = sum(embedding_ns(CLUSTER, layout, unit, load_hardware(CLUSTER.hardware)))
+    step_ns = times * (alone.step_ns + 3 * both.step_ns) + 4 * (head + words)
     update = Update.of(TINY, CLUSTER, layout)
     told = step_ns + sum(update.reduce_ns) + update.after_ns
     assert found.found.step_ns == pytest.approx(told, abs=8)
