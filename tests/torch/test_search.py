@@ -106,12 +106,14 @@ def test_what_a_framework_does_not_fuse_takes_longer(unfused):
 
 
 def test_megatrons_full_recompute_runs_layers_whole():
-    """Every forward op of a layer twice; what nobody needs again, too."""
+    """Every forward op of a layer runs twice; what nobody needs again, too."""
     problem = captured_once(key(TINY, Layout(2, 1, 2, 1))).problem
     again = {solver: solve(problem, solver).recomputed for solver in ("full", "megatron-full")}
     assert set(again["full"]) < set(again["megatron-full"])
-    count = sum(op.is_forward for op in problem.trace.ops)
-    assert len(again["megatron-full"]) > 0.9 * count
+    forward = {op.name for op in problem.trace.ops if op.is_forward}
+    once = forward - set(again["megatron-full"])
+    # Views of weights take no time; a layer's input is kept.
+    assert sum(problem.cost(name).compute_ns > 0 for name in once) < len(forward) / 30
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
