@@ -79,7 +79,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(version, asked, marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("version", "asked"), cases())
+@pytest.mark.parametrize(("version", "asked"), list(cases()))
 def test_a_step_takes_no_more_than_with_the_scripts_own_recompute(version: str, asked: str) -> None:
     check(version, Layout(ranks=1, layers=4, sequence=128, config=ARGUMENTS[asked]))
 
