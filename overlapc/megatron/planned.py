@@ -16,13 +16,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from overlapc.errors import CaptureError
 from overlapc.megatron import tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
-from overlapc.megatron.state import PLAIN, Places, attributes_of, placed
+from overlapc.megatron.state import PLAIN, Places, attributes_of
 from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import capture
 from overlapc.passes.identities import without_identities
 from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.parts import cut
+from overlapc.passes.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program
@@ -107,7 +108,12 @@ class Whole(nn.Module):
         leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
         held: list[Any] = []  # so that ids are not given twice
-        with placed(call.attributes, tensors):
+        attributes = [
+            (owner, name, tensor)
+            for places, tensor in zip(call.attributes, tensors, strict=True)
+            for owner, name in places
+        ]
+        with placed(attributes):
             before = attributes_of(self.model, held)
             out = self._original(*args, **kwargs)
             after = attributes_of(self.model, held)

@@ -5,9 +5,8 @@ Megatron's modules are traced without Dynamo, so nothing else guards what their 
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -81,20 +80,6 @@ def tensors_of(module: nn.Module) -> list[Places]:
             if isinstance(value, Tensor) and name not in _EACH_TIME and id(value) not in known:
                 found.setdefault(id(value), []).append((vars(each), name))
     return list(found.values())
-
-
-@contextlib.contextmanager
-def placed(places: Sequence[Places], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """While the block runs, these tensors are at these places."""
-    before = [(owner, name, owner[name]) for each in places for owner, name in each]
-    for each, tensor in zip(places, tensors, strict=True):
-        for owner, name in each:
-            owner[name] = tensor
-    try:
-        yield
-    finally:
-        for owner, name, tensor in before:
-            owner[name] = tensor
 
 
 def _is_plain(value: Any) -> bool:

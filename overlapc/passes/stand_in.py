@@ -29,7 +29,7 @@ from overlapc.passes.opaque import called
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
-_Attributes = list[tuple[dict[str, Any], str, Tensor]]  # owner, name, tensor
+Attributes = list[tuple[dict[str, Any], str, Tensor]]  # owner, name, tensor
 
 # What depends on values does not do on noise what it does on data.
 _OF_VALUES = (
@@ -42,7 +42,7 @@ _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
 _numbers = itertools.count()
 # By number, while they stand in: the module, its forward, that as a function of the module, its
 # parameters and buffers, and what its modules have as plain attributes.
-_standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor], _Attributes]] = {}
+_standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor], Attributes]] = {}
 
 
 @torch._dynamo.allow_in_graph
@@ -50,7 +50,7 @@ def _entered(number: int, named: dict[str, Tensor], args: Any, kwargs: Any) -> A
     module, original, function, lasting, attributes = _standing[number]
     tensors = [*tree_leaves((args, kwargs)), *named.values()]
     if any(isinstance(t, (FunctionalTensor, FakeTensor)) for t in tensors):
-        with _with(attributes):  # where a trace may have put others
+        with placed(attributes):  # where a trace may have put others
             return called(module, function, lasting, named, args, kwargs)
     return original(*args, **kwargs)
 
@@ -130,7 +130,7 @@ def _stood_in(module: nn.Module, number: int, forward: Forward) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _with(attributes: _Attributes) -> Iterator[None]:
+def placed(attributes: Attributes) -> Iterator[None]:
     """While the block runs, modules have these attributes."""
     before = [(owner, name, owner[name]) for owner, name, _ in attributes]
     for owner, name, value in attributes:

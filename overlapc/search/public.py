@@ -38,6 +38,7 @@ _LAYOUT = ("gpus", "batch", "microbatch", "tp", "pp", "schedule", "chunks", "seq
 _HOW = ("hardware", "framework", "recompute")
 _MEASURED = ("step_ms", "peak_gb", "fits")
 _TRUE = ("1", "true", "yes")
+_NEEDED = ("layers", "width", "heads", "vocab", "seq", "batch", "microbatch", *_HOW)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ def load_table(path: StrPath) -> Table:
         raise FileError(
             f"table {shown}: role {data['role']!r}, expected 'calibrates' or 'held out'"
         )
+    if not isinstance(data.get("same", {}), dict):
+        raise FileError(f"table {shown}: same is {data['same']!r}, expected a table of columns")
     same = {key: str(value) for key, value in data.get("same", {}).items()}
     rows = []
     for number, given in enumerate(csv.DictReader(io.StringIO(data["rows"].strip())), 1):
@@ -131,7 +134,7 @@ def load_table(path: StrPath) -> Table:
             if None in given or None in given.values():
                 raise ValueError("more or fewer cells than columns")
             rows.append(_row(path, given, same))
-        except (ValueError, KeyError, OverlapcError) as error:
+        except (ValueError, OverlapcError) as error:
             raise FileError(f"table {shown}: row {number}: {error}") from error
     calibrates = data["role"] == "calibrates"
     return Table(path.stem, data["source"], data["conditions"], calibrates, tuple(rows))
@@ -142,26 +145,28 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     unknown = set(cells) - {*_SHAPE, *_LAYOUT, *_HOW, *_MEASURED}
     if unknown:
         raise ValueError(f"unknown columns {', '.join(sorted(unknown))}")
-    shape: dict[str, Any] = {"ffn": 4 * int(cells["width"])}
+    if missing := [key for key in _NEEDED if key not in cells]:
+        raise ValueError(f"no {', '.join(missing)}")
+    shape: dict[str, Any] = {"ffn": 4 * _whole(cells, "width")}
     for key in _SHAPE.keys() & cells.keys():
         kind = str(_SHAPE[key])
         shape[key] = cells[key].lower() in _TRUE if kind == "bool" else cells[key]
-        shape[key] = int(cells[key]) if kind == "int" else shape[key]
+        shape[key] = _whole(cells, key, 0) if kind == "int" else shape[key]
     model = Transformer(name=path.stem, **shape)
-    gpus, tp, pp = (int(cells.get(key, "1")) for key in ("gpus", "tp", "pp"))
+    gpus, tp, pp, chunks = (_whole(cells, key) for key in ("gpus", "tp", "pp", "chunks"))
+    batch, microbatch = (_whole(cells, key) for key in ("batch", "microbatch"))
     if gpus % (tp * pp):
         raise ValueError(f"{gpus} GPUs are not a multiple of tp={tp} times pp={pp}")
-    chunks = int(cells.get("chunks", "1"))
     layout = Layout(
         tp,
         pp,
         gpus // tp // pp,
-        int(cells["microbatch"]),
+        microbatch,
         cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
         cells.get("sequence", "").lower() in _TRUE,
         max(2, chunks),
     )
-    if layout.stages > model.layers or int(cells["batch"]) % (layout.dp * layout.microbatch):
+    if layout.stages > model.layers or batch % (layout.dp * microbatch):
         raise ValueError(f"{layout} does not divide {model.layers} layers and the batch")
     framework = find_framework(cells["framework"])
     if cells["recompute"] not in framework.plans:
@@ -171,14 +176,32 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     if hardware.endswith(".toml"):
         hardware = str(path.parent / hardware)
     machine = load_hardware(hardware)
-    where = machine.gpus_per_node, machine.memory_bytes, int(cells["batch"])
+    where = machine.gpus_per_node, machine.memory_bytes, batch
     return Row(
         ",".join(given.values()),
         model,
         Cluster(hardware, gpus, *where, framework=framework.name),
         layout,
         framework.plans[cells["recompute"]],
-        round(float(cells.get("step_ms", "0")) * 1e6),
-        round(float(cells.get("peak_gb", "0")) * 1e9),
+        _measured(cells, "step_ms", 1e6),
+        _measured(cells, "peak_gb", 1e9),
         cells.get("fits", "true").lower() in _TRUE,
     )
+
+
+def _whole(cells: Mapping[str, str], key: str, least: int = 1) -> int:
+    text = cells.get(key, "1")
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{key} is {text!r}, expected a whole number from {least} on")
+    return int(text)
+
+
+def _measured(cells: Mapping[str, str], key: str, times: float) -> int:
+    """A figure in the unit that is kept; 0 where none was measured."""
+    try:
+        found = float(cells.get(key, "0"))
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"{key} is {cells[key]!r}, expected a number")
+    return round(found * times)
