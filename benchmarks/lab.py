@@ -25,12 +25,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from overlapc.files import write_file
+
+T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
@@ -196,6 +198,15 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> str:
     """How many times faster, of times taken in turn: median of the paired ratios, and range."""
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})"
+
+
+def interleaved(variants: Sequence[T], repetitions: int) -> Iterator[T]:
+    """Each variant once in every repetition, which begin with one after the other."""
+    for repetition in range(repetitions):
+        turn = repetition % len(variants)
+        yield from (*variants[turn:], *variants[:turn])
+        if os.environ.get("RANK", "0") == "0":
+            print(f"repetition {repetition + 1} of {repetitions}", file=sys.stderr, flush=True)
 
 
 def parse_rates(text: str) -> list[float | None]:

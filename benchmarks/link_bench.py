@@ -38,7 +38,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
+from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
@@ -234,14 +234,11 @@ def rank_main(args: argparse.Namespace) -> None:
         variant.peak_bytes = bench.peak(variant)
         variant.exposed_ms = measure_exposed(lambda v=variant: bench.run(v)) * 1e3
     del reference
-    for repetition in range(args.reps):
-        turn = repetition % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            if variant.planned:
-                now_ns = sum(planned.step_now_ns() for planned in variant.planned)
-                variant.predicted_now_ms.append(now_ns / 1e6)
-            variant.step_ms.append(bench.timed_ms(variant))
-        say(f"repetition {repetition + 1} of {args.reps}")
+    for variant in interleaved(variants, args.reps):
+        if variant.planned:
+            now_ns = sum(planned.step_now_ns() for planned in variant.planned)
+            variant.predicted_now_ms.append(now_ns / 1e6)
+        variant.step_ms.append(bench.timed_ms(variant))
     if dist.get_rank() == 0:
         print_table(variants)
         save(variants, args)

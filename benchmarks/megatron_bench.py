@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
+from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import slowest
 from examples.common import connect, launch, leave, same, say
 from overlapc.errors import Infeasible
@@ -190,11 +190,8 @@ def rank_main(args: argparse.Namespace) -> None:
     expected = variants[0].step()
     for variant in variants:
         variant.equal = same(expected, variant.step())
-    for repetition in range(args.reps):
-        turn = repetition % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            variant.timed()
-        say(f"repetition {repetition + 1} of {args.reps}")
+    for variant in interleaved(variants, args.reps):
+        variant.timed()
     if dist.get_rank() == 0:
         report(variants, args)
     costs.cleanup()

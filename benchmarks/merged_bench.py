@@ -30,7 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.duplex import init_duplex
-from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
+from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench, slowest
 from examples.common import Text, leave, measure_exposed, same, say
 from overlapc.profiler.memory import measure_peak
@@ -121,11 +121,8 @@ def rank_main(args: argparse.Namespace) -> None:
         mine[dist.get_rank()] = statistics.median(seen) * 1e3
         dist.all_reduce(mine)
         variant.exposed_ms = mine.tolist()
-    for repetition in range(args.reps):
-        turn = repetition % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            variant.step_ms.append(timed_ms(bench, variant, batches))
-        say(f"repetition {repetition + 1} of {args.reps}")
+    for variant in interleaved(variants, args.reps):
+        variant.step_ms.append(timed_ms(bench, variant, batches))
     if dist.get_rank() == 0:
         print_table(variants)
         rows = [

@@ -36,7 +36,7 @@ from torch.distributed.pipelining import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
+from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import slowest
 from examples.common import Text, checkpoint_blocks, leave, same, say
 from examples.gpt.model import GPT, GPTConfig, cross_entropy
@@ -195,14 +195,11 @@ def rank_main(args: argparse.Namespace) -> None:
         variant.bitwise_equal = same(expected, found)
         near = all(torch.allclose(a, b, 1e-4, 1e-6) for a, b in zip(expected, found, strict=True))
         variant.close = slowest(float(not near)) == 0
-    for repetition in range(args.reps):
-        turn = repetition % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            dist.barrier()
-            start = time.perf_counter()
-            variant.run()
-            variant.step_ms.append(slowest(time.perf_counter() - start) * 1e3)
-        say(f"repetition {repetition + 1} of {args.reps}")
+    for variant in interleaved(variants, args.reps):
+        dist.barrier()
+        start = time.perf_counter()
+        variant.run()
+        variant.step_ms.append(slowest(time.perf_counter() - start) * 1e3)
     if dist.get_rank() == 0:
         print_table(variants)
         save(variants, args)

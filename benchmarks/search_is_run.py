@@ -31,7 +31,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.duplex import init_duplex
-from benchmarks.lab import NotPermitted, ShapedPair, parse_rates, ratio, write_results
+from benchmarks.lab import NotPermitted, ShapedPair, interleaved, parse_rates, ratio, write_results
 from benchmarks.link_bench import slowest
 from examples.common import Text, leave, say
 from examples.gpt.model import Block, GPTConfig, Shard, cross_entropy
@@ -200,11 +200,8 @@ def run_layouts(args: argparse.Namespace) -> None:
         rows.append(row | {"own_ms": variants[-1].predicted_ms, "anew_ms": anew.predicted_ms})
     for variant in variants:
         variant.run()
-    for repetition in range(args.reps):
-        turn = repetition % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            variant.step_ms.append(timed_ms(variant))
-        say(f"repetition {repetition + 1} of {args.reps}")
+    for variant in interleaved(variants, args.reps):
+        variant.step_ms.append(timed_ms(variant))
     if dist.get_rank() == 0:
         for row, variant in zip(rows, variants, strict=True):
             row["step_ms"] = variant.step_ms

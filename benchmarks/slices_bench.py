@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
 from benchmarks.duplex import init_duplex
-from benchmarks.lab import parse_rates, ratio, run_at_rates, write_results
+from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import conditions, slowest
 from examples.common import Text, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
@@ -160,11 +160,8 @@ def rank_main(args: argparse.Namespace) -> None:
         variants.append(make())
         say(f"planned {variants[-1].name} in {time.perf_counter() - start:.0f} s")
         bench.judge(variants[-1])
-    for repetition in range(args.reps):
-        turn = repetition % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            variant.step_ms.append(bench.timed_ms(variant.run))
-        say(f"repetition {repetition + 1} of {args.reps}")
+    for variant in interleaved(variants, args.reps):
+        variant.step_ms.append(bench.timed_ms(variant.run))
     if dist.get_rank() == 0:
         print_table(variants)
         save(variants, args)
