@@ -68,6 +68,10 @@ class Bench:
     cache: str
     expected: dict[int, list[Tensor]] = field(default_factory=dict)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"memory_budget": self.budget, "cache": self.cache, "timeout_s": 60}
+
     def pieces(self, count: int) -> list[tuple[Tensor, ...]]:
         return list(zip(*(each.chunk(count) for each in self.batch), strict=True))
 
@@ -81,7 +85,7 @@ class Bench:
             (self.model(*piece) / count).backward()
 
     def optimize(self) -> Variant:
-        twin = overlapc.optimize(self.model, memory_budget=self.budget, cache=self.cache)
+        twin = overlapc.optimize(self.model, **self.options)
         run = lambda: twin(*self.batch).backward()  # noqa: E731
         run()
         return Variant(BASE, 1, run, twin.reports[0].timeline.step_ns / 1e6)
@@ -90,14 +94,12 @@ class Bench:
         def loss(model: nn.Module, *piece: Tensor) -> Tensor:
             return model(*piece) / count
 
-        options = {"memory_budget": self.budget, "cache": self.cache}
-        step, pieces = overlapc.TrainStep(self.model, loss, **options), self.pieces(count)
+        step, pieces = overlapc.TrainStep(self.model, loss, **self.options), self.pieces(count)
         step(pieces)
         return Variant(f"TrainStep {count}", count, lambda: step(pieces), step.report.step_ns / 1e6)
 
     def slices(self, count: int) -> Variant:
-        options = {"memory_budget": self.budget, "cache": self.cache}
-        step = overlapc.TrainStep(self.model, slices=count, **options)
+        step = overlapc.TrainStep(self.model, slices=count, **self.options)
         step([self.batch])
         run = lambda: step([self.batch])  # noqa: E731
         return Variant(f"slices {count}", count, run, step.report.step_ns / 1e6)
