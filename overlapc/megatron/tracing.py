@@ -107,10 +107,13 @@ def _memory() -> Iterator[Change]:
         return torch.empty(tuple(shape), dtype=dtype, device=torch.cuda.current_device())
 
     yield utils.GlobalMemoryBuffer, "get_tensor", fresh
-    # It hides that a value is a view, by `.data =` on an empty tensor.
-    yield from _everywhere(
-        utils, "make_viewless_tensor", lambda inp, requires_grad, keep_graph: inp
-    )
+
+    def viewless(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+        """It hides that a value is a view, by `.data =` on an empty tensor. Autograd then adds up
+        the gradients of what it gives before it adds them to others of the view."""
+        return inp if inp._base is None else inp.view_as(inp)
+
+    yield from _everywhere(utils, "make_viewless_tensor", viewless)
     random = import_module("megatron.core.tensor_parallel.random")
 
     @contextlib.contextmanager

@@ -33,6 +33,7 @@ LAYOUTS = {
 
 MERGED_1F1B = {"schedule": "merged"}
 PLAIN = dict(layers=1, merge=False)
+AHEAD = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 MORE = {
     "tp, pp": Layout(ranks=4, tp=2, pp=2, dropout=0.1),
     "pp, recompute": Layout(
@@ -114,7 +115,10 @@ MORE = {
         **PLAIN,
     ),
     "one microbatch": Layout(tp=2, layers=1, microbatches=1),
-    "several tokens ahead": Layout(tp=2, layers=1, config={"mtp_num_layers": 1}),
+    "several tokens ahead": Layout(tp=2, layers=1, config=AHEAD),
+    "several tokens ahead, rms": Layout(
+        tp=2, config={"normalization": "RMSNorm", **AHEAD}, **PLAIN
+    ),
 }
 ALL = LAYOUTS | MORE
 FAST = ("tp, sequence, dropout", "pp", "dp, sharded", "ep")
