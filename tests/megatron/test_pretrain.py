@@ -91,6 +91,12 @@ SETS: dict[str, tuple[int, str]] = {
     ),
     "per-token-loss": (2, f"{PP} --calculate-per-token-loss"),
     "mtp": (2, f"{TP} {LLAMA} --mtp-num-layers 1"),
+    # Two runs of Megatron alone differ where its messages between stages overlap, over Gloo.
+    "interleaved": (
+        4,
+        "--pipeline-model-parallel-size 4 --num-layers 8 --num-layers-per-virtual-pipeline-stage 1"
+        " --no-overlap-p2p-communication",
+    ),
 }
 
 

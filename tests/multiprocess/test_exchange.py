@@ -391,21 +391,27 @@ def test_over_a_file_store(tmp_path: Path) -> None:
     assert launch(_agreement, 3, init=f"file://{tmp_path}/store") == [everywhere] * 3
 
 
-def _again_on_the_same_port(init: str, rank: int) -> Any:
-    for _ in range(2):
+def _again_on_the_same_port(init: str, met: Path, rank: int) -> Any:
+    for turn in range(2):
         with Exchange([0, 1]) as exchange:
             exchange.agree("trace", "1", HINT)
         # Nobody may still be talking to the store, and nobody may keep it.
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(2.0)  # the other may be slow to let go, and would be met again
+        # The other may be slow to let go, and its store would be met again.
+        (met / f"{turn}-{rank}").touch()
+        until = time.monotonic() + 60
+        while not (met / f"{turn}-{1 - rank}").exists():
+            assert time.monotonic() < until, "the other rank did not let go of its store in 60 s"
+            time.sleep(0.05)
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
     return threading.active_count()
 
 
-def test_the_store_ends_with_its_process_group() -> None:
+def test_the_store_ends_with_its_process_group(tmp_path: Path) -> None:
     init = f"tcp://127.0.0.1:{free_port()}"
-    assert launch(functools.partial(_again_on_the_same_port, init), 2, init=init) == [1, 1]
+    again = functools.partial(_again_on_the_same_port, init, tmp_path)
+    assert launch(again, 2, init=init) == [1, 1]
 
 
 def _slow_leader(rank: int) -> Any:
