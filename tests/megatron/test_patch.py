@@ -204,9 +204,13 @@ def check(version: str, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("version", QUICK)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in LAYOUTS]
+    ("version", "name"),
+    [
+        pytest.param(v, n, marks=[pytest.mark.slow] * (v != QUICK[-1] or n not in FAST))
+        for v in QUICK
+        for n in LAYOUTS
+    ],
 )
 def test_a_patched_step_is_megatrons(version: str, name: str) -> None:
     check(version, name)

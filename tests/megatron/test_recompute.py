@@ -22,7 +22,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "core attention": {**CHOSEN, "recompute_modules": ["core_attn"]},
     "norms and mlp": {**CHOSEN, "recompute_modules": ["layernorm", "mlp"]},
 }
-QUICK = ("uniform", "core attention")
+QUICK = ("uniform",)
 EXPERTS = {**CHOSEN, "recompute_modules": ["moe", "layernorm"]}
 
 

@@ -42,7 +42,7 @@ def distance(found: list[Tensor], reference: list[Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("budget", [None, 0.6])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 0.6])
 def test_as_close_to_eager_as_torch_compile(budget: float | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(32) for _ in range(3)))

@@ -133,13 +133,8 @@ def check(seed: int, cache: Path, solver: str = "heu") -> None:
     assert all(more >= less for more, less in pairwise(peaks)), peaks
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_the_peak_of_a_step_keeps_to_the_budget(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path / "costs")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 41))
+@pytest.mark.parametrize("seed", range(41))
 def test_many_models_keep_to_the_budget(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path / "costs", "overlap" if seed % 4 == 0 else "heu")
 

@@ -70,7 +70,9 @@ def test_gradients_are_those_of_accumulation_over_the_slices(slices):
     assert step.unchanged == []
 
 
-@pytest.mark.parametrize("budget", [None, 0.5, 1])
+@pytest.mark.parametrize(
+    "budget", [0.5, *(pytest.param(b, marks=pytest.mark.slow) for b in (None, 1))]
+)
 def test_what_is_planned_for_a_slow_link_keeps_to_its_budget(budget):
     with on_fabric():
         batch = (tokens(4, 8), tokens(4, 8, seed=9))
