@@ -44,6 +44,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.pp > 1 and (args.ranks % args.pp or args.microbatches < 2):
         parser.error("--pp takes a --ranks that it divides, and --microbatches of 2 or more")
+    if args.experts % (args.ranks // args.pp):
+        each = f"{args.ranks // args.pp} ranks"
+        parser.error(f"{args.experts} experts cannot be divided among {each} of a stage")
     common.launch(args.ranks)
     common.connect(args.link, args.link_mbit, args.device)
     group, along = dimensions(args.pp)

@@ -99,7 +99,8 @@ def test_an_impossible_division_of_experts_is_refused() -> None:
     assert "3 experts cannot be divided among 2 ranks" in result.stderr
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "merged"])
 def test_a_pipeline_beside_pytorchs(schedule: str) -> None:
     options = ["--pp", "2", "--schedule", schedule, "--microbatches", "4", "--steps", "3"]
     result = train("gpt", *options, "--compare")
