@@ -63,6 +63,8 @@ def as_eager(inputs: Iterable[Any] = ()) -> Iterator[None]:
     Fake ones stand for another machine's, likely a GPU's, where dropout is one op.
     """
     trace = _Trace(fused=are_fake(inputs))
+    for device in _AUTOCAST:
+        trace.enter(device)
     outer, _thread.trace = _current(), trace
     try:
         with _changed, _backward_outside_autocast():
@@ -80,6 +82,15 @@ def are_fake(inputs: Iterable[Any]) -> bool:
 class _Trace:
     fused: bool
     casts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by autocast
+    # Of each device whether autocast is on, and whether it was set so in a backward.
+    regions: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+
+    def enter(self, device: str) -> None:
+        self.regions[device] = torch.is_autocast_enabled(device), _in_backward()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_autograd_node() is not None
 
 
 def _current() -> _Trace | None:
@@ -162,6 +173,13 @@ def _casts_once() -> Iterator[None]:
     import torch.fx.experimental.proxy_tensor as graph_pass
 
     clear: Callable[[], None] = torch.clear_autocast_cache
+    enable: Callable[..., None] = torch.set_autocast_enabled
+
+    def enable_here(*args: Any) -> None:
+        enable(*args)
+        trace = _current()
+        if trace is not None:
+            trace.enter(args[0] if isinstance(args[0], str) else "cuda")
 
     def clear_both() -> None:
         trace = _current()
@@ -169,7 +187,7 @@ def _casts_once() -> Iterator[None]:
             trace.casts.clear()
         clear()
 
-    torch.clear_autocast_cache = clear_both
+    torch.clear_autocast_cache, torch.set_autocast_enabled = clear_both, enable_here
     off = {m: getattr(m, _TURNS_OFF) for m in (metadata_pass, graph_pass) if hasattr(m, _TURNS_OFF)}
     for module in off:
         setattr(module, _TURNS_OFF, contextlib.nullcontext)
@@ -179,27 +197,30 @@ def _casts_once() -> Iterator[None]:
     finally:
         for module, function in off.items():
             setattr(module, _TURNS_OFF, function)
-        torch.clear_autocast_cache = clear
+        torch.clear_autocast_cache, torch.set_autocast_enabled = clear, enable
 
 
 def _cast(x: Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
     trace = _current()
-    known = trace.casts.get(id(x)) if trace is not None and _is_cached(x, dtype) else None
-    if known is not None:
-        return known[1]
+    cached = trace is not None and _is_cached(trace, x, dtype)
+    if trace is not None and cached and id(x) in trace.casts:
+        return trace.casts[id(x)][1]
     made: Tensor = aten.to.dtype._op_dk(_COMPOSITE, x, dtype, *args, **kwargs)
-    if trace is not None and _is_cached(x, dtype):
+    if trace is not None and cached:
         trace.casts[id(x)] = x, made
     return made
 
 
-def _is_cached(x: Tensor, dtype: torch.dtype) -> bool:
+def _is_cached(trace: _Trace, x: Tensor, dtype: torch.dtype) -> bool:
     """Whether autocast asks for this cast, and in eager would keep it: `cached_cast` in
-    aten/src/ATen/autocast_mode.cpp, which works with its own key excluded."""
+    aten/src/ATen/autocast_mode.cpp, which works with its own key excluded. It is excluded outside
+    of autocast, too, and in a backward unless that enters a region of its own."""
     if not isinstance(x, FunctionalTensor):  # or a number, which ops take for a tensor
         return False
     key = _AUTOCAST.get(x.device.type)
     if key is None or not torch._C._dispatch_tls_local_exclude_set().has(key):
+        return False
+    if trace.regions.get(x.device.type) != (True, _in_backward()):
         return False
     if (x.dtype, dtype) != (torch.float32, torch.get_autocast_dtype(x.device.type)):
         return False

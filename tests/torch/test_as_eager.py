@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DispatchKey
+from torch.utils.checkpoint import checkpoint
 
 import overlapc
 from overlapc.passes.as_eager import as_eager
@@ -276,6 +277,41 @@ def test_autocast_inside_the_model(region: Any) -> None:
     assert different(Regions(), rows(), region) == []
 
 
+class Cast(nn.Module):
+    """It casts its weight by itself, each time it needs it; `disabled`: where autocast is not."""
+
+    def __init__(self, disabled: bool, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.disabled, self.checkpointed = disabled, checkpointed
+        self.weight = nn.Parameter(torch.randn(24, 24) * 0.2)
+
+    def cast(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(torch.bfloat16)
+        return F.linear(x.to(torch.bfloat16), weight).float()
+
+    def twice(self, x: Tensor) -> Tensor:
+        off = torch.autocast("cpu", enabled=False) if self.disabled else contextlib.nullcontext()
+        with off:
+            x = self.cast(self.cast(x).tanh())
+        return F.linear(F.linear(x, self.weight), self.weight).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            checkpoint(self.twice, x, use_reentrant=False) if self.checkpointed else self.twice(x)
+        )
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("region", [contextlib.nullcontext, autocast()])
+def test_what_the_model_casts_is_not_autocasts(
+    disabled: bool, checkpointed: bool, region: Any
+) -> None:
+    """Eager casts anew each time, and adds the gradients in float32."""
+    torch.manual_seed(0)
+    assert different(Cast(disabled, checkpointed), rows(), region) == []
+
+
 def tables() -> list[Any]:
     ops = [getattr(aten, n) for n in dir(aten) if not n.startswith("__")]
     ops = [getattr(p, o) for p in ops if hasattr(p, "overloads") for o in p.overloads()]
@@ -283,7 +319,7 @@ def tables() -> list[Any]:
 
 
 def test_tables_are_put_back_whatever_happens() -> None:
-    before, clear = tables(), torch.clear_autocast_cache
+    before, clear, enable = tables(), torch.clear_autocast_cache, torch.set_autocast_enabled
 
     def fail() -> None:
         with as_eager(), as_eager():
@@ -294,6 +330,7 @@ def test_tables_are_put_back_whatever_happens() -> None:
         fail()
     assert tables() == before
     assert torch.clear_autocast_cache is clear
+    assert torch.set_autocast_enabled is enable
 
 
 def test_threads_do_not_put_back_what_others_need() -> None:
