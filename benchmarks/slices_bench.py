@@ -32,7 +32,7 @@ import overlapc
 from benchmarks.duplex import init_duplex
 from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.link_bench import conditions, slowest
-from examples.common import Text, leave, measure_exposed, same, say
+from examples.common import Text, apart, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.profiler.memory import measure_peak
@@ -108,12 +108,7 @@ class Bench:
         """Fill in all but the times."""
         found, whole = self.gradients(variant.run), self.expected[1]
         variant.bitwise_equal = same(self.expected[variant.pieces], found)
-        variant.off_whole = slowest(
-            max(
-                float((a - b).abs().max() / b.abs().max())
-                for a, b in zip(found, whole, strict=True)
-            )
-        )
+        variant.off_whole = apart(whole, found)
         variant.peak_bytes = int(slowest(min(self.peak(variant.run) for _ in range(3))))
         seen = [measure_exposed(variant.run) for _ in range(3)]
         mine = torch.zeros(dist.get_world_size(), dtype=torch.float64)

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=2, help="of one microbatch")
     add("--microbatches", type=int, default=1, help="whose gradients are added up in a step")
+    add("--slices", type=int, default=1, help="that overlapc cuts each microbatch into")
     add("--seq", type=int, default=256)
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)
@@ -153,10 +154,10 @@ def accumulate(model: nn.Module, microbatches: list[Batch]) -> list[Tensor]:
 def optimized(
     model: nn.Module, args: argparse.Namespace
 ) -> tuple[nn.Module, Callable[[nn.Module, list[Batch]], list[Tensor]]]:
-    """The model as overlapc trains it, and how it adds up gradients: microbatches are merged."""
+    """The model as overlapc trains it, and how it adds up gradients: merged, or in slices."""
     options = {"memory_budget": args.memory_budget, "solver": args.solver}
-    if args.microbatches > 1:
-        step = overlapc.TrainStep(model, **options)
+    if args.microbatches > 1 or args.slices > 1:
+        step = overlapc.TrainStep(model, slices=args.slices, **options)
         return model, lambda model, microbatches: step(microbatches)
     return overlapc.optimize(model, backend=args.backend, **options), accumulate
 
@@ -255,6 +256,15 @@ def same(reference: list[Tensor], other: list[Tensor]) -> bool:
     return bool(verdict)
 
 
+def apart(reference: list[Tensor], other: list[Tensor]) -> float:
+    """The largest difference on any rank, relative to the largest number of the reference."""
+    most = max(float((a - b).abs().max()) for a, b in zip(reference, other, strict=True))
+    most /= max(float(a.abs().max()) for a in reference)
+    seen = torch.tensor(most, dtype=torch.float64, device=reference[0].device)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    return seen.item()
+
+
 def report(variants: list[Variant], batch: list[Batch]) -> None:
     """Print the comparison; the first variant is what the others must equal."""
     for variant in variants:
@@ -264,7 +274,8 @@ def report(variants: list[Variant], batch: list[Batch]) -> None:
     for variant in variants:
         ratios = [a / b for a, b in zip(first.seconds, variant.seconds, strict=True)]
         spread = f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}..{max(ratios):.2f})"
-        equal = same(first.gradients(), variant.gradients())
+        reference, found = first.gradients(), variant.gradients()
+        equal = "equal" if same(reference, found) else f"DIFFER {apart(reference, found):.0e}"
         rows.append(
             (
                 variant.name,
@@ -272,7 +283,7 @@ def report(variants: list[Variant], batch: list[Batch]) -> None:
                 "-" if variant is first else spread,
                 f"{variant.peak_bytes / 1e6:.1f}",
                 f"{variant.exposed_seconds * 1e3:.1f}",
-                "reference" if variant is first else ("equal" if equal else "DIFFER"),
+                "reference" if variant is first else equal,
                 "equal" if variant.losses == first.losses else "DIFFER",
             )
         )

@@ -109,8 +109,9 @@ def solve_slices(problem: Problem, lone: Problem, alone: Plan) -> Plan:
     search = _SliceSearch(problem, plain)
     search.order_forwards()
     for choice in _choices(lone, alone):
-        if search.is_worth(choice):
-            search.order_backwards(choice)
+        if search.is_done(search.reserve):
+            break
+        search.order_backwards(choice)
     search.polish()
     effort = f"; of {search.offered} plans"
     check(problem, search.best)
@@ -144,6 +145,7 @@ class _SliceSearch:
         self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
         count = max(1, len(problem.trace.ops))
         self.effort = MERGED * min(count, _LONG) // count**2
+        self.reserve = self.effort // FEW  # for filling windows
         self.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
         self.border = sum(op.is_forward for op in problem.trace.ops)
         self.plain = plain.order[: self.border]
@@ -183,21 +185,20 @@ class _SliceSearch:
                 best_ns = found_ns
                 self.forwards.insert(0, order)
 
-    def is_worth(self, choice: Choice) -> bool:
-        """Whether what it keeps of all slices could fit."""
-        if self.effort <= 0 or self.best_ns <= self.goal_ns:
-            return False
-        kept = saved_bytes(self.problem, _in_all(choice, self.slices).saved)
-        return kept + self.problem.resident_bytes <= self.budget
+    def is_done(self, reserve: int = 0) -> bool:
+        return self.effort <= reserve or self.best_ns <= self.goal_ns
 
     def order_backwards(self, choice: Choice) -> None:
         """Orders of the backwards of a choice behind the fastest forwards."""
         every = _in_all(choice, self.slices)
+        kept_bytes = saved_bytes(self.problem, every.saved)
+        if kept_bytes + self.problem.resident_bytes > self.budget:
+            return
         work = backward_work(self.problem, every)
         shares = (1.0,) if self.budget == NEVER else _SHARES
         forwards = [*self.forwards[:FEW], self.plain]
         for style, share, turns in product(_STYLES, shares, TURNS):
-            if self.effort <= 0 or self.best_ns <= self.goal_ns:
+            if self.is_done(self.reserve):
                 return
             limit = NEVER if self.budget == NEVER else int(self.budget * share)
             backward = slice_order(work, limit, style, turns)
@@ -211,7 +212,7 @@ class _SliceSearch:
         choice = choice_of(self.problem, self.best)
         backward = backward_work(self.problem, choice)
         seed = left = 2 * RUNGS
-        while left and self.effort > 0 and self.best_ns > self.goal_ns:
+        while left and not self.is_done():
             seed, left = seed + 1, left - 1
             taste = Taste(seed % 2 != 0, seed % 4 > 1, "F" if seed % FEW == 0 else "RW", seed)
             if seed % FEW:

@@ -3,18 +3,25 @@ what sees the whole batch is refused by name."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import DYNAMO_WARNINGS, randn
+from tests.torch.random_models import WIDTH, RandomModel, Recipe, recipes
 from tests.torch.zoo import MLP, gpt, on_fabric, tokens
 
 pytestmark = DYNAMO_WARNINGS
@@ -244,3 +251,54 @@ def test_a_saved_plan_of_slices_is_taken_again():
 def test_baselines_run_slices_one_after_the_other(solver):
     step = assert_exact(gpt(), [(tokens(4, 8), tokens(4, 8, seed=9))], 2, solver=solver)
     assert step.report.plan.solver in (solver, "none")  # nothing is hidden in one process
+
+
+CROSSES = {"product", "transposed", "permuted", "expanded", "reduced", "softmax", "indexed"}
+CROSSES |= {"in_place_on_view", "attention", "recomputed_by_user", "dropout", "noise"}
+CROSSES |= {"changes_buffer", "gathered", "scanned", "sorted"}
+
+
+@pytest.mark.timeout(1800)
+def test_any_graph_in_slices() -> None:
+    """Each sample goes its own way through a random graph: bitwise plain accumulation over slices,
+    and never refused."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=max(5, settings.default.max_examples // 10))
+    @given(
+        recipe=recipes(max_steps=8),
+        slices=st.sampled_from([2, 3, 4]),
+        solver=st.sampled_from(["overlap", "heu", "none"]),
+        budget=st.sampled_from([None, None, 0.7, 0.3]),
+    )
+    def holds(recipe: Recipe, slices: int, solver: str, budget: Any) -> None:
+        torch._dynamo.reset()
+        steps = tuple(step for step in recipe.steps if step.op not in CROSSES)
+        recipe = replace(recipe, steps=steps, input_grad=False)
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            return torch.stack([out.square().mean() for out in model(x)]).sum()
+
+        world = on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
+        x = randn(24, WIDTH)
+        with world, warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            if not steps or not loss(RandomModel(recipe), x).requires_grad:
+                return
+            for _ in range(4):
+                options = {"solver": solver, "memory_budget": budget}
+                try:
+                    step = assert_exact(
+                        lambda: RandomModel(recipe), [(x,)], slices, loss, **options
+                    )
+                    break
+                except Infeasible as infeasible:
+                    budget = infeasible.smallest_bytes
+            else:
+                raise AssertionError(f"the smallest budget {budget} does not work")
+        assert step.unchanged == []
+        seen["examples"] += 1
+        seen["beside"] += step.report.plan.solver == "slices"
+
+    holds()
+    assert seen["beside"] > 0 or seen["examples"] < 50
