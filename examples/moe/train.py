@@ -3,7 +3,7 @@ overlapc.
 
 python examples/moe/train.py --ranks 2 --compare
 python examples/moe/train.py --ranks 2 --compare --microbatches 4
-python examples/moe/train.py --ranks 2 --compare --batch 8 --slices 2
+python examples/moe/train.py --ranks 2 --compare --batch 8 --slices 2 --steps 8
 python examples/moe/train.py --ranks 4 --pp 2 --compare --microbatches 4
 torchrun --nproc-per-node 2 examples/moe/train.py --top-k 1 --steps 50
 """
