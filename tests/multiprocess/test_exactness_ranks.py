@@ -157,8 +157,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Batch]]]] = {
     "moe": (moe, own_batches),
     "moe, one layer": (lambda: moe(1), own_batches),
 }
+_ALIKE = ("moe", "gathered head", "shared sequences")  # others of their kind are quick
 TWO_RANKS = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "moe" else name for name in MODELS
+    pytest.param(name, marks=pytest.mark.slow) if name in _ALIKE else name for name in MODELS
 ]
 
 
@@ -237,7 +238,7 @@ def check_ranks(
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(name: str) -> None:
-    check_ranks(2, name, QUICK if name.startswith("gpt") else QUICK[1:])
+    check_ranks(2, name, QUICK if name == "gpt" else QUICK[1:])
 
 
 def sequences_on_rank(rank: int, ranks: int) -> None:

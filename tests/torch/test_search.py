@@ -89,7 +89,7 @@ def test_parameters_are_those_of_the_modules(model):
     ("model", "sequence"),
     [
         (NORMED, False),
-        (LATENT, True),
+        pytest.param(LATENT, True, marks=pytest.mark.slow),
         pytest.param(NORMED, True, marks=pytest.mark.slow),
         pytest.param(LATENT, False, marks=pytest.mark.slow),
     ],
@@ -229,11 +229,12 @@ def test_shared_sequences_take_less_memory():
 def in_this_process(monkeypatch):
     """Plan one after the other here: other processes take seconds to start, captures seconds."""
     monkeypatch.setattr("overlapc.search.search.make_unit", captured_once)
-    monkeypatch.setattr("overlapc.search.search.planners", lambda count: ThreadPoolExecutor(1))
+    monkeypatch.setattr("overlapc.search.search.planners", lambda count=0: ThreadPoolExecutor(1))
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("fixed", [Fixed(tp=2), pytest.param(Fixed(), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", [Fixed(tp=2), Fixed()])
 def test_the_winner_is_that_of_trying_all_and_is_kept(fixed, tmp_path):
     quick = search(TINY, PAIR, fixed, cache=tmp_path, rivals=["full"])
     every = search(TINY, PAIR, fixed, prune=False)

@@ -223,6 +223,7 @@ def test_a_model_of_one_graph_is_compiled_once() -> None:
         assert len(breaks) + 1 <= counted() <= most
 
 
+@pytest.mark.slow
 def test_other_shapes_and_modes_have_their_own_graphs(tmp_path: Path) -> None:
     """Steps of other graphs keep to the budget beside those that were known before."""
     budget = least(lambda: four((0, 2)), tmp_path / "costs") * 5 // 4
