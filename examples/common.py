@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=20)
     add("--batch", type=int, default=2, help="of one microbatch")
     add("--microbatches", type=int, default=1, help="whose gradients are added up in a step")
-    add("--slices", type=int, default=1, help="that overlapc cuts each microbatch into")
     add("--seq", type=int, default=256)
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)

@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--pp", type=int, default=1, help="stages of a pipeline, over as many of the ranks")
     add("--schedule", choices=sorted(THEIRS), default="1f1b", help="of the pipeline")
+    add(
+        "--slices", type=int, default=1, help="that overlapc cuts each microbatch into, not in --pp"
+    )
 
 
 class Stage(nn.Module):

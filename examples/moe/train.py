@@ -11,6 +11,7 @@ torchrun --nproc-per-node 2 examples/moe/train.py --top-k 1 --steps 50
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -43,10 +44,13 @@ def main() -> None:
     common.add_arguments(parser)
     pipeline.add_arguments(parser)
     args = parser.parse_args()
-    if args.pp > 1 and (args.ranks % args.pp or args.microbatches < 2):
-        parser.error("--pp takes a --ranks that it divides, and --microbatches of 2 or more")
-    if args.experts % (args.ranks // args.pp):
-        each = f"{args.ranks // args.pp} ranks"
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))  # torchrun's, where it has begun
+    if args.pp > 1 and (ranks % args.pp or args.microbatches < 2 or args.slices > 1):
+        parser.error(
+            "--pp takes ranks that it divides, --microbatches of 2 or more, and no --slices"
+        )
+    if args.experts % (ranks // args.pp):
+        each = f"{ranks // args.pp} ranks"
         parser.error(f"{args.experts} experts cannot be divided among {each} of a stage")
     common.launch(args.ranks)
     common.connect(args.link, args.link_mbit, args.device)

@@ -202,13 +202,10 @@ def _casts_once() -> Iterator[None]:
 
 def _cast(x: Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
     trace = _current()
-    cached = trace is not None and _is_cached(trace, x, dtype)
-    if trace is not None and cached and id(x) in trace.casts:
-        return trace.casts[id(x)][1]
-    made: Tensor = aten.to.dtype._op_dk(_COMPOSITE, x, dtype, *args, **kwargs)
-    if trace is not None and cached:
-        trace.casts[id(x)] = x, made
-    return made
+    casts = trace.casts if trace is not None and _is_cached(trace, x, dtype) else {}
+    if id(x) not in casts:
+        casts[id(x)] = x, aten.to.dtype._op_dk(_COMPOSITE, x, dtype, *args, **kwargs)
+    return casts[id(x)][1]
 
 
 def _is_cached(trace: _Trace, x: Tensor, dtype: torch.dtype) -> bool:
