@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 
 from overlapc.check import check
@@ -24,7 +25,7 @@ from overlapc.errors import Infeasible, OptionError
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers import baselines
-from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
+from overlapc.solvers.bounds import Least, Within, bound_ns, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_on_demand
 from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
 from overlapc.solvers.heu import heu_plans
@@ -79,10 +80,8 @@ def solve(
     """The best plan of this solver (or baseline) that fits the problem's budget.
 
     `torch_choices` are saved sets PyTorch's partitioner proposes; they are the plans of solver
-    "torch" and further candidates for "overlap" and "opt", asked for only where what costs less
-    does not reach the bound. `time_limit_s`, `gap` (proven, at
-    which it stops) and `progress` are opt's. Raises Infeasible, naming the smallest budget that
-    works, if nothing fits.
+    "torch" and further candidates for "opt". `time_limit_s`, `gap` (proven, at which it stops) and
+    `progress` are opt's. Raises Infeasible, naming the smallest budget that works, if nothing fits.
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
@@ -105,7 +104,7 @@ def solve(
             return best.plan()
         unlimited = replace(problem, budget_bytes=None)  # the same goal for every budget
         best.goal_ns = int(bound_ns(unlimited) * AT_BOUND)
-    tried = generators(problem, solver, torch_choices, best.worth)
+    tried = generators(problem, solver, torch_choices, best)
     try:
         if solver != "opt":
             best.take(chain.from_iterable(tried.values()))
@@ -126,10 +125,10 @@ def generators(
     problem: Problem,
     solver: str,
     torch_choices: Iterable[tuple[str, ...]] = (),
-    worth: Callable[[Choice], bool] = lambda _: True,
+    best: _Best | None = None,
 ) -> dict[str, Iterable[Plan]]:
     """What overlap, heu or opt tries, by name and in this order: plans that may not fit, made when
-    they are asked for. A choice that is not `worth` it is not scheduled."""
+    they are asked for. What cannot be better than the `best` so far is not scheduled."""
     cheap = [make(problem) for make in BASELINES.values()]
     found: dict[str, Iterable[Plan]] = {"baselines": cheap}
     rivals = (FIELD[name](problem) for name in _QUICK)
@@ -139,18 +138,15 @@ def generators(
     found["sizes"] = sizes = steady_plans(problem)
     simple = [*cheap, *sizes]
     if solver == "heu":
-        return found | {"ladder": _ladder(problem, simple, worth)}
+        return found | {"ladder": _ladder(problem, simple, best)}
     choices = [choice_of(problem, plan) for plan in simple]
     if solver == "overlap":
-        found["menu"] = overlap_plans(problem, choices, worth=worth)
-        found["ladder"] = _ladder(problem, simple, worth)
-        if len(problem.trace.ops) <= LARGE:  # beyond, torch takes longer than all the rest together
-            found["torch"] = _theirs(problem, torch_choices, worth)
-        return found
+        found["menu"] = overlap_plans(problem, choices, worth=best.worth if best else _any)
+        return found | {"ladder": _ladder(problem, simple, best)}
     found["others'"] = rivals
-    found["torch"] = _theirs(problem, torch_choices, lambda _: True)
+    found["torch"] = _theirs(problem, torch_choices)
     found["menu"] = overlap_plans(problem, choices)
-    found["ladder"] = _ladder(problem, simple, lambda _: True)
+    found["ladder"] = _ladder(problem, simple)
     return found | {"blocks": heu_plans(problem, grouped=True)}
 
 
@@ -173,7 +169,7 @@ def menu(
     if problem.trace.lanes:  # otherwise there is nothing to hide, and no order is faster
         choices = [choice_of(problem, plan) for plan in steady]
         yield from overlap_plans(problem, choices) if solver != "heu" else ()
-        yield from _ladder(problem, steady, lambda _: True)
+        yield from _ladder(problem, steady)
 
 
 def _merged(problem: Problem, solver: str) -> Plan:
@@ -193,28 +189,28 @@ def _merged(problem: Problem, solver: str) -> Plan:
     raise Infeasible(problem.budget_bytes or 0, min(smallest))
 
 
-def _ladder(
-    problem: Problem, steady: Sequence[Plan], worth: Callable[[Choice], bool]
-) -> Iterator[Plan]:
+def _ladder(problem: Problem, steady: Sequence[Plan], best: _Best | None = None) -> Iterator[Plan]:
     """HEU's plans for budgets from the largest to the smallest that make sense, whatever the
-    problem's own is."""
+    problem's own is; it ends where no plan for less can be better than the `best` so far."""
     peaks = [peak_bytes(problem, plan) for plan in steady]
     least, most = min(peaks), max(peaks)
     rungs = max(FEW, min(RUNGS, LADDER // max(1, len(problem.trace.ops))))
+    above: int | None = None  # the budget of the rung before, of which no plan takes more
     for rung in reversed(range(rungs + 1)):
+        if above is not None and best is not None and not best.beaten_within(above):
+            return
         budget = least + (most - least) * rung // rungs
         tight = rung <= 1 and len(problem.trace.ops) <= LARGE
         groups = None if rung == 0 else False  # seconds, for what only the least memory needs
         less = replace(problem, budget_bytes=budget)
+        worth = best.worth if best else _any
         for plan in heu_plans(less, thorough=tight, grouped=groups, worth=worth):
-            yield replace(plan, found_by=f"rung {rung} of {rungs} {plan.found_by}")
+            if above is None or peak_bytes(problem, plan) <= above:
+                yield replace(plan, found_by=f"rung {rung} of {rungs} {plan.found_by}")
+        above = budget
 
 
-def _theirs(
-    problem: Problem,
-    torch_choices: Iterable[tuple[str, ...]],
-    worth: Callable[[Choice], bool],
-) -> Iterator[Plan]:
+def _theirs(problem: Problem, torch_choices: Iterable[tuple[str, ...]]) -> Iterator[Plan]:
     """Plans of what PyTorch's partitioner saves, which is asked where there is something to
     hide: where there is not, its minimum cut is among `keep_sets`."""
     if problem.trace.lanes:
@@ -222,7 +218,11 @@ def _theirs(
         yield from plans
         if plans:
             choices = [choice_of(problem, plan) for plan in plans]
-            yield from overlap_plans(problem, choices, own=False, worth=worth)
+            yield from overlap_plans(problem, choices, own=False)
+
+
+def _any(_: Choice) -> bool:
+    return True
 
 
 def simple_plans(problem: Problem) -> list[Plan]:
@@ -283,6 +283,14 @@ class _Best:
         if budget is not None and self.least.bytes(choice) > budget:
             return False
         return self.found is None or self.least.ns(choice) <= self.found[0][0]
+
+    def beaten_within(self, budget_bytes: int) -> bool:
+        """Whether a plan of at most so many bytes could be handed out."""
+        return self.found is None or self.within.ns(budget_bytes) <= self.found[0][0]
+
+    @cached_property
+    def within(self) -> Within:
+        return Within(self.problem)
 
     def plan(self) -> Plan:
         if self.found is None:

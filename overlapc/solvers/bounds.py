@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from math import ceil
 
 from overlapc.errors import Infeasible
@@ -58,6 +60,23 @@ def phase_bounds_ns(problem: Problem) -> list[int]:
         max([compute[phase], path[phase]] + [ns for (p, _), ns in lanes.items() if p == phase])
         for phase in range(len(problem.phases))
     ]
+
+
+class Within:
+    """`bound_ns` of one problem for budget after budget; its program is built once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.simple_ns = simple_bound_ns(problem)
+        self._program = Program(replace(problem, budget_bytes=0))
+        self._highs = self._program.model.highs(whole=False)
+
+    def ns(self, budget_bytes: int) -> float:
+        """Infinite if no plan can fit."""
+        self._program.limit(self._highs, budget_bytes)
+        try:
+            return max(self.simple_ns, self._program.relaxed(self._highs).bound_ns)
+        except Infeasible:
+            return math.inf
 
 
 class Least:

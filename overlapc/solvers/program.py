@@ -344,8 +344,8 @@ class Program:
 
     # ------------------------------------------------------------------ solving
 
-    def relaxed(self) -> Solution:
-        return self._solve(self.model.highs(whole=False))
+    def relaxed(self, highs: highspy.Highs | None = None) -> Solution:
+        return self._solve(highs or self.model.highs(whole=False))
 
     def solve(
         self,

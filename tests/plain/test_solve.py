@@ -11,8 +11,10 @@ from hypothesis import given, settings
 
 from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
-from overlapc.simulate import simulate
-from overlapc.solvers import BASELINES, bound_ns, smallest_bytes, solve
+from overlapc.simulate import peak_bytes, simulate, step_ns
+from overlapc.solvers import BASELINES, bound_ns, generators, smallest_bytes, solve
+from overlapc.solvers.constants import AT_BOUND
+from overlapc.solvers.heu import heu_plans
 from tests.plain.strategies import problems, random_problem
 from tests.plain.tiny import tiny
 
@@ -74,29 +76,57 @@ def test_nothing_is_searched_where_nothing_can_be_won():
     assert simulate(problem, plan).step_ns == 2000
 
 
-def test_torch_is_asked_last_and_only_where_there_is_something_to_hide():
+def test_torch_is_not_asked_where_nothing_can_be_hidden():
     text = """
     a    F    | x   > r     | 10
     b    F    | r   > y     | 10
     db   I    | t r > dr    | 10
-    st   I tp | dr  > dx    | 1 + 90
-    wait_ I   | dx  > dxw   | 0
+    dx   I    | dr  > dx    | 91
     dw   W    | dr x > gw   | 20
     """
-    lone = tiny(
-        text.replace("I tp", "I").replace("1 + 90", "91").replace("wait_", "end"), "y dxw gw"
-    )
-    tight = simulate(lone, solve(lone, "full")).peak_bytes
-    solve(replace(lone, budget_bytes=tight), torch_choices=asked_too_much())
-    asked = []
-    problem = replace(tiny(text, "y dxw gw"), budget_bytes=10**9)
+    problem = tiny(text, "y dx gw")
+    tight = simulate(problem, solve(problem, "full")).peak_bytes
+    solve(replace(problem, budget_bytes=tight), "opt", torch_choices=asked_too_much())
 
-    def theirs():
-        asked.append(True)
-        yield ("r",)
 
-    assert solve(problem, torch_choices=theirs())
-    assert asked == []  # what costs less has reached the bound
+@settings(max_examples=settings.default.max_examples // 4)
+@given(problems())
+def test_what_is_left_out_could_not_have_been_handed_out(problem):
+    """The search leaves choices and budgets out by their bounds: trying all finds none better."""
+    for budget in (smallest_bytes(problem), peak_bytes(problem, BASELINES["none"](problem))):
+        limited = replace(problem, budget_bytes=budget)
+        found = simulate(limited, solve(limited)).step_ns
+        plans = [plan for some in generators(limited, "overlap").values() for plan in some]
+        steps = [t.step_ns for t in (simulate(limited, p) for p in plans) if t.peak_bytes <= budget]
+        goal = bound_ns(replace(problem, budget_bytes=None)) * AT_BOUND
+        assert found == min(steps) or min(steps) <= found <= goal
+
+
+def test_the_ladder_ends_where_its_budgets_force_more_recompute_than_pays(monkeypatch):
+    """No weight gradient fits into a window as a whole number of times, so no plan reaches the
+    bound; and there is nothing left that would hide recompute."""
+    blocks = range(20)
+    text = "".join(f"f{i} F | v{i} > v{i + 1} | 20\n" for i in blocks)
+    for i in reversed(blocks):
+        text += f"b{i} I | g{i + 1} v{i} > h{i} | 20\n"
+        text += f"s{i} I tp | h{i} > k{i} | 1 + {30 - 10 * (i % 2)}\n"
+        text += f"wait_s{i} I | k{i} > g{i} | 0\n"
+        text += f"w{i} W | g{i + 1} v{i} > d{i} | 25\n"
+    outputs = " ".join(["g0", *(f"d{i}" for i in blocks)])
+    sizes = {f"v{i}": 1000 for i in range(21)}
+    problem = replace(tiny(text, outputs, sizes=sizes), budget_bytes=10**9)
+    budgets = []
+
+    def counted(problem, *args, **kwargs):
+        budgets.append(problem.budget_bytes)
+        return heu_plans(problem, *args, **kwargs)
+
+    monkeypatch.setattr("overlapc.solvers.heu_plans", counted)
+    found = solve(problem)
+    walked = len(budgets)
+    everything = [p for plans in generators(problem, "overlap").values() for p in plans]
+    assert walked < (len(budgets) - walked) / 2
+    assert simulate(problem, found).step_ns == min(step_ns(problem, p) for p in everything)
 
 
 @pytest.mark.parametrize("seed", range(5))
