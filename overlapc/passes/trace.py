@@ -229,6 +229,13 @@ def changed_inputs(joint: fx.GraphModule) -> set[str]:
     return changed
 
 
+def changed_with_gradient(joint: fx.GraphModule) -> list[tuple[int, ...]]:
+    """Return the shapes of inputs that the model changes and that have a gradient afterwards."""
+    tangents = [n for n in joint.graph.find_nodes(op="placeholder") if is_tangent(n)]
+    results = [(n, getattr(_whole(n.meta.get("desc")), "output", None)) for n in tangents]
+    return [tuple(n.meta["val"].shape) for n, made in results if hasattr(made, "mutated_input")]
+
+
 def _leave_changed_parameters(
     joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int]
 ) -> None:

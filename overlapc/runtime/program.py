@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from overlapc.errors import CaptureError
 from overlapc.passes.joint import Joint, owner_of
 from overlapc.passes.parts import Part, Parts, accumulate, cut
+from overlapc.passes.trace import changed_with_gradient
 from overlapc.planning.report import Report
 
 State = dict[str, Any]
@@ -118,6 +119,12 @@ class Flight:
 def check_loss(joint: Joint) -> None:
     """The model must return one number that requires a gradient."""
     shapes = [tuple(value.shape) for value in _tangents(joint).values()]
+    if changed := changed_with_gradient(joint.captured.joint):
+        raise CaptureError(
+            f"the model changes {len(changed)} parameters or inputs in its forward, of shapes "
+            f"{changed}; expected none to be changed before the optimizer's step: change them "
+            "after the backward"
+        )
     if len(shapes) != 1 or shapes[0] not in ((), (1,)):
         raise CaptureError(
             f"the model returns, or keeps, {len(shapes)} results that require a gradient, of "

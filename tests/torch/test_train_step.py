@@ -230,6 +230,22 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so():
     assert step.explain().endswith("(runs as plain PyTorch)")
 
 
+class Decays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        return self.linear(x).sum()
+
+
+def test_a_parameter_changed_in_the_forward_is_said():
+    with pytest.warns(RuntimeWarning, match="changes 1 parameters or inputs in its forward"):
+        TrainStep(Decays())([(torch.ones(2, 4),), (torch.ones(2, 4),)])
+
+
 def test_wrong_use_is_refused():
     model = MLP()
     step = TrainStep(model, loss, profile="estimate")
