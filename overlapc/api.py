@@ -170,7 +170,10 @@ class Optimized:
             parts.append(str(_engine(self).checked))
         if _engine(self).backend.steps.shared:
             parts.insert(0, "graphs share one budget: a peak counts what the others hold meanwhile")
-        return "\n\n".join(parts) or "nothing planned yet: run a training forward first"
+        return (
+            "\n\n".join(parts)
+            or "nothing planned yet: call the model itself, not its forward, in training"
+        )
 
     def _only(self) -> Report:
         reports = self.reports

@@ -202,10 +202,27 @@ def _casts_once() -> Iterator[None]:
 
 def _cast(x: Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
     trace = _current()
-    casts = trace.casts if trace is not None and _is_cached(trace, x, dtype) else {}
-    if id(x) not in casts:
-        casts[id(x)] = x, aten.to.dtype._op_dk(_COMPOSITE, x, dtype, *args, **kwargs)
-    return casts[id(x)][1]
+    if trace is None or not _is_cached(trace, x, dtype):
+        made: Tensor = aten.to.dtype._op_dk(_COMPOSITE, x, dtype, *args, **kwargs)
+        return made
+    if id(x) not in trace.casts:
+        with torch.set_grad_enabled(torch.is_grad_enabled() or _KEPT_WITH_GRADIENT):
+            trace.casts[id(x)] = x, aten.to.dtype._op_dk(_COMPOSITE, x, dtype, *args, **kwargs)
+    return trace.casts[id(x)][1]
+
+
+def _kept_with_gradient() -> bool:
+    """Whether a cast that autocast makes under `no_grad`, and keeps, has a gradient when it is
+    taken again: not in older releases."""
+    with torch.inference_mode(False), torch.autocast("cpu", torch.bfloat16):
+        weight = torch.ones(1, 1, device="cpu", dtype=torch.float32, requires_grad=True)
+        with torch.no_grad():
+            torch.mm(weight, weight)
+        with torch.enable_grad():
+            return torch.mm(weight, weight).requires_grad
+
+
+_KEPT_WITH_GRADIENT = _kept_with_gradient()
 
 
 def _is_cached(trace: _Trace, x: Tensor, dtype: torch.dtype) -> bool:

@@ -9,7 +9,9 @@ or Dynamo's, and can only be named:
 - so it does with those of a tensor that a graph uses several times, and that a later graph uses
   again or the model hands back (`used_several_times`);
 - buffers that a checkpointed part of the model changes: in eager once more, in the backward;
-- parameters of several reentrant checkpoints: eager adds what each gives to `.grad` one by one;
+- parameters of a reentrant checkpoint that are used elsewhere, too: eager adds what each gives to
+  `.grad` one by one;
+- random numbers in checkpoints that do not preserve the generator: eager draws others again;
 - results that a loss may leave out: what only they are made of gets zeros, where eager leaves None
   (`left_out`);
 - numpy, which Dynamo traces as torch;
@@ -96,6 +98,10 @@ _FORMULAS = {
 }
 
 
+# Words in the names of functions that draw random numbers.
+_RANDOM = ("dropout", "rand", "bernoulli", "uniform", "exponential", "gumbel", "rrelu")
+
+
 def differences(graph: fx.GraphModule) -> list[str]:
     """Say what this graph does not as eager, wherever it is run."""
     lines = []
@@ -111,6 +117,11 @@ def differences(graph: fx.GraphModule) -> list[str]:
                     lines.append(
                         f"{line_of(inner)}: eager's checkpoint changes a buffer "
                         f"({inner.name}) once more in the backward"
+                    )
+                if node.kwargs.get("preserve_rng_state") is False and _draws(inner):
+                    lines.append(
+                        f"{line_of(inner)}: eager's checkpoint draws other random numbers in the "
+                        f"backward ({inner.name}), for it has preserve_rng_state=False"
                     )
     return lines + _shared_by_reentrant(graph)
 
@@ -129,17 +140,15 @@ def _is_alike(node: fx.Node) -> bool:
 
 
 def _shared_by_reentrant(graph: fx.GraphModule) -> list[str]:
-    users: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.graph.nodes:
-        if node.kwargs.get("use_reentrant"):
-            for given in node.all_input_nodes:
-                if given.op == "placeholder" and _learns(given):
-                    users.setdefault(given, []).append(node)
-    shared = {node.name: many[-1] for node, many in users.items() if len(many) > 1}
-    return [
-        f"{line_of(user)}: eager's reentrant checkpoints add to the gradient of {name} one by one"
-        for name, user in shared.items()
-    ]
+    lines = []
+    for given in graph.graph.find_nodes(op="placeholder"):
+        inside = [user for user in given.users if user.kwargs.get("use_reentrant")]
+        if inside and len(given.users) > 1 and _learns(given):
+            lines.append(
+                f"{line_of(inside[-1])}: eager's reentrant checkpoints add to the gradient of "
+                f"{given.name} one by one"
+            )
+    return lines
 
 
 def left_out(graph: fx.GraphModule) -> list[str]:
@@ -217,6 +226,13 @@ def _changes_an_input(node: fx.Node) -> bool:
         return node.args[1] in inputs and node.args[5] is True
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place and bool(node.args) and node.args[0] in inputs
+
+
+def _draws(node: fx.Node) -> bool:
+    name = _name(node).strip("_")
+    if name == "scaled_dot_product_attention":
+        return bool(node.kwargs.get("dropout_p") or any(node.args[4:5]))
+    return name in ("normal", "poisson", "multinomial") or any(word in name for word in _RANDOM)
 
 
 def _name(node: fx.Node) -> str:

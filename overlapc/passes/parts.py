@@ -198,7 +198,11 @@ def accumulate(owners: Sequence[Owner], gradient: Tensor, owned: bool = False) -
                 tensor.grad = whole if tensor.grad is None else tensor.grad.add_(whole)
                 continue
             if tensor.grad is not None:
-                tensor.grad += gradient
+                mixed = tensor.grad.is_sparse and not gradient.is_sparse
+                tensor.grad = gradient + tensor.grad if mixed else tensor.grad.add_(gradient)
+                continue
+            if gradient.is_sparse:
+                tensor.grad = gradient.detach() if owned else gradient.detach().clone()
                 continue
             all_of_it = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
             if owned and all_of_it and gradient.stride() == tensor.stride():

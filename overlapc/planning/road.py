@@ -74,7 +74,20 @@ def plan(
         log(2, format_plan(each))
     ranks = [step.microbatch(captured.trace, profile).profile for profile in profiles]
     report, *roomier = reports(problem, step, plans, ranks, given=bool(options.plans))
+    if options.plans and options.memory_budget is not None:
+        _warn_of_budget(report)
     return StepPlan(captured, report, tuple(roomier))
+
+
+def _warn_of_budget(report: Report) -> None:
+    budget_bytes = report.problem.budget_bytes or 0
+    if report.peak_bytes > budget_bytes:
+        warnings.warn(
+            f"overlapc: the plan that was given takes {report.peak_bytes:,} bytes, more than "
+            f"memory_budget, {budget_bytes:,}; it is run all the same",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _default_budget(problem: Problem, solver: str, theirs: Plan | None) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FunctionType
@@ -102,6 +102,10 @@ class TrainStep:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"TrainStep expects an nn.Module, found {type(model).__name__}")
+        if loss is not None and not callable(loss):
+            raise OptionError(
+                f"loss={loss!r}: expected a function of the model and a microbatch, or None"
+            )
         refuse_megatron("TrainStep", model)
         self._merge = merge
         self.model = model
@@ -249,6 +253,7 @@ class TrainStep:
             self._refused(key, error)
             return result
         if not traced.ran:
+            _loss(result)  # or there is nothing to plan
             step.finish()
             self._refused(key, CaptureError("torch.compile is switched off"))
             return _plainly(result)
@@ -344,6 +349,12 @@ class _Step:
 
 
 def _given(microbatches: Sequence[Any]) -> list[Given]:
+    if isinstance(microbatches, (Tensor, Mapping)) or not isinstance(microbatches, Iterable):
+        found = type(microbatches).__name__
+        raise OptionError(
+            f"TrainStep was given a {found}, expected a list of microbatches: [x] is one that the "
+            "model is called with, [(x, y)] one of two arguments"
+        )
     each = [Given.of(microbatch) for microbatch in microbatches]
     if not each:
         raise OptionError("TrainStep was given no microbatches; expected at least one")
@@ -361,7 +372,9 @@ def _loss_of(result: Any) -> Any:
 def _loss(result: Any) -> Tensor:
     loss = result if isinstance(result, Tensor) else _loss_of(result)
     if loss is None or not loss.requires_grad:
-        raise OptionError(NO_GRADIENT)
+        raise OptionError(f"{NO_GRADIENT}; it is a {type(result).__name__}")
+    if loss.numel() != 1:
+        raise OptionError(f"the loss has the shape {tuple(loss.shape)}; expected one number")
     return loss
 
 

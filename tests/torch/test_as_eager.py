@@ -312,6 +312,30 @@ def test_what_the_model_casts_is_not_autocasts(
     assert different(Cast(disabled, checkpointed), rows(), region) == []
 
 
+class Target(nn.Module):
+    """It trains towards what it gave itself, without a gradient: the casts of those weights are
+    taken again, with one."""
+
+    def __init__(self, inside: bool, mode: Any) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.inside, self.mode = inside, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if self.inside else contextlib.nullcontext():
+            with self.mode():
+                target = self.layer(x).float()
+            return (self.head(self.layer(x)) - target).square()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, contextlib.nullcontext])
+def test_a_weight_that_was_cast_without_a_gradient_has_one(inside: bool, mode: Any) -> None:
+    torch.manual_seed(0)
+    region = contextlib.nullcontext if inside else autocast()
+    assert different(Target(inside, mode), rows(), region) == []
+
+
 def tables() -> list[Any]:
     ops = [getattr(aten, n) for n in dir(aten) if not n.startswith("__")]
     ops = [getattr(p, o) for p in ops if hasattr(p, "overloads") for o in p.overloads()]

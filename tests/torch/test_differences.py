@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.variables import torch as torch_functions
 from torch.utils.checkpoint import checkpoint
@@ -222,6 +223,43 @@ def test_a_parameter_of_several_reentrant_checkpoints() -> None:
     assert len(lines) == 2  # weight and bias
     assert all("one by one" in line for line in lines)
     assert planned(Reentrant(1), x).differences == []
+
+
+class ReentrantAndNot(Reentrant):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.body(x)) + self.body(x).sum()
+
+
+def test_a_parameter_of_a_reentrant_checkpoint_that_is_used_elsewhere() -> None:
+    lines = planned(ReentrantAndNot(1), torch.randn(3, 8)).differences
+    assert len(lines) == 2
+    assert all("one by one" in line and "test_differences.py" in line for line in lines)
+
+
+class Redraws(nn.Module):
+    def __init__(self, preserves: bool, attends: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.preserves, self.attends = preserves, attends
+
+    def draw(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.attends:
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        return F.dropout(F.normalize(x), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = checkpoint(self.draw, x, use_reentrant=False, preserve_rng_state=self.preserves)
+        return kept.square().sum()
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_random_numbers_of_a_checkpoint_that_draws_them_again(attends: bool) -> None:
+    x = torch.randn(2, 3, 8)
+    (line,) = planned(Redraws(preserves=False, attends=attends), x).differences
+    assert "preserve_rng_state=False" in line
+    assert "test_differences.py" in line
+    assert planned(Redraws(preserves=True, attends=attends), x).differences == []
 
 
 def test_an_ordinary_model_has_none() -> None:

@@ -142,3 +142,12 @@ def test_a_module_of_two_names_is_left_as_it_was() -> None:
         assert type(parameter) is nn.Parameter
         assert id(parameter) == number
         assert torch.equal(parameter, value)
+
+
+def test_a_plan_that_takes_more_than_the_budget_is_said(tmp_path):
+    model = MLP()
+    _, report = overlapc.plan(model, torch.randn(4, 16), solver="none")
+    overlapc.save_plan(tmp_path / "plan.txt", report.plan)
+    twin = overlapc.optimize(MLP(), plan=tmp_path / "plan.txt", profile="estimate", memory_budget=5)
+    with pytest.warns(RuntimeWarning, match="bytes, more than memory_budget, 5; it is run"):
+        twin(torch.randn(4, 16)).sum().backward()

@@ -246,6 +246,35 @@ def test_a_parameter_changed_in_the_forward_is_said():
         TrainStep(Decays())([(torch.ones(2, 4),), (torch.ones(2, 4),)])
 
 
+class Words(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.words = nn.Embedding(10, 8, sparse=True)
+        self.tied = tied
+
+    def forward(self, rows):
+        found = self.words(rows)
+        return (found @ self.words.weight.t() if self.tied else found).sin().mean()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_sparse_gradients(tied, count):
+    model, twin = Words(tied), Words(tied)
+    twin.load_state_dict(model.state_dict())
+    step = TrainStep(twin, solver="heu", profile="estimate")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        batches = [torch.randint(0, 10, (4, 3)) for _ in range(count)]
+        for batch in batches:
+            model(batch).backward()
+        step([(batch,) for batch in batches])
+    expected, found = model.words.weight.grad, twin.words.weight.grad
+    assert found.layout == expected.layout
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert step.unchanged == []
+
+
 def test_wrong_use_is_refused():
     model = MLP()
     step = TrainStep(model, loss, profile="estimate")
@@ -257,6 +286,13 @@ def test_wrong_use_is_refused():
         step([randn(4, 16), randn(5, 16)])
     with pytest.raises(OptionError, match="computed under autograd"):
         step([randn(4, 16, requires_grad=True) * 2])
+    for wrong in (randn(4, 16), None, 3, {"x": randn(4, 16)}):
+        with pytest.raises(OptionError, match="expected a list of microbatches"):
+            step(wrong)
+    with pytest.raises(OptionError, match="expected a function of the model"):
+        TrainStep(model, 3)
+    with pytest.raises(OptionError, match="it is a str"):
+        TrainStep(model, lambda model, x: "a", profile="estimate")([randn(4, 16)])
     with pytest.raises(OptionError, match=r"expects an nn\.Module"):
         TrainStep(lambda x: x)
     with pytest.raises(OptionError, match="solver='best'"):
