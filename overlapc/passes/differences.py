@@ -15,6 +15,7 @@ or Dynamo's, and can only be named:
 - results that a loss may leave out: what only they are made of gets zeros, where eager leaves None
   (`left_out`);
 - numpy, which Dynamo traces as torch;
+- custom Functions that set `set_materialize_grads`, which Dynamo does not hear (`asked`, too);
 - functions whose gradient or cast PyTorch computes by another formula when it traces (`_FORMULAS`).
 """
 
@@ -31,11 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.variables import torch as torch_functions
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from overlapc.passes.nodes import line_of
 from overlapc.passes.shared_changes import Shared, replaced
 
 _TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
+_WHERE_SET = ("forward", "setup_context")  # of a custom Function
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _thread = threading.local()  # lines: found by this thread's `asked`
 
@@ -56,11 +59,29 @@ def asked(lines: list[str]) -> Iterator[None]:
         _thread.lines = outer
 
 
-def _noting() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _noting() -> Iterator[None]:
     answers = getattr(torch_functions, _TABLE, None)
-    if answers is None:
-        return contextlib.nullcontext()
-    return replaced(torch_functions, _TABLE, lambda: _Answers(answers()))
+    apply = AutogradFunctionVariable.call_apply
+
+    def noted(function: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if _wants_no_zeros(function.fn_cls):
+            _note(
+                _place(frame), f"{function.fn_cls.__name__} is given zeros, where eager gives None"
+            )
+        return apply(function, frame, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        if answers is not None:
+            stack.enter_context(replaced(torch_functions, _TABLE, lambda: _Answers(answers())))
+        stack.enter_context(replaced(AutogradFunctionVariable, "call_apply", noted))
+        yield
+
+
+def _wants_no_zeros(function: type) -> bool:
+    """Does it call `set_materialize_grads`, which Dynamo does not hear?"""
+    codes = [getattr(getattr(function, n, None), "__code__", None) for n in _WHERE_SET]
+    return any(code is not None and "set_materialize_grads" in code.co_names for code in codes)
 
 
 _changed = Shared(_noting)
@@ -69,23 +90,27 @@ _changed = Shared(_noting)
 class _Answers(dict[Any, Any]):
     def __getitem__(self, question: Any) -> Any:
         answer = super().__getitem__(question)
-        lines = getattr(_thread, "lines", None)
-        if answer and lines is not None:
-            line = _asking(sys._getframe(1).f_locals.get("tx"))
-            if line and line not in lines:
-                lines.append(line)
+        if answer:
+            place = _place(sys._getframe(1).f_locals.get("tx"))
+            _note(place, "asks whether it is compiled, and may take another branch then")
         return answer
 
 
-def _asking(frame: Any) -> str:
-    """The line of the model that asks; functions that only pass the question on are `is_...`."""
+def _note(place: str, what: str) -> None:
+    lines = getattr(_thread, "lines", None)
+    if lines is not None and place and f"{place}: {what}" not in lines:
+        lines.append(f"{place}: {what}")
+
+
+def _place(frame: Any) -> str:
+    """The line of the model that Dynamo is at; functions that only pass a question on are
+    `is_...`."""
     while frame is not None and frame.f_code.co_name.startswith(("is_", "_is_")):
         frame = getattr(frame, "parent", None)
     if frame is None or frame.f_code.co_filename.startswith(_TORCH):
         return ""
     code = frame.f_code
-    place = f'File "{code.co_filename}", line {frame.lineno}, in {code.co_name}'
-    return f"{place}: asks whether it is compiled, and may take another branch then"
+    return f'File "{code.co_filename}", line {frame.lineno}, in {code.co_name}'
 
 
 # --------------------------------------------------------------------------- of one graph

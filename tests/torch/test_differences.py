@@ -262,6 +262,33 @@ def test_random_numbers_of_a_checkpoint_that_draws_them_again(attends: bool) -> 
     assert planned(Redraws(preserves=True, attends=attends), x).differences == []
 
 
+class WithoutZeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x.clone(), x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first if second is None else second
+
+
+class UsesOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, _ = WithoutZeros.apply(self.body(x))
+        return first.sum()
+
+
+def test_a_function_that_wants_no_zeros() -> None:
+    (line,) = planned(UsesOne(), torch.randn(3, 8)).differences
+    assert "WithoutZeros is given zeros, where eager gives None" in line
+    assert "test_differences.py" in line
+
+
 def test_an_ordinary_model_has_none() -> None:
     body = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = overlapc.optimize(body, solver="none", profile="estimate")
