@@ -350,10 +350,9 @@ class _Step:
 
 def _given(microbatches: Sequence[Any]) -> list[Given]:
     if isinstance(microbatches, (Tensor, Mapping)) or not isinstance(microbatches, Iterable):
-        found = type(microbatches).__name__
         raise OptionError(
-            f"TrainStep was given a {found}, expected a list of microbatches: [x] is one that the "
-            "model is called with, [(x, y)] one of two arguments"
+            f"TrainStep was given a {type(microbatches).__name__}, expected a list of microbatches: "
+            "[x] is one that the model is called with, [(x, y)] one of two arguments"
         )
     each = [Given.of(microbatch) for microbatch in microbatches]
     if not each:

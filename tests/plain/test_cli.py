@@ -277,7 +277,7 @@ def test_a_problem_without_its_plan_is_told_what_is_missing(files, capsys, comma
 def test_a_full_disk_is_an_error_without_a_traceback():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "overlapc", "models"],
+            [sys.executable, "-m", "overlapc.cli", "models"],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert done.returncode == FAILED
