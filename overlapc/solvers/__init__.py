@@ -285,8 +285,11 @@ class _Best:
         return self.found is None or self.least.ns(choice) <= self.found[0][0]
 
     def beaten_within(self, budget_bytes: int) -> bool:
-        """Whether a plan of at most so many bytes could be handed out."""
-        return self.found is None or self.within.ns(budget_bytes) <= self.found[0][0]
+        """Whether a plan of at most so many bytes could be handed out. Of large problems it may:
+        to know better takes longer than to try."""
+        if self.found is None or len(self.problem.trace.ops) > LARGE:
+            return True
+        return self.within.ns(budget_bytes) <= self.found[0][0]
 
     @cached_property
     def within(self) -> Within:
