@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Problem
@@ -76,7 +75,7 @@ class Within:
         try:
             return max(self.simple_ns, self._program.relaxed(self._highs).bound_ns)
         except Infeasible:
-            return math.inf
+            return inf
 
 
 class Least:
