@@ -405,6 +405,7 @@ def _again_on_the_same_port(init: str, met: Path, rank: int) -> Any:
             assert time.monotonic() < until, "the other rank did not let go of its store in 60 s"
             time.sleep(0.05)
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+    dist.barrier()  # rank 0 holds the store: it may not end before the other has joined
     return threading.active_count()
 
 
