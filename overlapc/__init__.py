@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 # Two functions have their module's name, so they must be bound before anything imports the module.
 from overlapc.check import check
-from overlapc.errors import OverlapcError
+from overlapc.errors import Infeasible, OverlapcError
 from overlapc.files import load_plan, save_plan
 from overlapc.ir import Plan, Problem, Timeline, Trace
 from overlapc.simulate import simulate
@@ -48,6 +48,7 @@ _LATER = {
     "solve": "overlapc.solvers",
 }
 __all__ = [
+    "Infeasible",
     "Options",
     "OverlapcError",
     "Pipeline",

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchRuntimeError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
@@ -19,8 +20,6 @@ from overlapc.ir import Plan
 from overlapc.passes import capture as direct
 from overlapc.passes import joint
 from overlapc.passes.as_eager import CAPTURE
-from overlapc.passes.differences import asked
-from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
 from overlapc.planning import road
@@ -43,6 +42,8 @@ _SETTINGS = {
     "recompile_limit": joint.RECOMPILES,
     "accumulated_recompile_limit": 64 * joint.RECOMPILES,
 }
+# For a model that goes one way or another by a size that is data.
+_END_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 # Newer releases keep the graphs of each `torch.compile` apart.
 _APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _OF_ITS_OWN: dict[str, Any] = {"isolate_recompiles": True} if _APART else {}
@@ -124,7 +125,7 @@ class Optimized:
         if not torch.is_grad_enabled():
             return engine.model(*args, **kwargs)
         try:
-            with dynamo_config.patch(_SETTINGS):
+            with dynamo_config.patch(_SETTINGS | engine.settings):
                 if engine.begun:
                     return engine.run(args, kwargs)
                 engine.begun = True
@@ -201,6 +202,7 @@ class _Engine:
         self.checked: Checked | None = None
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
+        self.settings: dict[str, Any] = {}  # of Dynamo's, where those of all models do not serve
         self.fails = False  # whether Dynamo itself fails to trace the model
         self.region = Region()
         self.backend = Backend(options)
@@ -224,12 +226,16 @@ class _Engine:
         if self.region.entered_again() and _CAST_AGAIN not in self.backend.differences:
             self.backend.differences.append(_CAST_AGAIN)
         try:
-            asks = asked(self.backend.differences)
-            with GivenUp() as given_up, self.backend.steps, collectives_in_graphs, asks:
+            tracing = joint.tracing(self.backend.differences)
+            with GivenUp() as given_up, self.backend.steps, tracing:
                 results = self.compiled(*args, **kwargs)
                 self.backend.steps.name_sums(tree_leaves(results))
-        except InternalTorchDynamoError as error:
+        except (InternalTorchDynamoError, TorchRuntimeError, GuardOnDataDependentSymNode) as error:
             reason = why_untraced(error)
+            if reason and not self.settings and isinstance(error, GuardOnDataDependentSymNode):
+                self.settings = _END_AT_DATA
+                with dynamo_config.patch(_END_AT_DATA):
+                    return self._run(*args, **kwargs)
             if not reason:
                 raise
             self.fails = True
@@ -241,7 +247,12 @@ class _Engine:
         if not ran and self.silent:  # that has been said
             return results
         self.silent = not ran
-        for what in given_up.found(ran, lambda: joint.capture(self.model, *args, **kwargs)):
+
+        def again() -> Any:
+            return joint.capture(self.model, *args, **kwargs)
+
+        plain = given_up.found(ran, again) or [given_up.between(results, (args, kwargs), again)]
+        for what in filter(None, plain):
             self.backend.run_unchanged(what)
         return results
 

@@ -43,7 +43,9 @@ def _check_trace(problem: Problem, plan: Plan) -> None:
     if plan.digest != problem.trace.digest:
         raise InvalidPlan(
             f"the plan was made for trace {plan.digest}, this model traces to "
-            f"{problem.trace.digest}; plan again for this model and these input shapes"
+            f"{problem.trace.digest}; plan again for this model, these input shapes, and what is "
+            "to take the plan: TrainStep takes that of `step.report`, optimize that of "
+            "`overlapc.plan`"
         )
 
 

@@ -312,6 +312,11 @@ class _TextReader:
         """Checks the first line and the checksum: the lines between are as they were written."""
         self.kind = kind
         self.at = 1
+        if "\r\n" in text:
+            raise FileError(
+                f"found Windows line ends in a {kind}, expected those it was written with: copy it "
+                "anew, as binary"
+            )
         head = text.partition("\n")[0].split(" ")
         if len(head) != 3 or head[0] != "overlapc" or head[1] not in VERSION:
             self.fail(text.partition("\n")[0], f"overlapc {kind} {VERSION[kind]}")

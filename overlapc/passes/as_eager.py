@@ -4,6 +4,7 @@ PyTorch traces some ops otherwise than eager runs them, and their results differ
 While the context is on,
 
 - eager's own kernels are traced where PyTorch has Python decompositions for them (`_KERNELS`);
+- singular values and eigenvalues that need no gradient are computed without vectors;
 - ops that change a tensor in place keep its strides (`overlapc.passes.functional`);
 - autocast casts a parameter once in its region, as its cache does in eager;
 - the backward is traced outside of autocast, where PyTorch's documentation wants it called.
@@ -15,6 +16,7 @@ to leave puts them back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,6 +50,9 @@ CAPTURE = {
     "allow_rnn": True,
     "enable_dynamo_decompositions": False,
 }
+
+# Functions that Dynamo takes apart, into ops that round more often.
+_TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _KEYS = (_COMPOSITE, DispatchKey.Autograd)
@@ -102,6 +108,7 @@ def _changes() -> Iterator[None]:
     with (
         _eager_kernels(),
         _replaced(aten.dropout.default, _dropout),
+        _values_alone(),
         _casts_once(),
         twins_traced(),
     ):
@@ -139,6 +146,19 @@ def _eager_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _undivided() -> Iterator[None]:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    taken = {function: handlers.pop(function, None) for function in _TAKEN_APART}
+    try:
+        yield
+    finally:
+        handlers.update({function: part for function, part in taken.items() if part is not None})
+
+
+undivided = Shared(_undivided)  # while Dynamo traces
+
+
+@contextlib.contextmanager
 def _replaced(op: OpOverload, kernel: Callable[..., Any]) -> Iterator[None]:
     for key in _KEYS:
         op.py_kernels[key] = kernel
@@ -157,6 +177,31 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
         return aten.native_dropout(x, p, train)[0]  # type: ignore[no-any-return]
     made: Tensor = aten.dropout.default._op_dk(_COMPOSITE, x, p, train)
     return made
+
+
+@contextlib.contextmanager
+def _values_alone() -> Iterator[None]:
+    """PyTorch takes every tensor of a trace for one that needs a gradient, and then computes
+    vectors, too, by which the values differ in their last bits."""
+    with contextlib.ExitStack() as stack:
+        for op, alone in _VALUES.items():
+            stack.enter_context(_replaced(op, functools.partial(_values, op, alone)))
+        yield
+
+
+def _values(op: OpOverload, alone: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Any:
+    if x.requires_grad and torch.is_grad_enabled():
+        return op._op_dk(_COMPOSITE, x, *args, **kw)
+    return alone(x, *args, **kw)
+
+
+_VALUES: dict[OpOverload, Callable[..., Tensor]] = {
+    aten.linalg_svdvals.default: lambda x, driver=None: aten._linalg_svd(
+        x, False, compute_uv=False, driver=driver
+    )[1],
+    aten.linalg_eigvalsh.default: lambda x, UPLO="L": aten._linalg_eigh(x, UPLO, False)[0],
+    aten.linalg_eigvals.default: aten._linalg_eigvals.default,
+}
 
 
 # --------------------------------------------------------------------------- autocast's cache

@@ -136,6 +136,8 @@ def differences(graph: fx.GraphModule) -> list[str]:
             lines.append(f"{line_of(node)}: {name}: numpy is traced as torch, whose kernels it has")
         if name in _FORMULAS and _learns(node):
             lines.append(f"{line_of(node)}: {name}: {_FORMULAS[name]}")
+        if name.rstrip("_") == "masked_fill" and _learns(_value_of(node)):
+            lines.append(f"{line_of(node)}: {name}: eager sums what fills it in another order")
         if "checkpoint" in str(node.target) and node.op == "call_function":
             for inner in _inside_of(node):
                 if _changes_an_input(inner):
@@ -149,6 +151,10 @@ def differences(graph: fx.GraphModule) -> list[str]:
                         f"backward ({inner.name}), for it has preserve_rng_state=False"
                     )
     return lines + _shared_by_reentrant(graph)
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.kwargs.get("value", node.args[2] if len(node.args) > 2 else None)
 
 
 def _is_numpys(node: fx.Node) -> bool:
@@ -265,8 +271,8 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _learns(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
+def _learns(node: Any) -> bool:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.requires_grad
 
 

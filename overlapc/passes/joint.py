@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,18 @@ from torch._dynamo.exc import (
 from torch._functorch._aot_autograd import descriptors
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
-from overlapc.passes.as_eager import CAPTURE, as_eager
+from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
 from overlapc.passes.collectives import Raw
 from overlapc.passes.differences import asked, differences
+from overlapc.passes.guarding import guarding
 from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
+from overlapc.passes.stubs import never, stubs
 from overlapc.passes.trace import Captured, trace_joint
 
 RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
@@ -51,6 +54,7 @@ GUARDS = {
     "skip_nnmodule_hook_guards": False,
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "use_numpy_random_stream": True,  # and not torch's numbers in the place of numpy's
 }
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CONTEXT = "Developer debug context:"  # Dynamo's words for what it could not trace
@@ -114,6 +118,14 @@ def owner_of(name: str) -> str:
     return f"owner_of_{name}"
 
 
+@contextlib.contextmanager
+def tracing(lines: list[str]) -> Iterator[None]:
+    """Within this, Dynamo traces collectives, and whole functions; guards all that it reads; and
+    what it meets that may be not as eager goes to `lines`."""
+    with collectives_in_graphs, undivided, guarding, asked(lines):
+        yield
+
+
 class Stop(Exception):
     """Raised by what adopts a graph, or runs in its place, to end the call there."""
 
@@ -142,7 +154,7 @@ class Traced:
         if _switched_off():
             raise CaptureError("torch.compile is switched off")
         settings = dynamo_config.patch(**_settings())
-        with torch.enable_grad(), settings, collectives_in_graphs, asked(self.differences):
+        with torch.enable_grad(), settings, tracing(self.differences):
             try:
                 return self._compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -152,7 +164,7 @@ class Traced:
                 raise CaptureError(f"{type(inner).__name__}: {inner}") from error
             except FailOnRecompileLimitHit as error:
                 raise CaptureError(f"it has become another graph {RECOMPILES} times") from error
-            except TorchDynamoException as error:
+            except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
                 raise CaptureError(*_reason(error)) from error
 
     def _begin(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
@@ -176,7 +188,7 @@ class Traced:
             joint.arguments = arguments
             run = self._adopt(joint)
             joint.arguments = ()
-            return _stubs(captured)
+            return stubs(captured)
 
         def runs(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
             if run is None:
@@ -200,7 +212,7 @@ class Traced:
             stack.enter_context(as_eager(arguments))
             exported = _exported(stack, graph, arguments)
             call = torch._functorch.aot_autograd.aot_compile_joint_with_descriptors(
-                exported, partition_fn=partition, fw_compiler=runs, bw_compiler=_never
+                exported, partition_fn=partition, fw_compiler=runs, bw_compiler=never
             )
 
         def called(*given: Any) -> Any:
@@ -261,7 +273,7 @@ def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
-def _reason(error: TorchDynamoException) -> tuple[str, str]:
+def _reason(error: Exception) -> tuple[str, str]:
     """What Dynamo could not trace, and the line of the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
@@ -318,6 +330,11 @@ def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequenc
     places = []
     for node in inputs:
         place = _place(node.meta["desc"])
+        if place is None and type(node.meta["desc"]).__name__ == "ForwardTokenAOTInput":
+            raise CaptureError(
+                "the model calls an op whose effects keep their order (as torch.linalg.inv's check "
+                "for errors); expected ops without (torch.linalg.inv_ex)"
+            )
         if place is None:
             raise CaptureError(
                 f"the model takes {node.meta['desc']}, expected tensors that share no memory with "
@@ -396,43 +413,6 @@ def _metas(exported: Any) -> Sequence[Any]:
     """How gradients that are tensor subclasses are made of their parts."""
     metas = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
     return () if metas is None else metas.grad_input_metas or ()
-
-
-# --------------------------------------------------------------------------- in AOTAutograd's place
-
-
-def _stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """For AOTAutograd, which builds what it does around a graph by that graph's ends: a forward
-    that saves nothing, and a backward with no gradients. Neither is ever run."""
-    joint, count = captured.joint, captured.num_fwd_outputs
-    results = joint.graph.find_nodes(op="output")[0]
-    placeholders = joint.graph.find_nodes(op="placeholder")
-    forward, backward = fx.Graph(), fx.Graph()
-    copies = {node: forward.node_copy(node) for node in primal_nodes(joint)}
-    ends = []
-    for result in results.args[0][:count]:
-        if isinstance(result, fx.Node) and result not in copies:
-            copies[result] = forward.call_function(_never)
-            copies[result].meta = dict(result.meta)
-        ends.append(copies.get(result, result) if isinstance(result, fx.Node) else result)
-    forward.output(tuple(ends)).meta = dict(results.meta)
-    for node in placeholders:
-        if node not in copies:
-            backward.node_copy(node)
-    backward.output((None,) * (len(results.args[0]) - count))
-    return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
-
-
-def _never(*_: Any) -> Any:
-    """The backward is the owner's own; autograd does not know it."""
-
-    def backward(_given: list[Any]) -> Any:
-        raise OverlapcError(
-            "a result of a TrainStep or Pipeline was differentiated; expected no use but its value"
-        )
-
-    backward._boxed_call = True  # type: ignore[attr-defined]
-    return backward
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:

@@ -64,6 +64,7 @@ def trace_joint(
     """
     static_inputs = tuple(static_inputs)
     _leave_changed_parameters(joint, num_fwd_outputs, static_inputs)
+    _results_first(joint, num_fwd_outputs)
     number_ops(joint)
     tag_forward(joint, num_fwd_outputs)
     forward = forward_nodes(joint)
@@ -184,18 +185,38 @@ def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
     return set(nodes[:last])
 
 
+def _results_first(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Put what results are made of before the backward, where a view that is a result is traced
+    behind it: AOTAutograd's partitioner takes all before it for the forward."""
+    behind: set[fx.Node] = set()
+    needed = _made_of(joint, num_fwd_outputs)
+    begins: fx.Node | None = None
+    for node in list(joint.graph.nodes):
+        if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+            begins = begins or (node if node.op == "call_function" else None)
+        elif begins is not None and node in needed and node.op == "call_function":
+            begins.prepend(node)
+
+
 def tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
     """Tag what results are made of as forward: passes over the joint graph make nodes without a
     tag (of Python numbers that became inputs)."""
+    for node in _made_of(joint, num_fwd_outputs):
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_forward"
+
+
+def _made_of(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
+    """The results of the forward, and all that they are made of."""
     results = joint.graph.find_nodes(op="output")[0].args[0][:num_fwd_outputs]
     front = [node for node in results if isinstance(node, fx.Node)]
     seen = set(front)
     while front:
         node = front.pop()
-        if node.op == "call_function":
-            node.meta["partitioner_tag"] = "is_forward"
         front += [given for given in node.all_input_nodes if given not in seen]
         seen.update(node.all_input_nodes)
+    return seen
 
 
 def number_ops(joint: fx.GraphModule) -> None:

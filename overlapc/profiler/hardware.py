@@ -189,12 +189,13 @@ def load_hardware(name_or_path: StrPath) -> Hardware:
     """Load a machine by name (`known_hardware()`), or from a file of the same form."""
     path = Path(name_or_path)
     if path.suffix != ".toml" and path.name == str(name_or_path):
-        if path.name not in known_hardware():
+        if path.name in known_hardware():
+            return _known(path.name)
+        if not path.exists():
             raise OptionError(
                 f"unknown hardware {str(name_or_path)!r}; known: {', '.join(known_hardware())}; "
                 "or give the path of a .toml file"
             )
-        return _known(path.name)
     return _read(path)
 
 

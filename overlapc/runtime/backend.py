@@ -30,6 +30,7 @@ from overlapc.passes.differences import differences, left_out, views_handed_on
 from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.nodes import line_of, primal_nodes
 from overlapc.passes.rewrite import rewrite
+from overlapc.passes.tangents import as_they_come, given, is_hidden
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.options import Options
@@ -117,13 +118,20 @@ class Backend:
 
             return compile_with_inductor(gm, example_inputs, partition)
         # As eager does, random numbers are drawn even where nothing reads them.
-        with as_eager(traced), inductor_config.patch(fallback_random=True):
+        random = inductor_config.patch(fallback_random=True)
+        with as_eager(traced), as_they_come(), random:
             return aot_autograd(
                 fw_compiler=_run_as_ordered,
-                bw_compiler=_run_as_ordered,
+                bw_compiler=lambda module, inputs: given(
+                    _run_as_ordered(module, inputs), module, is_hidden(gm), self._differs
+                ),
                 inference_compiler=_run_as_ordered,
                 partition_fn=partition,
             )(gm, example_inputs)
+
+    def _differs(self, line: str) -> None:
+        if line not in self.differences:
+            self.differences.append(line)
 
     def _cast_again(self, inputs: Sequence[Any]) -> list[str]:
         """Parameters that eager's autocast casts once for several graphs, and traces once each."""
@@ -240,18 +248,18 @@ class Partition:
     ) -> Report:
         options, graph = self.backend.options, self.graph
         sweep = SWEEP if options.solver == "torch" else GLANCE
-        given: dict[str, Any] = {
+        found: dict[str, Any] = {
             "primals": primals,
             "exchange": exchange,
             "torch_choices": lambda: torch_choices(captured, inputs, sweep),
         }
         step = TrainingStep(f"graph {len(self.backend.reports)}")
         if graph.takes_all:
-            report = plan(captured, options, step, **given).report
+            report = plan(captured, options, step, **found).report
             problem = replace(report.problem, budget_bytes=None)
             share = Share(problem, options.solver, (report.plan.saved,))
         else:
-            share, report = plan_frugally(captured, options, step, **given)
+            share, report = plan_frugally(captured, options, step, **found)
         graph.planned(report, share)
         return report
 

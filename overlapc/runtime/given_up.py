@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch._dynamo import convert_frame, eval_frame
-from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes import joint
@@ -21,6 +22,12 @@ from overlapc.runtime.graphs import is_models
 
 _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
 _LIMIT = "recompile limit"
+# Ends of the graph of gradients, and views and copies that AOTAutograd makes around its graphs.
+_NO_WORK = (
+    *("torch", "Accumulate", "Alias", "AsStrided", "Clone", "Copy", "Detach", "Diagonal", "Expand"),
+    *("Narrow", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose"),
+    *("Unbind", "Unfold", "Unsafe", "Unsqueeze", "View", "ToCopy"),
+)
 _NO_REASON = (
     "Dynamo compiled none of it, and gave no reason; threads that compile at once are one: "
     "call the model once before they do; TORCH_LOGS=dynamo tells more"
@@ -60,6 +67,17 @@ class GivenUp:
         reason = self._limit() or _first_break(again) or self._first_message()
         return [f"{place}: {reason}" for place in dict.fromkeys(places or ["the whole model"])]
 
+    def between(self, results: Any, given: Any, again: Callable[[], Any]) -> str:
+        """What ran as plain PyTorch between graphs, if this call ended graphs early; or ""."""
+        if all(message in self._messages for message in _messages()):
+            return ""
+        plain = _plain(results, given)
+        if not plain:
+            return ""
+        names = ", ".join(plain[:3]) + (f" and {len(plain) - 3} more" if plain[3:] else "")
+        reason = _first_break(again) or self._first_message()
+        return f"what is between its graphs ({names}): {reason}"
+
     def _first_message(self) -> str:
         new = [message for message in _messages() if message not in self._messages]
         return _line(new[0]) if new else _NO_REASON
@@ -71,7 +89,7 @@ class GivenUp:
         return f"{_line(new[0])}; it has other shapes or settings at nearly every call"
 
 
-def why_untraced(error: InternalTorchDynamoError) -> str:
+def why_untraced(error: Exception) -> str:
     """The reason, if Dynamo failed before any of the model's code had run; "" if it may have."""
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename != convert_frame.__file__:
@@ -79,6 +97,23 @@ def why_untraced(error: InternalTorchDynamoError) -> str:
             return ""
         step = step.tb_next
     return "" if step is None else f"Dynamo failed: {_line(str(error))}"
+
+
+def _plain(results: Any, given: Any) -> list[str]:
+    """The kinds of ops that have a backward of their own, outside of all graphs, since `given`."""
+    seen = {t.grad_fn for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
+    front = [t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+    names = []
+    while front:
+        node = front.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        front += [before for before, _ in node.next_functions]
+        kind = node.name().rpartition("::")[2].partition("Backward")[0]
+        if kind != "CompiledFunction" and not kind.startswith(_NO_WORK):
+            names.append(kind)
+    return sorted(set(names))
 
 
 def _failures() -> int:

@@ -35,7 +35,7 @@ from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.stage import Shapes, Stage, blank
-from overlapc.runtime.train_step import Given, adding, alike, code
+from overlapc.runtime.train_step import Given, adding, alike
 from overlapc.schedule import Schedule, format_schedule
 
 
@@ -166,7 +166,6 @@ class Pipeline:
         """Has a stage of this rank become another graph than the one that was planned?"""
         found = []
         for stage, made in self._stages.items():
-            made.code = code(self.modules[stage], self._loss)
             given = tuple(map(blank, made.incoming)) if stage else inputs[0]
             found.append(made.changed((*given, *targets[0]) if made.last else given))
         return any(found)
@@ -290,7 +289,6 @@ class Pipeline:
             known.report = None  # planned anew
             return known
         made = self._stages[stage] = Stage(stage, module, function, incoming, last)
-        made.code = code(module, self._loss)
         made.plan = lambda captured, primals: self._planned(stage, captured, primals)[0]
         return made
 

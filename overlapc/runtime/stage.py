@@ -46,10 +46,8 @@ class Stage:
         self.report: Report | None = None
         self.digest = ""  # of what was planned
         self._others: dict[str, Report] = {}  # of graphs that came up in a step, by digest
-        self.code: Any = None
         self.states: dict[int, _InFlight] = {}
-        self._function = function
-        self._traced: dict[Any, Traced] = {}  # by code
+        self._traced = Traced(function, self._adopt, module)
         self._given: dict[int, tuple[Any, ...]] = {}  # what microbatches begin with
         self._at: tuple[int, int | None] = 0, None  # what F runs, and the B merged with it
 
@@ -121,11 +119,8 @@ class Stage:
         return self.report is not None and self.report.merged is not None
 
     def _call(self, microbatch: int) -> Sequence[Tensor]:
-        if self.code not in self._traced:
-            self._traced[self.code] = Traced(self._function, self._adopt, self.module)
-        traced = self._traced[self.code]
-        results = traced(*self._given[microbatch])
-        if not traced.ran:
+        results = self._traced(*self._given[microbatch])
+        if not self._traced.ran:
             raise CaptureError("torch.compile is switched off, and a Pipeline needs it")
         del self._given[microbatch]
         several = results if isinstance(results, tuple) else (results,)

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class TrainStep:
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
-        self._traced: dict[Any, Traced] = {}  # by code and shapes
+        self._traced: dict[Any, Traced] = {}  # by what microbatches have in common
         self._met: set[Any] = set()  # of these, those that ran
         self._plain: set[Any] = set()  # which of these run as plain PyTorch
         self._attempts = Attempts("TrainStep")
@@ -219,7 +218,7 @@ class TrainStep:
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
     def _key(self, each: Sequence[Given]) -> Any:
-        key = code(self.model, self._loss), alike(each)
+        key = alike(each)
         if key not in self._traced:
             self._traced[key] = Traced(self._whole, self._adopt, self.model)
         return key
@@ -385,19 +384,6 @@ def _plainly(result: Any) -> Any:
 
 def _detached(result: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, result)
-
-
-def code(*given: Any) -> tuple[Any, ...]:
-    """The functions of the modules' classes: Dynamo does not look whether they were replaced."""
-    kinds = {type(part): None for m in given if isinstance(m, nn.Module) for part in m.modules()}
-    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
-    return tuple(
-        value
-        for base in bases
-        if base not in (object, nn.Module)
-        for value in vars(base).values()
-        if isinstance(value, (FunctionType, property, staticmethod, classmethod))
-    )
 
 
 def alike(each: Sequence[Given]) -> Any:

@@ -171,7 +171,8 @@ def test_plan_of_another_trace() -> None:
         check(problem, plan)
     assert str(error.value) == (
         f"the plan was made for trace 8c1f, this model traces to {problem.trace.digest}; "
-        "plan again for this model and these input shapes"
+        "plan again for this model, these input shapes, and what is to take the plan: TrainStep "
+        "takes that of `step.report`, optimize that of `overlapc.plan`"
     )
 
 

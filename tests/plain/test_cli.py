@@ -46,6 +46,13 @@ def vars_of(problem):
     return {name: getattr(problem, name) for name in problem.__dataclass_fields__}
 
 
+def test_python_runs_it_by_its_name():
+    words = [sys.executable, "-m", "overlapc", "models"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "gpt-7b" in done.stdout
+
+
 def test_help_is_instant_and_knows_no_torch():
     code = (
         "import sys; from overlapc.cli import main; main(['--help']);"

@@ -64,6 +64,14 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     refused(tmp_path / "large", "found more than 10 bytes, expected a plan of overlapc's")
 
 
+def test_line_ends_of_windows_are_named(tmp_path: Path) -> None:
+    save_plan(tmp_path / "plan", a_plan())
+    sent = (tmp_path / "plan").read_bytes().replace(b"\n", b"\r\n")
+    (tmp_path / "plan").write_bytes(sent)
+    with pytest.raises(FileError, match="found Windows line ends in a plan, expected those it was"):
+        load_plan(tmp_path / "plan")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 def test_what_is_not_permitted(tmp_path: Path) -> None:
     path = tmp_path / "plan"

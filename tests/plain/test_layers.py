@@ -98,6 +98,7 @@ LAYERS = {
         "errors files overlapc planning profiler progress report schedule search solvers",
         "ir pipeline runtime text torch",
     ),
+    "__main__": Layer("cli"),
     "api": Layer("errors files ir passes planning runtime torch"),
     "overlapc": Layer("check errors files ir simulate", "api planning runtime search solvers"),
 }

@@ -114,6 +114,13 @@ def margin(x: Tensor) -> Tensor:
     return F.multi_margin_loss(x.flatten(0, 1), torch.zeros(30, dtype=torch.long)) * x
 
 
+def averaged(x: Tensor) -> Tensor:
+    kept = [torch.ones(24)]
+    with torch.no_grad():
+        torch._foreach_lerp_(kept, [x[0, 0].detach()], 0.3)
+    return x * kept[0]
+
+
 def drop_path(x: Tensor) -> Tensor:
     return x * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.7).div_(0.7)
 
@@ -144,6 +151,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "multiplied on a slice": lambda: (Called(multiplied_on_a_slice), rows()),
     "noise on a slice": lambda: (Called(noise_on_a_slice), rows()),
     "multi-margin loss": lambda: (Called(margin), rows()),
+    "addcdiv": lambda: (
+        Called(lambda x: torch.addcdiv(x, x.sin(), x.exp(), value=0.37)),
+        rows(),
+    ),
+    "a list's average": lambda: (Called(averaged), rows()),
     "hardshrink": lambda: (Called(F.hardshrink), rows()),
     "softshrink": lambda: (Called(F.softshrink), rows()),
 }
@@ -204,6 +216,59 @@ def test_bitwise(name: str) -> None:
     torch.manual_seed(0)
     model, x = MODELS[name]()
     assert different(model, x) == []
+
+
+class Frozen(nn.Module):
+    """It scales by what it takes from its input, which needs no gradient."""
+
+    def __init__(self, values: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+        self.values = values
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x @ x.mT + torch.eye(x.shape[-2])
+        return self.linear(x) * self.values(square).unsqueeze(-1)
+
+
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "svdvals": torch.linalg.svdvals,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "eigvals": lambda x: torch.linalg.eigvals(x).real,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", VALUES)
+def test_values_without_vectors(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    assert different(Frozen(VALUES[name]), torch.randn(40, 12, 24)) == []
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_need_a_gradient(name: str) -> None:
+    torch.manual_seed(0)
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * VALUES[name](x @ x.mT + torch.eye(x.shape[-2])).unsqueeze(-1)
+
+    assert different(Called(scaled), rows()) == []
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_a_cell_alone_without_a_batch(kind: type[nn.RNNCellBase]) -> None:
+    """Its result is a view, which is traced behind the backward."""
+    torch.manual_seed(0)
+    cell = kind(5, 10)
+    twin, x = overlapc.optimize(cell, solver="full", profile="estimate"), torch.randn(5)
+    found = []
+    for run in (cell, twin):
+        cell.zero_grad()
+        out = run(x)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+        found.append([parameter.grad for parameter in cell.parameters()])
+    assert twin.unchanged == []
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("name", ["dropout, transposed", "bicubic", "GRU", "LSTM"])

@@ -86,6 +86,24 @@ def test_a_view_that_leaves_a_graph() -> None:
     assert planned(Viewed(), x, False).differences == []
 
 
+class Filled(nn.Module):
+    """What is masked is replaced by a number that learns, or by one that does not."""
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.token = nn.Parameter(torch.rand(()), requires_grad=learns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).masked_fill(x > 0, self.token).square().sum()
+
+
+def test_a_learning_number_that_fills_what_is_masked() -> None:
+    (line,) = planned(Filled(True), torch.randn(3, 8)).differences
+    assert "in forward: masked_fill: eager sums what fills it in another order" in line
+    assert planned(Filled(False), torch.randn(3, 8)).differences == []
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -333,7 +333,9 @@ def test_parts_around_what_cannot_be_traced_are_planned() -> None:
     plain = Wrapped(around_untraceable, 1)
     torch.manual_seed(1)
     model = optimized(Wrapped(around_untraceable, 1))
-    assert differences(train(plain, rows(True)), train(model, rows(True))) == []
+    with pytest.warns(RuntimeWarning, match="what is between its graphs .Untraceable"):
+        found = train(model, rows(True))
+    assert differences(train(plain, rows(True)), found) == []
     assert len(model.reports) == 2
     assert "graph 0" in model.explain()
     assert "graph 1" in model.explain()

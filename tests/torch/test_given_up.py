@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import overlapc
@@ -48,7 +49,7 @@ class InATry(Layer):
 
 
 class Between(Layer):
-    """Dynamo goes on after this one: two graphs, and nothing to say."""
+    """Dynamo goes on after this one: two graphs, and nothing between them."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -87,6 +88,105 @@ def test_what_goes_on_after_a_break_is_planned() -> None:
     model = optimized(Between())
     assert trained(model, 3, 3) == []
     assert len(model.reports) == 2
+
+
+class Packed(Layer):
+    """Dynamo takes no packed sequence: the LSTM runs between the graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((len(x),), 4)
+        packed = pack_padded_sequence(self.linear(x).view(len(x), 4, 2).repeat(1, 1, 4), lengths,
+                                      batch_first=True)  # fmt: skip
+        found: Tensor = pad_packed_sequence(self.body(packed)[0])[0]
+        return found.tanh()
+
+
+class Disabled(Layer):
+    """A part of it is kept from Dynamo."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apart(super().forward(x)).tanh()
+
+    @torch.compiler.disable
+    def apart(self, x: Tensor) -> Tensor:
+        return self.linear(x).exp()
+
+
+@pytest.mark.parametrize(
+    ("make", "ops"), [(Packed, "RnnLayer, PackPadded"), (Disabled, "Addmm, Exp")]
+)
+def test_what_runs_between_graphs_is_said_once(make: Callable[[], nn.Module], ops: str) -> None:
+    model = optimized(make())
+    (said,) = trained(model, 3, 3)
+    assert "between its graphs" in said
+    assert ops in said
+    assert "test_given_up.py" in said
+    assert len(model.unchanged) == 1
+    assert model.unchanged[0] in model.explain()
+
+
+class OrElse(Layer):
+    """It finds out by an error which shape it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.linear(x.view(-1, 5))
+        except RuntimeError:
+            return super().forward(x)
+
+
+def test_an_error_that_the_model_catches() -> None:
+    model, x = OrElse(), torch.randn(2, 8)
+    twin = optimized(model)
+    (said,) = trained(twin, 2, 2)
+    assert "the whole model unchanged" in said
+    assert torch.equal(twin(x), model(x))
+
+
+class IfAny(Layer):
+    """It asks how many there are, which is data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x).masked_select(x > 0)
+        return found.exp() if found.numel() else self.linear(x)
+
+
+def test_a_branch_by_a_size_that_is_data() -> None:
+    model, given = IfAny(), [torch.randn(2, 8), -torch.ones(2, 8)]
+    for x in given:
+        model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    twin = optimized(model)
+    with pytest.warns(RuntimeWarning, match="between its graphs .MaskedSelect"):
+        [twin(x).sum().backward() for x in given]
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+    assert twin.reports
+    model.zero_grad()
+    step = overlapc.TrainStep(model, lambda model, x: model(x).sum(), profile="estimate")
+    with pytest.warns(RuntimeWarning, match="data-dependent"):
+        step(given)
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+
+
+class Inverse(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ torch.linalg.inv(self.linear.weight + 8 * torch.eye(8))
+
+
+def test_an_op_whose_effects_keep_their_order() -> None:
+    model, x = Inverse(), torch.randn(2, 8)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    step = overlapc.TrainStep(model, lambda model, x: model(x).sum(), profile="estimate")
+    with pytest.warns(RuntimeWarning, match="expected ops without .torch.linalg.inv_ex"):
+        step([x])
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
 
 
 def test_many_models_of_a_class_are_planned() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -361,3 +363,172 @@ def test_optimize_sees_what_is_hooked_in_after_planning(change: str) -> None:
 
     for wanted, found in zip(gradients(net), gradients(twin), strict=True):
         assert (wanted is None and found is None) or torch.equal(wanted, found)
+
+
+MINE = random.Random(1)
+OF_ALL_MODULES: list[Any] = []
+
+
+class Reads(nn.Module):
+    """It reads what Dynamo by itself does not check again."""
+
+    def __init__(self, read: Callable[[Reads], Any]) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), nn.Tanh()
+        self.table: dict[str, float] = {}
+        self.plain = Plain()
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.linear(x)) * self.read(self)
+        return out
+
+    @classmethod
+    def of_class(cls) -> float:
+        return 2.0
+
+    @staticmethod
+    def static() -> float:
+        return 2.0
+
+    @property
+    def computed(self) -> float:
+        return 2.0
+
+
+class Plain:
+    def method(self) -> float:
+        return 2.0
+
+    def __iter__(self) -> Iterator[float]:
+        yield 2.0
+
+    def __call__(self) -> float:
+        return 2.0
+
+
+def key_or_two(model: Reads) -> float:
+    try:
+        return model.table["factor"]
+    except KeyError:
+        return 2.0
+
+
+def attribute_or_two(model: Reads) -> float:
+    try:
+        return float(model.plain.factor)  # type: ignore[attr-defined]
+    except AttributeError:
+        return 2.0
+
+
+def replaced(kind: type, name: str, value: Any) -> Callable[[Reads, pytest.MonkeyPatch], None]:
+    return lambda _model, patch: patch.setattr(kind, name, value)
+
+
+def hook_all(_model: Reads, patch: pytest.MonkeyPatch) -> None:
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, _given, out: out * 3 if isinstance(module, nn.Tanh) else None
+    )
+    OF_ALL_MODULES.append(hook)
+
+
+UNGUARDED: dict[str, tuple[Callable[[Reads], Any], Callable[[Reads, pytest.MonkeyPatch], Any]]] = {
+    "a function of a module's class": (
+        lambda m: 2.0,
+        replaced(nn.Tanh, "forward", lambda _, x: x * 3),
+    ),
+    "a static method": (lambda m: m.static(), replaced(Reads, "static", staticmethod(lambda: 5.0))),
+    "a class method": (
+        lambda m: m.of_class(),
+        replaced(Reads, "of_class", classmethod(lambda _: 5.0)),
+    ),
+    "a property": (lambda m: m.computed, replaced(Reads, "computed", property(lambda _: 5.0))),
+    "a function of a class": (
+        lambda m: m.plain.method(),
+        replaced(Plain, "method", lambda _: 5.0),
+    ),
+    "__call__": (lambda m: m.plain(), replaced(Plain, "__call__", lambda _: 5.0)),
+    "__iter__": (
+        lambda m: [*m.plain][0],  # noqa: RUF015
+        replaced(Plain, "__iter__", lambda _: iter([5.0])),
+    ),
+    "hooks of all modules": (lambda m: 2.0, hook_all),
+    "a missing key": (key_or_two, lambda m, _: m.table.update(factor=5.0)),
+    "a missing attribute": (attribute_or_two, lambda m, _: setattr(m.plain, "factor", 5.0)),
+    "a variable of the environment": (
+        lambda m: float(os.getenv("FACTOR_OF_THE_MODEL", "2")),
+        lambda m, patch: patch.setenv("FACTOR_OF_THE_MODEL", "5"),
+    ),
+}
+
+
+def gradients_of(step: Callable[[], Any], model: nn.Module) -> list[Tensor | None]:
+    model.zero_grad()
+    step()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def planned_step(door: str, model: nn.Module, x: Tensor) -> tuple[Callable[[], Any], Any]:
+    options: dict[str, Any] = {"solver": "none", "profile": "estimate"}
+    if door == "optimize":
+        twin = overlapc.optimize(model, **options)
+        return lambda: twin(x).sum().backward(), twin
+    step = TrainStep(model, lambda model, x: model(x).sum(), **options)
+    return lambda: step([x]), step
+
+
+@pytest.fixture
+def unhook_all() -> Iterator[None]:
+    yield
+    while OF_ALL_MODULES:
+        OF_ALL_MODULES.pop().remove()
+
+
+@pytest.mark.parametrize("door", ["optimize", "TrainStep"])
+@pytest.mark.parametrize("name", UNGUARDED)
+@pytest.mark.usefixtures("unhook_all")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.*hooks:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+def test_what_dynamo_takes_for_granted(
+    name: str, door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, change = UNGUARDED[name]
+    model, x = Reads(read), randn(3, 8)
+    step, planned = planned_step(door, model, x)
+
+    def plainly() -> None:
+        model(x).sum().backward()
+
+    before = gradients_of(step, model)
+    assert all(map(torch.equal, before, gradients_of(plainly, model)))
+    change(model, monkeypatch)
+    expected = gradients_of(plainly, model)
+    assert all(map(torch.equal, expected, gradients_of(step, model)))
+    assert not all(map(torch.equal, expected, before))
+    assert planned.unchanged == []
+
+
+@pytest.mark.parametrize("door", ["optimize", "TrainStep"])
+@pytest.mark.parametrize(
+    "draw",
+    [lambda m: MINE.random(), lambda m: torch.from_numpy(np.random.rand(8).astype(np.float32))],
+)
+def test_numbers_of_other_generators_are_drawn_each_time(
+    draw: Callable[[Reads], Any], door: str
+) -> None:
+    model, x = Reads(draw), randn(3, 8)
+    step, planned = planned_step(door, model, x)
+
+    def runs(step: Callable[[], Any]) -> list[list[Tensor | None]]:
+        MINE.seed(7)
+        np.random.seed(7)
+        return [gradients_of(step, model) for _ in range(3)]
+
+    expected = runs(lambda: model(x).sum().backward())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Dynamo's, too
+        found = runs(step)
+    assert all(all(map(torch.equal, *pair)) for pair in zip(expected, found, strict=True))
+    assert not all(map(torch.equal, *expected[:2]))
+    if door == "TrainStep":
+        assert len(planned.unchanged) == 1

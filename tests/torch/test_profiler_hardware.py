@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_unknown_machine_names_the_known_ones() -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"cannot read the hardware file .*none\.toml"):
         load_hardware(tmp_path / "none.toml")
+
+
+def test_a_file_of_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changed(tmp_path, 'name = "cpu-gloo"', 'name = "mine"').rename("mine")
+    assert load_hardware("mine").name == "mine"
+    os.mkfifo("pipe")
+    with pytest.raises(FileError, match="found a pipe or device, expected a file"):
+        load_hardware("pipe")
 
 
 def changed(tmp_path: Path, old: str, new: str) -> Path:

@@ -1,0 +1,172 @@
+"""Within `guarding` Dynamo checks at every call more of what it has read while it traced.
+
+By itself it takes for granted that
+
+- a class still finds the functions under their names that were traced (`_finds`);
+- no hooks of all modules were added or removed (`_same_hooks`);
+- a key or an attribute that was missing is still missing (`_missing_keys`, `_missing_names`);
+- `os.getenv` finds what it found.
+
+And it keeps what a `random.Random` has drawn, so a graph ends where one that was there before the
+call is asked (`_generators`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch._dynamo.exc import ObservedAttributeError, unimplemented
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, GlobalSource, Source
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.misc import RandomVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.user_defined import (
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+)
+from torch.nn.modules import module as nn_module
+
+from overlapc.passes.shared_changes import Shared, replaced
+
+_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+@contextlib.contextmanager
+def _changes() -> Iterator[None]:
+    with _finds(), _same_hooks(), _missing_keys(), _missing_names(), _generators():
+        yield
+
+
+guarding = Shared(_changes)
+
+
+@contextlib.contextmanager
+def _finds() -> Iterator[None]:
+    build = InliningInstructionTranslator.build_inline_tracer
+
+    def built(frame: Any, function: Any, args: Any, *more: Any, **options: Any) -> Any:
+        traced = getattr(function, "fn", None)
+        if traced is os.getenv:
+            function = UserFunctionVariable(_getenv)
+        owner = getattr(function, "obj", None) or next(iter(args), None)
+        if isinstance(traced, FunctionType):
+            if isinstance(owner, UserDefinedObjectVariable):
+                _guard_lookups(frame, type(owner.value), traced)
+            elif isinstance(owner, UserDefinedClassVariable):
+                _guard_lookups(frame, owner.value, traced)
+        return build(frame, function, args, *more, **options)
+
+    with replaced(InliningInstructionTranslator, "build_inline_tracer", staticmethod(built)):
+        yield
+
+
+def _getenv(key: str, default: str | None = None) -> str | None:
+    """As `os.getenv`, in a module of which Dynamo guards what is read."""
+    return os.environ.get(key, default)
+
+
+def _guard_lookups(frame: Any, kind: type, function: FunctionType) -> None:
+    """Check what the class, and the base class that has the function, find under its name."""
+    tracer = frame.output.current_tracer  # what an inner one has installed may be taken back
+    done = tracer.__dict__.setdefault("overlapc_guarded", set())
+    if (kind, function) in done:
+        return
+    done.add((kind, function))
+    for base in kind.__mro__:
+        for name, held in vars(base).items():
+            if getattr(held, "__func__", held) is function:
+                for owner in dict.fromkeys((kind, base)):
+                    _guard_lookup(frame, owner, name)
+
+
+def _guard_lookup(frame: Any, owner: type, name: str) -> None:
+    source: Source = AttrSource(_global(frame, owner), name)
+    found = getattr(owner, name, None)
+    if isinstance(found, MethodType):  # of the class, and made anew each time
+        source = AttrSource(source, "__func__")
+    elif not isinstance(found, FunctionType):
+        return
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _global(frame: Any, value: Any) -> GlobalSource:
+    return GlobalSource(frame.output.install_global_by_id("overlapc_guarded", value))
+
+
+@contextlib.contextmanager
+def _same_hooks() -> Iterator[None]:
+    call = UnspecializedNNModuleVariable.call_function
+
+    def called(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+        for name in _HOOKS:
+            hooks = _global(frame, getattr(nn_module, name))
+            install_guard(hooks.make_guard(GuardBuilder.DICT_KEYS_MATCH))
+        return call(self, frame, *args, **options)
+
+    with replaced(UnspecializedNNModuleVariable, "call_function", called):
+        yield
+
+
+@contextlib.contextmanager
+def _missing_keys() -> Iterator[None]:
+    get = ConstDictVariable.getitem_const_raise_exception_if_absent
+
+    def got(self: Any, frame: Any, key: VariableTracker) -> VariableTracker:
+        if key not in self:
+            self.install_dict_contains_guard(frame, [key])
+        return get(self, frame, key)
+
+    with replaced(ConstDictVariable, "getitem_const_raise_exception_if_absent", got):
+        yield
+
+
+@contextlib.contextmanager
+def _missing_names() -> Iterator[None]:
+    get = UserDefinedObjectVariable.var_getattr
+
+    def got(self: Any, frame: Any, name: str) -> VariableTracker:
+        try:
+            return get(self, frame, name)
+        except ObservedAttributeError:
+            # A `__getattr__` of the user's was traced itself.
+            asked = getattr(type(self.value), "__getattr__", None)
+            if self.source and asked in (None, nn.Module.__getattr__):
+                missing = functools.partial(GuardBuilder.HASATTR, attr=name)
+                install_guard(self.source.make_guard(missing))
+            raise
+
+    with replaced(UserDefinedObjectVariable, "var_getattr", got):
+        yield
+
+
+@contextlib.contextmanager
+def _generators() -> Iterator[None]:
+    call = RandomVariable.call_method
+
+    def called(self: Any, frame: Any, name: str, *args: Any, **options: Any) -> Any:
+        if self.source is not None:
+            unimplemented(
+                gb_type="random.Random of the model's is asked for a number",
+                context=f"{name}()",
+                explanation="",
+                hints=[],
+            )
+        return call(self, frame, name, *args, **options)
+
+    with replaced(RandomVariable, "call_method", called):
+        yield

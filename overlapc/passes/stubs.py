@@ -1,0 +1,49 @@
+"""`stubs` stand for a forward and a backward that somebody else runs.
+
+AOTAutograd builds what it does around a graph (mutated inputs, aliases, tensor subclasses) by that
+graph's ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from overlapc.errors import OverlapcError
+from overlapc.passes.nodes import primal_nodes
+from overlapc.passes.trace import Captured
+
+
+def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """For AOTAutograd, which builds what it does around a graph by that graph's ends: a forward
+    that saves nothing, and a backward with no gradients. Neither is ever run."""
+    joint, count = captured.joint, captured.num_fwd_outputs
+    results = joint.graph.find_nodes(op="output")[0]
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    forward, backward = fx.Graph(), fx.Graph()
+    copies = {node: forward.node_copy(node) for node in primal_nodes(joint)}
+    ends = []
+    for result in results.args[0][:count]:
+        if isinstance(result, fx.Node) and result not in copies:
+            copies[result] = forward.call_function(never)
+            copies[result].meta = dict(result.meta)
+        ends.append(copies.get(result, result) if isinstance(result, fx.Node) else result)
+    forward.output(tuple(ends)).meta = dict(results.meta)
+    for node in placeholders:
+        if node not in copies:
+            backward.node_copy(node)
+    backward.output((None,) * (len(results.args[0]) - count))
+    return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
+
+
+def never(*_: Any) -> Any:
+    """The backward is the owner's own; autograd does not know it."""
+
+    def backward(_given: list[Any]) -> Any:
+        raise OverlapcError(
+            "a result of a TrainStep or Pipeline was differentiated; expected no use but its value"
+        )
+
+    backward._boxed_call = True  # type: ignore[attr-defined]
+    return backward

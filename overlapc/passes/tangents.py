@@ -1,0 +1,182 @@
+"""Gradients of a graph's results come with strides that nobody knows when its backward is traced.
+
+AOTAutograd guesses those of the result, and copies a gradient that has others. So the sums of such
+a backward may be in another order than eager's. And where elements of a result share memory, as
+those of `unfold`, there is no room for a gradient. Within `as_they_come` it hands on what comes.
+`given` takes that as it is, where ops and their order are the same for these strides; elsewhere it
+copies, too, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch._prims_common import suggest_memory_format
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from overlapc.passes.nodes import is_tangent
+from overlapc.passes.shared_changes import Shared, replaced
+
+aten = torch.ops.aten
+_thread = threading.local()  # guesses: of what this thread traces
+
+
+class _Any:
+    """Equal to all sizes and strides."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+@contextlib.contextmanager
+def as_they_come() -> Iterator[None]:
+    """What is traced meanwhile is given the gradients of its results with the strides they have."""
+    outer, _thread.guesses = getattr(_thread, "guesses", None), []
+    try:
+        with _changed:
+            yield
+        for guess in _thread.guesses:
+            guess.memory_format, guess.size, guess.stride = None, _Any(), _Any()
+    finally:
+        _thread.guesses = outer
+
+
+@contextlib.contextmanager
+def _guessed() -> Iterator[None]:
+    made = MemoryFormatMeta.from_tensor
+
+    def guess(t: Tensor, *more: Any, **options: Any) -> MemoryFormatMeta | None:
+        found = made(t, *more, **options)
+        guesses = getattr(_thread, "guesses", None)
+        if found is None or guesses is None or is_traceable_wrapper_subclass(t):
+            return found
+        if found.memory_format is None and torch._debug_has_internal_overlap(t):
+            found = MemoryFormatMeta(memory_format=torch.contiguous_format)
+        guesses.append(found)
+        return found
+
+    with replaced(MemoryFormatMeta, "from_tensor", staticmethod(guess)):
+        yield
+
+
+_changed = Shared(_guessed)
+
+
+def given(
+    run: Callable[[list[Any]], Any],
+    backward: fx.GraphModule,
+    may_differ: bool,
+    say: Callable[[str], None],
+) -> Callable[[list[Any]], Any]:
+    """`run`, which takes its arguments boxed, for gradients of any strides. A backward that
+    `may_differ` looks at its gradients' strides where no trace tells of it."""
+    tangents = {
+        i: node
+        for i, node in enumerate(backward.graph.find_nodes(op="placeholder"))
+        if is_tangent(node) and isinstance(node.meta.get("val"), Tensor)
+    }
+    known: dict[Any, bool] = {}  # by strides: are they taken as they are?
+
+    @functools.wraps(run)
+    def called(arguments: list[Any]) -> Any:
+        others = {}
+        for i, node in tangents.items():
+            came = arguments[i]
+            if type(came) is Tensor and not _same(came, _strides(came, node.meta["val"])):
+                others[i] = came
+        key = tuple((i, came.shape, came.stride()) for i, came in others.items())
+        if others and key not in known:
+            came = {tangents[i]: tensor for i, tensor in others.items()}
+            known[key] = not may_differ and _takes(backward, came)
+        if others and not known[key]:
+            for i, came in others.items():
+                expected = _strides(came, tangents[i].meta["val"])
+                say(
+                    f"the gradient of a result of shape {tuple(came.shape)} came with strides "
+                    f"{came.stride()}, traced with {expected}: sums may be in another order"
+                )
+                arguments[i] = came.new_empty_strided(came.shape, expected).copy_(came)
+        return run(arguments)
+
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return called
+
+
+def _takes(backward: fx.GraphModule, came: dict[fx.Node, Tensor]) -> bool:
+    """Are the ops those that eager runs for these gradients? Follows, on fake tensors, what has
+    other strides for it."""
+    other: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        return other.get(node, node.meta.get("val"))
+
+    mode = detect_fake_mode([node.meta["val"] for node in came])
+    try:
+        with mode or contextlib.nullcontext():
+            for node, tensor in came.items():
+                other[node] = node.meta["val"].new_empty_strided(tensor.shape, tensor.stride())
+            for node in backward.graph.nodes:
+                if node.op == "output" or not any(each in other for each in node.all_input_nodes):
+                    continue
+                if _copied_for_a_view(node, value):
+                    return False
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                made = node.target(*args, **kwargs)
+                if not all(map(_alike, tree_leaves(made), tree_leaves(node.meta["val"]))):
+                    other[node] = made
+    except Exception:  # a view that is none of what has these strides, and what fakes do not know
+        return False
+    return True
+
+
+def _copied_for_a_view(node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:
+    """Is it the copy of a `reshape` that needs none now?"""
+    if node.target is not aten.clone.default:
+        return False
+    source = value(node.all_input_nodes[0])
+    for user in node.users:
+        if user.target is aten._unsafe_view.default:
+            with contextlib.suppress(RuntimeError):
+                source.view(user.meta["val"].shape)
+                return True
+    return False
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return not isinstance(one, Tensor) or _same(one, other.stride())
+
+
+def _strides(came: Tensor, traced: Tensor) -> tuple[int, ...]:
+    found = traced.stride()
+    if all(isinstance(stride, int) for stride in (*found, *traced.shape)):
+        return found
+    # Traced with sizes that are symbols: in a memory format.
+    order = suggest_memory_format(traced)
+    return torch.empty_like(came, device="meta", memory_format=order).stride()
+
+
+def _same(came: Tensor, strides: tuple[int, ...]) -> bool:
+    """Alike where it counts: along what has more than one element."""
+    pairs = zip(came.shape, came.stride(), strides, strict=True)
+    return not came.numel() or all(size == 1 or one == other for size, one, other in pairs)
+
+
+def is_hidden(graph: fx.GraphModule) -> bool:
+    """Has it a custom Function, whose backward may ask for strides?"""
+    return any(
+        node.target is torch.ops.higher_order.autograd_function_apply
+        for part in graph.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    )
