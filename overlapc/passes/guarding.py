@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Iterator
 from types import FunctionType, MethodType
@@ -34,6 +35,7 @@ from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
 )
+from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
 from overlapc.passes.shared_changes import Shared, replaced
@@ -146,12 +148,17 @@ def _missing_names() -> Iterator[None]:
             # A `__getattr__` of the user's was traced itself.
             asked = getattr(type(self.value), "__getattr__", None)
             if self.source and asked in (None, nn.Module.__getattr__):
-                missing = functools.partial(GuardBuilder.HASATTR, attr=name)
-                install_guard(self.source.make_guard(missing))
+                install_guard(_missing(self.source, name))
             raise
 
     with replaced(UserDefinedObjectVariable, "var_getattr", got):
         yield
+
+
+def _missing(source: Source, name: str) -> Guard:
+    if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:  # since torch 2.12
+        return source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name))
+    return AttrSource(source, name).make_guard(GuardBuilder.HASATTR)
 
 
 @contextlib.contextmanager

@@ -122,8 +122,11 @@ def _takes(backward: fx.GraphModule, came: dict[fx.Node, Tensor]) -> bool:
         return other.get(node, node.meta.get("val"))
 
     mode = detect_fake_mode([node.meta["val"] for node in came])
+    if mode is None:
+        return False
+    sizes = mode.shape_env
     try:
-        with mode or contextlib.nullcontext():
+        with mode, sizes.suppress_guards() if sizes is not None else contextlib.nullcontext():
             for node, tensor in came.items():
                 other[node] = node.meta["val"].new_empty_strided(tensor.shape, tensor.stride())
             for node in backward.graph.nodes:

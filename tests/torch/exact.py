@@ -13,6 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 
+def needs_torch(version: str) -> pytest.MarkDecorator:
+    found = tuple(map(int, torch.__version__.split(".")[:2]))
+    wanted = tuple(map(int, version.split(".")))
+    return pytest.mark.skipif(found < wanted, reason=f"torch {version} or newer does so")
+
+
 @dataclass(frozen=True)
 class Batch:
     """What one call of a model takes."""

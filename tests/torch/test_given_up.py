@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import overlapc
 from overlapc import api, errors
+from tests.torch.exact import needs_torch
+
+# Which function it gave up Dynamo says since torch 2.12.
+SAYS_WHERE = hasattr(getattr(eval_frame, "dynamo_tls", eval_frame), "skip_reasons")
 
 
 class Layer(nn.Module):
@@ -77,9 +82,10 @@ def test_a_function_given_up_is_said_once(make: Callable[[], nn.Module]) -> None
     model = optimized(make())
     said = trained(model, 3, 3, 3)
     assert len(said) == 1
-    assert "forward" in said[0]
     assert "graph_break" in said[0]
-    assert said[0].count("test_given_up.py") == 2
+    places = [where for where in ("forward", "the whole model") if where in said[0]]
+    assert places == (["forward"] if SAYS_WHERE else ["the whole model"])
+    assert said[0].count("test_given_up.py") == 1 + SAYS_WHERE
     (what,) = model.unchanged
     assert f"{what} (runs as plain PyTorch)" in model.explain()
 
@@ -117,7 +123,12 @@ class Disabled(Layer):
 
 
 @pytest.mark.parametrize(
-    ("make", "ops"), [(Packed, "RnnLayer, PackPadded"), (Disabled, "Addmm, Exp")]
+    ("make", "ops"),
+    [
+        # Dynamo of torch 2.11 fails behind such a sequence, in the middle of the model.
+        pytest.param(Packed, "RnnLayer, PackPadded", marks=needs_torch("2.12")),
+        (Disabled, "Addmm, Exp"),
+    ],
 )
 def test_what_runs_between_graphs_is_said_once(make: Callable[[], nn.Module], ops: str) -> None:
     model = optimized(make())
@@ -178,6 +189,7 @@ class Inverse(Layer):
         return super().forward(x) @ torch.linalg.inv(self.linear.weight + 8 * torch.eye(8))
 
 
+@needs_torch("2.13")  # where it has effects
 def test_an_op_whose_effects_keep_their_order() -> None:
     model, x = Inverse(), torch.randn(2, 8)
     model(x).sum().backward()

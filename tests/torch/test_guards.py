@@ -20,7 +20,7 @@ from overlapc.errors import CaptureError
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
 from overlapc.solvers.schedules import make_schedule
-from tests.torch.exact import bits, randn
+from tests.torch.exact import bits, needs_torch, randn
 
 FACTOR = 1.0  # a global that the loss reads
 SETTINGS = {"power": 2, "use": "mean"}
@@ -485,7 +485,13 @@ def unhook_all() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("door", ["optimize", "TrainStep"])
-@pytest.mark.parametrize("name", UNGUARDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=needs_torch("2.12")) if n == "__iter__" else n  # traced since then
+        for n in UNGUARDED
+    ],
+)
 @pytest.mark.usefixtures("unhook_all")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.*hooks:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
