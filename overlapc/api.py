@@ -47,6 +47,10 @@ _END_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_o
 # Newer releases keep the graphs of each `torch.compile` apart.
 _APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _OF_ITS_OWN: dict[str, Any] = {"isolate_recompiles": True} if _APART else {}
+_IN_THE_MIDDLE = (
+    "overlapc: Dynamo failed behind a graph break, where the model cannot be begun again; if eager "
+    "PyTorch runs it, keep that part from Dynamo: @torch.compiler.disable"
+)
 _CAST_AGAIN = (
     "several calls in one region of autocast: eager casts a parameter once for all of them and "
     "adds its gradients in the lower precision, here each call casts it"
@@ -237,10 +241,13 @@ class _Engine:
                 with dynamo_config.patch(_END_AT_DATA):
                     return self._run(*args, **kwargs)
             if not reason:
+                if hasattr(error, "add_note"):
+                    error.add_note(_IN_THE_MIDDLE)
                 raise
+            results = self.model(*args, **kwargs)  # where the model itself fails, it says so
             self.fails = True
             self.backend.run_unchanged(f"the whole model: {reason}")
-            return self.model(*args, **kwargs)
+            return results
         ran = self.backend.calls > before
         if not self.backend.reports and not self.backend.unchanged:  # graphs without gradients
             ran = ran and not any(getattr(t, "requires_grad", False) for t in tree_leaves(results))

@@ -166,6 +166,16 @@ class IfAny(Layer):
         return found.exp() if found.numel() else self.linear(x)
 
 
+def test_an_error_of_the_models_own_leaves_it_planned() -> None:
+    model = Layer()
+    twin = optimized(model)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        twin(torch.randn(2, 7))
+    assert trained(twin, 2) == []
+    assert len(twin.reports) == 1
+    assert twin.unchanged == []
+
+
 def test_a_branch_by_a_size_that_is_data() -> None:
     model, given = IfAny(), [torch.randn(2, 8), -torch.ones(2, 8)]
     for x in given:
