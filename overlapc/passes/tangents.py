@@ -27,6 +27,18 @@ from overlapc.passes.nodes import is_tangent
 from overlapc.passes.shared_changes import Shared, replaced
 
 aten = torch.ops.aten
+# Ops whose backward formulas hand on gradients as they lie; others may ask for a copy of another
+# layout first, which a trace does not show where it was needless.
+_AS_THEY_LIE = {
+    *(aten.mm.default, aten.bmm.default, aten.sum.default, aten.sum.dim_IntList),
+    *(aten.view.default, aten._unsafe_view.default, aten.clone.default, aten.detach.default),
+    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default),
+    *(aten.squeeze.dim, aten.squeeze.default, aten.unsqueeze.default, aten.alias.default),
+    *(aten.slice.Tensor, aten.select.int, aten.slice_backward.default, aten.cat.default),
+    *(aten.select_backward.default, aten.unfold_backward.default, aten.diagonal_backward.default),
+    *(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default),
+    *(aten.native_layer_norm_backward.default, aten.embedding_dense_backward.default),
+}
 _thread = threading.local()  # guesses: of what this thread traces
 
 
@@ -104,7 +116,8 @@ def given(
                 expected = _strides(came, tangents[i].meta["val"])
                 say(
                     f"the gradient of a result of shape {tuple(came.shape)} came with strides "
-                    f"{came.stride()}, traced with {expected}: sums may be in another order"
+                    f"{came.stride()}, not the traced {expected}: it is copied into these, and "
+                    "what goes by strides, as the order of a sum, may be other than eager's"
                 )
                 arguments[i] = came.new_empty_strided(came.shape, expected).copy_(came)
         return run(arguments)
@@ -132,7 +145,7 @@ def _takes(backward: fx.GraphModule, came: dict[fx.Node, Tensor]) -> bool:
             for node in backward.graph.nodes:
                 if node.op == "output" or not any(each in other for each in node.all_input_nodes):
                     continue
-                if _copied_for_a_view(node, value):
+                if not _as_it_lies(node) or _copied_for_a_view(node, value):
                     return False
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value)
                 made = node.target(*args, **kwargs)
@@ -141,6 +154,11 @@ def _takes(backward: fx.GraphModule, came: dict[fx.Node, Tensor]) -> bool:
     except Exception:  # a view that is none of what has these strides, and what fakes do not know
         return False
     return True
+
+
+def _as_it_lies(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return node.target in _AS_THEY_LIE or torch.Tag.pointwise in tags
 
 
 def _copied_for_a_view(node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:

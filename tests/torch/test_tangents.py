@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overlapc
@@ -53,6 +54,7 @@ RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
 BODIES: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda x: x,
     "softmax": lambda x: x.softmax(1),
+    "group norm": lambda x: F.group_norm(x, 7),  # whose formula asks for contiguous gradients
     "a view": lambda x: x.reshape(-1, 12).tanh().view(5, 7, 24),
     "a copy": lambda x: x.transpose(0, 2).reshape(24, -1).exp().view(24, 7, 5).transpose(0, 2),
     "a custom Function": AsksForStrides.apply,
@@ -86,7 +88,10 @@ def close(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     "body",
-    [b if b in ("nothing", "softmax") else pytest.param(b, marks=pytest.mark.slow) for b in BODIES],
+    [
+        b if b in ("nothing", "group norm") else pytest.param(b, marks=pytest.mark.slow)
+        for b in BODIES
+    ],
 )
 @pytest.mark.parametrize("result", RESULTS)
 def test_bitwise_or_named(result: str, body: str, loss: str) -> None:
@@ -103,7 +108,7 @@ def test_bitwise_or_named(result: str, body: str, loss: str) -> None:
             assert any("came with strides" in line for line in twin.differences)
             assert all(map(close, expected, found))
     assert twin.unchanged == []
-    if loss == "a sum" and body == "nothing":
+    if loss == "a sum" and body == "nothing" and result != "strided":
         assert twin.differences == []
 
 
