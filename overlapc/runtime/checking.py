@@ -2,7 +2,8 @@
 
 Both begin at the random state, buffers and inputs of the call at hand. Where results differ, a few
 more steps tell which op of eager's makes what the plan does not, and whether PyTorch's own
-`torch.compile` differs alike. Afterwards gradients, buffers and random state are as before.
+`torch.compile` differs alike. Afterwards the model and the random states are as before
+(`snapshot.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from overlapc.runtime.snapshot import as_it_was, without_gradients
+
 Run = Callable[..., Any]
 _NOTHING = contextlib.nullcontext()
+_OTHER = "gradient of a tensor outside of the model, id"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -59,7 +63,9 @@ def check(
             return model(*given, **named)
 
     expected, found = step(model), step(planned)
-    different = tuple(name for name in expected if expected[name] != found.get(name))
+    # A leaf that a forward makes for itself is of one step alone.
+    compared = [n for n in expected if n in found or not n.startswith(_OTHER)]
+    different = tuple(name for name in compared if expected[name] != found.get(name))
     if not different:
         return Checked()
     eagers, plans = _Stream(), _Stream()
@@ -86,15 +92,31 @@ def _step(model: nn.Module, run: Run, mode: Any, args: Any, kwargs: Any) -> dict
     results = [*_tensors(run(*given[0], **given[1]))]
     bits: dict[str, Any] = {f"result {i}": _bits(out) for i, out in enumerate(results)}
     ends = [out for out in results if out.requires_grad]
-    with torch._C._DisableAutocast(), mode:
+    inputs = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+    named = [*reversed([*model.named_parameters()])]  # as a backward goes
+    known = {id(tensor) for tensor in (*inputs, *(parameter for _, parameter in named))}
+    others = [leaf for leaf in _leaves(ends) if id(leaf) not in known]
+    with without_gradients(others), torch._C._DisableAutocast(), mode:
         torch.autograd.backward(ends, [torch.ones_like(out) for out in ends])
-    for i, value in enumerate(tree_leaves(given)):
-        if isinstance(value, Tensor) and value.grad is not None:
-            bits[f"gradient of input {i}"] = _bits(value.grad)
-    named = reversed([*model.named_parameters()])  # as a backward goes
-    bits |= {f"gradient of {name}": _bits(p.grad) for name, p in named}
+        bits |= {f"gradient of input {i}": _bits(value.grad) for i, value in enumerate(inputs)}
+        bits |= {f"gradient of {name}": _bits(p.grad) for name, p in named}
+        bits |= {f"{_OTHER} {id(leaf):#x}": _bits(leaf.grad) for leaf in others}
     bits |= {f"buffer {name}": _bits(buffer) for name, buffer in model.named_buffers()}
+    bits |= {f"parameter {name}": _bits(parameter) for name, parameter in named}
     return bits | {"random state": _bits(torch.get_rng_state())}
+
+
+def _leaves(ends: list[Tensor]) -> list[Tensor]:
+    """The tensors that a backward from `ends` adds gradients to."""
+    found: list[Tensor] = []
+    left, seen = [end.grad_fn for end in ends], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            left += [following for following, _ in reversed(node.next_functions)]
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -115,28 +137,10 @@ def _bits(tensor: Tensor | None) -> Any:
         return None
     with torch.no_grad():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+        whole = whole if whole.layout == torch.strided else whole.to_dense()
         raw = whole.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     digest = hashlib.blake2b(raw.numpy().data, digest_size=16).digest()
-    return str(tensor.dtype), tuple(tensor.shape), digest
-
-
-@contextlib.contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Without gradients inside; gradients, buffers and random state as before afterwards."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    return str(tensor.dtype), str(tensor.layout), tuple(tensor.shape), digest
 
 
 class _Stream(TorchDispatchMode):

@@ -27,9 +27,9 @@ from overlapc.passes.nodes import is_random, module_of
 from overlapc.passes.parts import cut, join
 from overlapc.passes.trace import changed_inputs
 from overlapc.planning.report import Report
-from overlapc.runtime.checking import as_it_was
 from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.program import Flight, Program, State
+from overlapc.runtime.snapshot import as_it_was
 
 # How far slices may be from the uncut batch, relative to a tensor's largest number, by the coarsest
 # type that the graph works with.

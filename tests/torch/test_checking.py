@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import warnings
 from typing import Any
 
@@ -77,3 +78,84 @@ def test_what_differs_is_said_with_op_line_and_blame() -> None:
     assert "test_checking.py" in said
     assert 'torch.compile(backend="eager") gives what the plan gives' in said
     assert said.removeprefix("overlapc ") in optimized.explain()
+
+
+class Rebinds(nn.Module):
+    """Changes of itself whatever a module may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.code = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.scales = [torch.ones(8, requires_grad=True)]
+        self.calls = {"forward": 0, "seen": [0]}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls["forward"] += 1
+        self.calls["seen"].append(self.calls["forward"])
+        h = self.linear(x) * min(1.0, self.calls["forward"] / 4) + random.random()
+        self.mean = self.mean * 0.9 + h.detach().mean(0) * 0.1
+        with torch.no_grad():
+            self.code.mul_(0.9).add_(self.mean)
+        return {"out": h * self.scales[0] * self.code.clone() - self.mean}
+
+
+def trained(check: bool) -> list[Any]:
+    """What two steps make, with an optimizer that hooks run in the backward."""
+    torch.manual_seed(0)
+    random.seed(0)
+    outside = torch.ones(8, requires_grad=True)
+    model: Any = Rebinds()
+
+    def learn(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.linear.parameters():
+        parameter.register_post_accumulate_grad_hook(learn)
+    twin: Any = overlapc.optimize(model, solver="heu", check=True) if check else model
+    x = torch.randn(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo's of random.random()
+        for _ in range(2):
+            (twin(x)["out"] * outside).square().sum().backward()
+    if check:
+        assert "checked: bitwise eager's" in twin.explain()
+    tensors = [*model.parameters(), model.mean, outside.grad, model.scales[0].grad]
+    return [*(t.detach().clone() for t in tensors), model.calls, random.random(), torch.rand(1)]
+
+
+def test_a_check_leaves_no_trace_in_a_model_that_changes_itself() -> None:
+    for expected, found in zip(trained(check=False), trained(check=True), strict=True):
+        if isinstance(expected, Tensor):
+            assert torch.equal(expected, found)
+        else:
+            assert expected == found
+
+
+def test_a_check_looks_at_gradients_of_tensors_that_a_model_closes_over() -> None:
+    scale = torch.ones(8, requires_grad=True)
+
+    class Closes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    twin = overlapc.optimize(Closes(8, 8), check=True)
+    twin(torch.randn(4, 8)).sum().backward()
+    once = scale.grad.clone()
+    scale.grad = None
+    twin(torch.randn(4, 8)).sum().backward()
+    assert "checked: bitwise eager's" in twin.explain()
+    assert once.shape == scale.grad.shape
+
+
+def test_sparse_gradients_are_compared() -> None:
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4))
+    twin: Any = overlapc.optimize(model, solver="heu", check=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a sparse gradient runs as plain PyTorch
+        twin(torch.randint(0, 20, (3, 5))).sum().backward()
+    assert "checked: bitwise eager's" in twin.explain()
+    assert model[0].weight.grad.is_sparse

@@ -1,0 +1,135 @@
+"""`as_it_was` lets a model take steps that leave no trace in it.
+
+What a forward may change of a model: values of tensors, gradients, what attributes and containers
+hold, random states. What it changes elsewhere (a global, a closure's variable, an optimizer that a
+hook steps) is not known here and stays changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_WHOLE = (Tensor, type, ModuleType, FunctionType, MethodType)  # objects that are not looked into
+_TORCHS = ("torch", "builtins", "numpy")  # so are those of these packages, but for modules
+_Restore = Callable[[], None]
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Without gradients inside; the model and the random states as before afterwards."""
+    tensors, restores = _state(model)
+    restores += [_restore_value(tensor) for tensor in tensors]
+    restores += _random_states()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices), without_gradients(tensors):
+        try:
+            yield
+        finally:
+            for restore in restores:
+                restore()
+
+
+@contextlib.contextmanager
+def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put the gradients of these aside, and back afterwards."""
+    gradients = [(t, t.grad) for t in tensors if t.is_leaf and t.requires_grad]
+    for tensor, _ in gradients:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+
+
+def _state(model: nn.Module) -> tuple[list[Tensor], list[_Restore]]:
+    """Find the tensors that the model's attributes and their containers hold, and what puts these
+    back as they are now."""
+    tensors: list[Tensor] = []
+    restores: list[_Restore] = []
+    seen: dict[int, Any] = {}
+    left: list[Any] = [model]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            restores.append(_restore_items(value, list(value.items()), value.update))
+            left += value.values()
+        elif isinstance(value, (list, deque)):
+            restores.append(_restore_items(value, list(value), value.extend))
+            left += value
+        elif isinstance(value, set):
+            restores.append(_restore_items(value, list(value), value.update))
+        elif isinstance(value, tuple):
+            left += value
+        elif _is_looked_into(value):
+            left.append(vars(value))
+    return tensors, restores
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    package = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not isinstance(value, _WHOLE) and package not in _TORCHS
+
+
+def _restore_items(
+    container: Any, before: list[Any], fill: Callable[[list[Any]], None]
+) -> _Restore:
+    def restore() -> None:
+        now = list(container.items() if isinstance(container, dict) else container)
+        if len(now) == len(before) and all(map(_same, now, before)):
+            return  # left alone, because guards look at when a container was written
+        container.clear()
+        fill(before)
+
+    return restore
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Is it the same object, or, of a dict's items, the same key with the same value?"""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
+
+
+def _restore_value(tensor: Tensor) -> _Restore:
+    if tensor.is_inference():  # nothing writes to it
+        return lambda: None
+    version, before = tensor._version, tensor.detach().clone()
+
+    def restore() -> None:
+        with torch.no_grad():
+            if tensor._version != version or not _equal(tensor, before):
+                tensor.copy_(before)
+
+    return restore
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Has nothing written past autograd's eyes, through `.data`?"""
+    strided = one.layout == torch.strided and type(one) in (Tensor, nn.Parameter)
+    return not strided or torch.equal(one, other)
+
+
+def _random_states() -> list[_Restore]:
+    pythons = random.getstate()
+    restores: list[_Restore] = [lambda: random.setstate(pythons)]
+    if numpy := sys.modules.get("numpy"):
+        numpys = numpy.random.get_state()
+        restores.append(lambda: numpy.random.set_state(numpys))
+    return restores
