@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
+from overlapc.passes.places import is_models
 from overlapc.passes.shared_changes import Shared, replaced
 
 functional = torch.ops._c10d_functional
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(eq=False)
@@ -385,9 +383,7 @@ def _line() -> str:
     if traced:
         return [line.strip() for line in traced.splitlines() if 'File "' in line][-1]
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(_TORCH) or frame.f_code.co_filename == __file__
-    ):
+    while frame.f_back is not None and not is_models(frame.f_code.co_filename):
         frame = frame.f_back
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
 

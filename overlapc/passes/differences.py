@@ -23,23 +23,21 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from overlapc.passes.nodes import line_of
+from overlapc.passes.places import is_models
 from overlapc.passes.shared_changes import Shared, replaced
 
 _TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
 _WHERE_SET = ("forward", "setup_context")  # of a custom Function
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _thread = threading.local()  # lines: found by this thread's `asked`
 
 
@@ -107,7 +105,7 @@ def _place(frame: Any) -> str:
     `is_...`."""
     while frame is not None and frame.f_code.co_name.startswith(("is_", "_is_")):
         frame = getattr(frame, "parent", None)
-    if frame is None or frame.f_code.co_filename.startswith(_TORCH):
+    if frame is None or not is_models(frame.f_code.co_filename):
         return ""
     code = frame.f_code
     return f'File "{code.co_filename}", line {frame.lineno}, in {code.co_name}'

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from overlapc.passes.differences import asked, differences
 from overlapc.passes.guarding import guarding
 from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.nodes import primal_nodes
+from overlapc.passes.places import is_models
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.stubs import never, stubs
 from overlapc.passes.trace import Captured, trace_joint
@@ -56,7 +56,6 @@ GUARDS = {
     "skip_no_tensor_aliasing_guards_on_parameters": False,
     "use_numpy_random_stream": True,  # and not torch's numbers in the place of numpy's
 }
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _CONTEXT = "Developer debug context:"  # Dynamo's words for what it could not trace
 _numbers = itertools.count()
 
@@ -279,7 +278,7 @@ def _reason(error: Exception) -> tuple[str, str]:
     about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
     reason = ": ".join(part for part in (*lines[:1], *about[:1]) if part)
     frames = list(getattr(error, "real_stack", None) or ())
-    frames = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
+    frames = [frame for frame in frames if is_models(frame.filename)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
     return re.sub(r" at 0x\w+", "", reason) or type(error).__name__, place  # alike on all ranks
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,13 +20,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from overlapc.passes.places import is_models
 from overlapc.runtime.snapshot import as_it_was, without_gradients
 
 Run = Callable[..., Any]
 _NOTHING = contextlib.nullcontext()
 _OTHER = "gradient of a tensor outside of the model, id"
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
@@ -166,6 +164,6 @@ class _Stream(TorchDispatchMode):
 
 def _line() -> str:
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_TORCH, _OWN, "<")):
+        if is_models(frame.filename):
             return f'File "{frame.filename}", line {frame.lineno}'
     return "in the backward"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes import joint
-from overlapc.runtime.graphs import is_models
+from overlapc.passes.places import is_models
 
 _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
 _LIMIT = "recompile limit"

@@ -8,12 +8,10 @@ graph has the whole budget at once.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -24,15 +22,12 @@ from torch._guards import TracingContext, tracing
 from overlapc.flags import log
 from overlapc.ir import Plan
 from overlapc.passes.differences import used_several_times
+from overlapc.passes.places import is_models
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.ranks import exchange_for
 from overlapc.shares import Run, Share, plan_shares
-
-# Frames of these files call the model's code; they are not the model's.
-_AROUND = tuple(str(Path(m.__file__).parent) for m in (torch, contextlib) if m.__file__)
-_AROUND += (str(Path(__file__).parents[1]), "<")
 
 Compile = Callable[[Sequence[Any], Plan], Callable[..., Any]]
 
@@ -213,8 +208,3 @@ def _inside(code: CodeType) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def is_models(file: str) -> bool:
-    """Is this a file of the model's code, not of what calls it?"""
-    return not file.startswith(_AROUND) or "site-packages" in file.removeprefix(_AROUND[0])
