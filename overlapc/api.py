@@ -28,7 +28,7 @@ from overlapc.planning.report import Report
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.foreign import refuse_megatron
+from overlapc.runtime.foreign import FIRST_CALL, refuse_megatron, refuse_unmade, unmade
 from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
 
@@ -83,6 +83,14 @@ def _check_model(model: object) -> None:
     if isinstance(model, Optimized):
         raise OptionError("this model is optimized already; pass the original to optimize again")
     refuse_megatron("optimize", model)
+    hidden = [name for name in _SHOWN if hasattr(model, name)]
+    if hidden:
+        warnings.warn(
+            f"overlapc: the model's {', '.join(hidden)} cannot be read on its twin, which has "
+            "attributes of these names: read them on the model itself",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
@@ -91,6 +99,7 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
 
     `model(*args)` must give tensors, at least one of which requires a gradient.
     """
+    refuse_unmade("capture", model)
     try:
         return joint.capture(model, *args, **kwargs).captured
     except CaptureError as error:
@@ -127,6 +136,9 @@ class Optimized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(self)
         if not torch.is_grad_enabled():
+            return engine.model(*args, **kwargs)
+        if not engine.begun and (what := unmade(engine.model)):
+            warnings.warn(f"overlapc runs this call {FIRST_CALL}: {what}", RuntimeWarning, 2)
             return engine.model(*args, **kwargs)
         try:
             with dynamo_config.patch(_SETTINGS | engine.settings):
@@ -264,6 +276,7 @@ class _Engine:
         return results
 
 
+_SHOWN = [name for name in vars(Optimized) if not name.startswith("_")]
 # The engine lives beside the twin, not in the __dict__ it shares with its model.
 _SLOT = "_overlapc_engine"
 

@@ -1,11 +1,16 @@
-"""`refuse_megatron` sends Megatron's models to the door that they fit through."""
+"""Models that a front door does not plan: `refuse_megatron` sends Megatron's to the door that they
+fit through, `unmade` tells those whose first call has yet to make their parameters."""
 
 from __future__ import annotations
 
+from itertools import chain
+
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from overlapc.errors import OptionError
 
+FIRST_CALL = "as plain PyTorch, and plans at the next"
 _MODELS = ("megatron.core.models.", "megatron.core.transformer.", "megatron.core.ssm.")
 
 
@@ -22,3 +27,21 @@ def refuse_megatron(door: str, model: nn.Module) -> None:
                     "training loop: call overlapc.megatron.patch() before the first step, as "
                     "docs/megatron.md shows"
                 )
+
+
+def unmade(model: nn.Module) -> str:
+    """Say which parameters and buffers the first call will make (those of `nn.LazyLinear`, say);
+    "" if all are there. Eager draws their values; a trace would draw others."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    names = [name for name, tensor in named if is_lazy(tensor)]
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"the first call makes {names[0]}{more}"
+
+
+def refuse_unmade(door: str, model: nn.Module) -> None:
+    if what := unmade(model):
+        raise OptionError(
+            f"{door}: {what}; expected a model that was called once, under torch.no_grad() say"
+        )

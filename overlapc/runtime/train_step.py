@@ -30,7 +30,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.foreign import refuse_megatron
+from overlapc.runtime.foreign import FIRST_CALL, refuse_megatron, unmade
 from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
@@ -124,6 +124,9 @@ class TrainStep:
         """Add the gradients of all microbatches to `.grad`; returns what the model returned for
         each, detached."""
         each = _given(microbatches)
+        if not self._traced and (what := unmade(self.model)):
+            warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 2)
+            return [_plainly(self._whole(*given.args, **given.kwargs)) for given in each]
         if self._options.slices > 1:
             return [self._in_slices(given, len(each)) for given in each]
         key = self._key(each)
@@ -187,6 +190,8 @@ class TrainStep:
         """What a call with these microbatches would do; None if it would run as plain PyTorch.
         All ranks call this together."""
         each = _given(microbatches)
+        if unmade(self.model):
+            return None
         slices = self._options.slices
         self._step = (Slices if slices > 1 else _Step)(len(each), runs=False)
         each = each[0].cut(slices) if slices > 1 else each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlapc
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.errors import OptionError
 from overlapc.passes.capture import capture as capture_directly
 from overlapc.planning import road
 from tests.torch.exact import Batch, loss_of, randn
@@ -151,3 +153,37 @@ def test_a_plan_that_takes_more_than_the_budget_is_said(tmp_path):
     twin = overlapc.optimize(MLP(), plan=tmp_path / "plan.txt", profile="estimate", memory_budget=5)
     with pytest.warns(RuntimeWarning, match="bytes, more than memory_budget, 5; it is run"):
         twin(torch.randn(4, 16)).sum().backward()
+
+
+def lazy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def test_the_call_that_makes_parameters_is_eagers() -> None:
+    x, kept = torch.randn(4, 6), []
+    for door in ("eager", "optimize", "TrainStep"):
+        model = lazy()
+        twin = overlapc.optimize(model, check=True) if door == "optimize" else model
+        step = overlapc.TrainStep(model, lambda model, x: model(x).sum())
+        for i in range(3):
+            told = door != "eager" and i == 0
+            with pytest.warns(RuntimeWarning, match="first call makes") if told else nullcontext():
+                step([(x,)]) if door == "TrainStep" else twin(x).sum().backward()
+        planned = {"optimize": twin, "TrainStep": step}.get(door)
+        assert planned is None or "graph" in planned.explain() or "microbatch" in planned.explain()
+        kept.append([*(p.grad for p in model.parameters()), model[1].running_var, torch.rand(1)])
+    for others in kept[1:]:
+        assert all(map(torch.equal, kept[0], others))
+
+
+def test_a_model_whose_parameters_are_not_made_is_not_captured() -> None:
+    with pytest.raises(OptionError, match="first call makes"):
+        overlapc.plan(lazy(), torch.randn(4, 6))
+
+
+def test_what_a_twin_hides_of_its_model_is_said() -> None:
+    model = MLP()
+    model.plan = "a plan of its own"
+    with pytest.warns(RuntimeWarning, match="the model's plan cannot be read on its twin"):
+        overlapc.optimize(model)
