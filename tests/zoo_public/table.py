@@ -74,8 +74,8 @@ def page(found: dict[str, list[Outcome]]) -> str:
         [
             "# Models",
             "",
-            f"{len(found)} public architectures at toy sizes. Each is trained as its library writes "
-            "it and compared bit by bit with eager PyTorch in the same process: results, "
+            f"{len(found)} public architectures at toy sizes. Each is trained as its library "
+            "writes it and compared bit by bit with eager PyTorch in the same process: results, "
             "gradients, buffers and random state (`python -m tests.zoo_public.table`; torch "
             f"{torch.__version__.split('+')[0]}, {versions}, CPU). “Named”: PyTorch's tracing "
             "makes a difference, in a line that the report names. The report may name more lines "
