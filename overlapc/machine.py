@@ -56,12 +56,10 @@ def timed(tasks: Tasks) -> tuple[list[int], list[int], list[int]]:
 
 
 def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
-    """Run the tasks; return when each ends, and all tasks in the order of their ends. Tasks that
-    end at the same moment come lane by lane.
+    """Run the tasks; return when each ends, and all tasks in the order of their ends (and lanes).
 
-    A task that waits for something that never ends has the end -1 and is left out of the order.
-    Unless `whole`, the same may be true of a task that is not the last of its lane, waits for none,
-    and is waited for by none.
+    A task that waits for something that never ends has the end -1 and is not in that order. Unless
+    `whole`, tasks that are in no wait and not the last of their lane may be missing, too.
     """
     work_ns, first, after, slowdown = tasks.work_ns, tasks.first, tasks.after, tasks.slowdown
     steady = slowdown.compute_permille == slowdown.comm_permille == 1000
@@ -114,7 +112,7 @@ def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
                         left[lane] = work_ns[task]
                         insort(running, lane)
                     break
-                # Nothing else goes on: the lane runs alone as far as nobody waits for it.
+                # No other lane runs: this one goes on alone up to the next place that matters.
                 stop = places[bisect_right(places, task)]
                 if whole:
                     alone = accumulate(work_ns[task:stop], initial=now)

@@ -206,8 +206,7 @@ def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list
     ledger = Ledger([costs[op].workspace_bytes for op, _ in order])
     size, first, last = ledger.size, ledger.first, ledger.last
     _add_states(ledger, problem, plan)
-    # Storage instance of each value: as its op made it, as recompute made it, as an earlier step
-    # left it.
+    # Storage of each value as its op made it, as recompute made it, as an earlier step left it.
     once = [-1] * len(names.producer)
     again, left = list(once), list(once)
     storages: dict[int, int] = {}
