@@ -45,7 +45,7 @@ REFUSED: dict[str, dict[str, str]] = {
 class Options:
     """Options of `optimize`, `TrainStep`, `Pipeline` and `torch.compile(..., backend="overlapc")`.
 
-    memory_budget the most that one step may allocate: bytes (int), text with a unit
+    memory_budget   the most that one step may allocate: bytes (int), text with a unit
                     ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
     solver          "overlap"; "heu", the quickest; "opt", the best that a minute finds, with a
                     proven bound; or a baseline: "none", "full", "selective", "uniform",
