@@ -1,12 +1,14 @@
 """All errors that overlapc raises on purpose.
 
-    OverlapcError ├── CaptureError        the model could not be captured; execution falls back
-    unchanged ├── InvalidPlan         a plan breaks a rule of `check`, or is for another trace ├──
-    InvalidProblem      a problem or trace contradicts itself ├── InvalidSchedule     rows of a
-    pipeline that could never run to their end ├── Infeasible          nothing fits the memory
-    budget; carries the smallest that does ├── FileError           a file is missing, truncated,
-    corrupt or of another version ├── OptionError         an argument or option has a value that is
-    not allowed └── RankError           ranks disagree, one is missing, or one died
+    OverlapcError
+    ├── CaptureError        the model could not be captured; execution falls back unchanged
+    ├── InvalidPlan         a plan breaks a rule of `check`, or is for another trace
+    ├── InvalidProblem      a problem or trace contradicts itself
+    ├── InvalidSchedule     rows of a pipeline that could never run to their end
+    ├── Infeasible          nothing fits the memory budget; carries the smallest that does
+    ├── FileError           a file is missing, truncated, corrupt or of another version
+    ├── OptionError         an argument or option has a value that is not allowed
+    └── RankError           ranks disagree, one is missing, or one died
 
 A message says what was found, what was expected and what to do.
 """

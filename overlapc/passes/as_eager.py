@@ -3,11 +3,11 @@
 For some ops PyTorch traces other kernels than eager runs, and results differ in the last bits.
 Within the context,
 
-- eager's own kernels are traced where PyTorch has Python decompositions for them (`_KERNELS`); -
-singular values and eigenvalues that need no gradient are computed without vectors; - ops that
-change a tensor in place keep its strides (`overlapc.passes.functional`); - autocast casts a
-parameter once in its region, as its cache does in eager; - the backward is traced outside of
-autocast, where PyTorch's documentation wants it called.
+- eager's own kernels are traced where PyTorch has Python decompositions for them (`_KERNELS`);
+- singular values and eigenvalues that need no gradient are computed without vectors;
+- ops that change a tensor in place keep its strides (`overlapc.passes.functional`);
+- autocast casts a parameter once in its region, as its cache does in eager;
+- the backward is traced outside of autocast, where PyTorch's documentation wants it called.
 
 The context changes PyTorch's tables, which belong to the process. The first thread to enter changes
 them, the last to leave restores them.

@@ -2,9 +2,10 @@
 
 By default Dynamo assumes that
 
-- the lookup of a name in a class still finds the function that was traced (`_finds`); - no hooks of
-all modules were added or removed (`_same_hooks`); - a key or an attribute that was missing is still
-missing (`_missing_keys`, `_missing_names`); - `os.getenv` still returns what it returned.
+- the lookup of a name in a class still finds the function that was traced (`_finds`);
+- no hooks of all modules were added or removed (`_same_hooks`);
+- a key or an attribute that was missing is still missing (`_missing_keys`, `_missing_names`);
+- `os.getenv` still returns what it returned.
 
 Dynamo also freezes the numbers drawn from a `random.Random`. So a graph ends where the code draws
 from a generator that existed before the call (`_generators`).

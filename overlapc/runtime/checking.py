@@ -1,8 +1,9 @@
-"""`optimize(check=True)`: one training step by eager and one by the plan, bit by bit.
+"""`optimize(check=True)` compares one training step of eager's with one of the plan, bit by bit.
 
-Both begin at the random state, buffers and inputs of the call at hand. Where results differ, a few
-more steps tell which op of eager's makes what the plan does not, and whether PyTorch's own
-`torch.compile` differs alike. Afterwards gradients, buffers and random state are as before.
+Both begin with the random state, buffers and inputs of the current call. If results differ, a few
+more steps find the first op of eager's whose result the plan does not make, and whether PyTorch's
+own `torch.compile` makes the same difference. Afterwards gradients, buffers and random state are as
+before.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found. `op` is the first op of eager's whose result the plan does not make."""
+    """The result of a check. `op` is the first op of eager's whose result the plan does not
+    make."""
 
     different: tuple[str, ...] = ()
     op: str = ""
@@ -45,9 +47,10 @@ class Checked:
 def check(
     model: nn.Module, planned: Run, watched: Callable[[Any], Any], args: Any, kwargs: Any
 ) -> Checked:
-    """One step of `model` and of `planned`, its compiled twin, on copies of the inputs.
+    """Run one step of `model` and one of `planned`, its compiled twin, on copies of the inputs.
 
-    `watched(mode)` has the graphs of `planned` run under a mode: under one Dynamo compiles nothing.
+    `watched(mode)` makes the graphs of `planned` run under a mode: under an outer mode Dynamo would
+    compile nothing.
     """
 
     def step(run: Run, backward: Any = _NOTHING) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def _step(model: nn.Module, run: Run, mode: Any, args: Any, kwargs: Any) -> dict
     for i, value in enumerate(tree_leaves(given)):
         if isinstance(value, Tensor) and value.grad is not None:
             bits[f"gradient of input {i}"] = _bits(value.grad)
-    named = reversed([*model.named_parameters()])  # as a backward goes
+    named = reversed([*model.named_parameters()])  # in the order of a backward
     bits |= {f"gradient of {name}": _bits(p.grad) for name, p in named}
     bits |= {f"buffer {name}": _bits(buffer) for name, buffer in model.named_buffers()}
     return bits | {"random state": _bits(torch.get_rng_state())}
@@ -102,7 +105,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _tensors(results: Any) -> Iterator[Tensor]:
-    """Those of a model's results, also within outputs of HuggingFace's kind."""
+    """The tensors among a model's results, also within HuggingFace's output classes."""
     for value in tree_leaves(results):
         if isinstance(value, Tensor):
             yield value
@@ -122,7 +125,7 @@ def _bits(tensor: Tensor | None) -> Any:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Without gradients inside; gradients, buffers and random state as before afterwards."""
+    """Clear gradients for the block; afterwards restore gradients, buffers and random state."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -140,7 +143,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class _Stream(TorchDispatchMode):
-    """Every value that ops make, in order, and the op with its line."""
+    """Records every value that ops make, in order, with the op and its line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +157,7 @@ class _Stream(TorchDispatchMode):
         made = op(*args, **(kwargs or {}))
         with torch.utils._python_dispatch._disable_current_modes():
             for value in tree_leaves(made):
-                # What is not written yet has no value.
+                # Memory that is not written yet has no value.
                 if isinstance(value, Tensor) and not str(op).startswith("aten.empty"):
                     self.made.append((_bits(value), f"{op}, {_line()}"))
         return made

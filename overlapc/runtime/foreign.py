@@ -1,4 +1,4 @@
-"""`refuse_megatron` sends Megatron's models to the door that they fit through."""
+"""`refuse_megatron` raises for Megatron's models, and points to `overlapc.megatron`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _MODELS = ("megatron.core.models.", "megatron.core.transformer.", "megatron.core
 
 
 def refuse_megatron(door: str, model: nn.Module) -> None:
-    """Raise for a model that has layers of Megatron's: they share scratch memory, caches and random
-    streams, which Dynamo's graphs break at or do not see."""
+    """Raise for a model with layers of Megatron's: these share scratch memory, caches and random
+    streams, at which Dynamo's graphs break or which they do not see."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__module__.startswith(_MODELS):

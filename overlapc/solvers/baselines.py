@@ -2,7 +2,8 @@
 
 What eager PyTorch does with this code:
 
-none        save everything that the backward reads, with sequence parallelism also gathered values
+none        save everything that the backward reads; with sequence parallelism that includes
+            gathered values
 full        torch.utils.checkpoint around each layer: layers' inputs are kept, and what lies
             outside of layers. Like checkpoint, it stops where the last needed tensor is made
 lancet      save everything; weight gradients into windows by best fit (Lancet's backward)

@@ -4,8 +4,8 @@
 order that fits, mostly recompute on demand, and changes it a little at a time; a change that would
 exceed the budget is not made. A window takes:
 
-    pushed work before the collective that nothing needs before the collective's end pulled work
-    behind the collective, with whatever else it needs
+    pushed   work before the collective that nothing needs before the collective's end
+    pulled   work behind the collective, with whatever else it needs
 """
 
 from __future__ import annotations

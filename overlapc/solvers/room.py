@@ -24,7 +24,7 @@ class Room:
         self.chains = forward, backward
         self.is_forward = set(forward)
         self.done: set[int] = set()
-        self.late: set[int] = set()  # passed over
+        self.late: set[int] = set()  # delayed weight gradients
         self.held_by: dict[Place, int] = {}  # place -> how many delayed ones hold it
         self.late_bytes = 0
         self.work = work
