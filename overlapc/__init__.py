@@ -1,11 +1,12 @@
-"""overlapc hides recomputation and weight gradients under communication, with exact gradients.
+"""overlapc runs recompute and weight gradients while communication is on its way; gradients stay
+exact.
 
     model = overlapc.optimize(model, memory_budget="8GB")
 
-    step = overlapc.TrainStep(model)      # several microbatches, merged: step([batch, ...])
+    step = overlapc.TrainStep(model)      # several microbatches: step([batch, ...])
 
-See `optimize` and `TrainStep`. What needs torch is imported when first used: `import overlapc`
-does not.
+See `optimize` and `TrainStep`. `import overlapc` does not import torch; names that need it do, when
+first used.
 """
 
 from __future__ import annotations

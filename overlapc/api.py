@@ -1,4 +1,5 @@
-"""`optimize` makes a model train by plans; `capture` and `plan` plan without running it."""
+"""`optimize` makes a model train by a plan; `capture` and `plan` plan a model without running
+it."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ _SETTINGS = {
     "recompile_limit": joint.RECOMPILES,
     "accumulated_recompile_limit": 64 * joint.RECOMPILES,
 }
-# For a model that goes one way or another by a size that is data.
+# For a model that branches on a size that depends on data.
 _END_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
-# Newer releases keep the graphs of each `torch.compile` apart.
+# Newer releases keep the graphs of each `torch.compile` call apart.
 _APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _OF_ITS_OWN: dict[str, Any] = {"isolate_recompiles": True} if _APART else {}
 _IN_THE_MIDDLE = (
@@ -61,9 +62,9 @@ def optimize(model: Model, **options: Any) -> Model:
     """Return a twin of `model` whose training step overlaps recompute and weight gradients with
     communication, with bitwise the same gradients.
 
-    The twin shares all state with `model` (parameters, buffers, hooks, mode) and has its type;
-    use either. It plans at its first forward under autograd, once for each graph. Options are
-    those of `overlapc.Options`.
+    The twin is of the same type as `model` and shares all its state (parameters, buffers, hooks,
+    mode); use either. It plans at its first forward under autograd, once for each graph. Options
+    are those of `overlapc.Options`.
 
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
     `plan` and `timeline` of the only graph, `explain()` for all.
@@ -94,10 +95,10 @@ def _check_model(model: object) -> None:
 
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
-    """Return the joint graph of one training step of `model`, which is not run: the graph that
-    `optimize` plans. Real and fake tensors, real and fake process groups.
+    """Return the joint graph of one training step of `model`, the graph that `optimize` plans,
+    without running the model. Tensors and process groups may be real or fake.
 
-    `model(*args)` must give tensors, at least one of which requires a gradient.
+    `model(*args)` must return tensors, at least one of which requires a gradient.
     """
     refuse_unmade("capture", model)
     try:
@@ -122,7 +123,7 @@ def plan(
     **kwargs: Any,
 ) -> tuple[Captured, Report]:
     """Plan a model without running it, on real or fake tensors and process groups, with costs
-    estimated for `hardware`. `rewrite(captured, report.plan)` gives the graphs."""
+    estimated for `hardware`. `rewrite(captured, report.plan)` then returns the graphs."""
     options = Options(
         memory_budget=memory_budget, solver=solver, profile="estimate", hardware=hardware
     )
@@ -131,7 +132,8 @@ def plan(
 
 
 class Optimized:
-    """What `optimize` adds to the class of a model. Instances share the model's `__dict__`."""
+    """Methods that `optimize` adds to the class of a model. Instances share the model's
+    `__dict__`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(self)
@@ -145,7 +147,7 @@ class Optimized:
                 if engine.begun:
                     return engine.run(args, kwargs)
                 engine.begun = True
-                with busy("tracing"):  # the other ranks wait for a rank that is at it
+                with busy("tracing"):  # the other ranks wait while this rank traces
                     return engine.run(args, kwargs)
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, OverlapcError):
@@ -164,7 +166,7 @@ class Optimized:
 
     @property
     def differences(self) -> list[str]:
-        """Lines of the model whose trace may give other numbers than eager, with the reason."""
+        """Lines of the model whose trace may give other results than eager, with the reason."""
         backend = _engine(self).backend
         graphs = len(backend.reports) + len(backend.unchanged)
         more = backend.views if graphs > 1 else backend.left_out
@@ -179,7 +181,8 @@ class Optimized:
         return self._only().timeline
 
     def explain(self) -> str:
-        """Say for every collective how long it takes, what hides it, and why not more."""
+        """Say for every collective how long it takes, what hides it, and why the rest is not
+        hidden."""
         parts = [report.explain() for report in self.reports]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
         parts += [f"may be not as eager: {line}" for line in self.differences]
@@ -218,7 +221,7 @@ class _Engine:
         self.checked: Checked | None = None
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
-        self.settings: dict[str, Any] = {}  # of Dynamo's, where those of all models do not serve
+        self.settings: dict[str, Any] = {}  # Dynamo's settings for this model alone
         self.fails = False  # whether Dynamo itself fails to trace the model
         self.region = Region()
         self.backend = Backend(options)
@@ -227,7 +230,7 @@ class _Engine:
         )
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The compiled model; what Dynamo gives up of it is said."""
+        """Run the compiled model, and name what Dynamo gives up of it."""
         if self.to_check:
             self.to_check = False
             self.checked = check(self.model, self._run, self.backend.watched, args, kwargs)
@@ -256,14 +259,14 @@ class _Engine:
                 if hasattr(error, "add_note"):
                     error.add_note(_IN_THE_MIDDLE)
                 raise
-            results = self.model(*args, **kwargs)  # where the model itself fails, it says so
+            results = self.model(*args, **kwargs)  # raises if the model itself fails
             self.fails = True
             self.backend.run_unchanged(f"the whole model: {reason}")
             return results
         ran = self.backend.calls > before
         if not self.backend.reports and not self.backend.unchanged:  # graphs without gradients
             ran = ran and not any(getattr(t, "requires_grad", False) for t in tree_leaves(results))
-        if not ran and self.silent:  # that has been said
+        if not ran and self.silent:  # the warning has been given before
             return results
         self.silent = not ran
 

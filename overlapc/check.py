@@ -1,6 +1,6 @@
-"""`check` raises unless a plan is legal; it shares no code with those whom it judges.
+"""`check` raises unless a plan is legal; it shares no code with the solvers and `simulate`.
 
-A plan is legal for a problem when running its order, front to back, computes the trace's own
+A plan is legal for a problem when running its order from first to last computes the trace's own
 results:
 
     trace        it was made for this very trace

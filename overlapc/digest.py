@@ -1,4 +1,4 @@
-"""What identifies a trace: `digest`, by which a plan finds its graph, and ranks that they agree."""
+"""`digest` identifies a trace: a plan finds its graph by it, and ranks compare traces by it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def digest(trace: Trace) -> str:
-    """Compute what changes whenever a trace's structure, shapes or order do.
+    """Compute a text that changes whenever the trace's structure, shapes or order change.
 
-    Ranks that do the same work share it. So lanes count by their order of first use, since process
-    groups have other names on other ranks, and inputs by name, since a rank may put its own part of
-    something in another place than the others theirs. Inputs that nothing reads do not count: not
-    all ranks may be given them. A forward that is ahead of its backward counts as if it were not: a
-    plan saves the same values for both.
+    Ranks that do the same work have the same digest. So lanes count by their order of first use,
+    since process groups have other names on other ranks. An op's inputs are sorted by name, since a
+    rank may pass its own part of a tensor at another position. Inputs that nothing reads do not
+    count: some ranks may lack them. A forward counts the same whether or not it runs ahead of
+    its backward: a plan saves the same values for both.
     """
     lanes = {name: str(i) for i, name in enumerate(trace.lanes)}
     named = _as_if_alone(trace)
@@ -38,7 +38,7 @@ def digest(trace: Trace) -> str:
 
 
 def _as_if_alone(trace: Trace) -> dict[str, str]:
-    """Give the inputs that are read the names they would have without the others: `x_3` is `x_2` if
+    """Rename the inputs that are read as if the unread ones did not exist: `x_3` becomes `x_2` if
     nothing reads `x_1`."""
     read = {*trace.outputs, *(name for name, users in trace.users.items() if users)}
     free: dict[str, list[str]] = {}

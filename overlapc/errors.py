@@ -1,4 +1,4 @@
-"""These are the errors that overlapc raises on purpose.
+"""All errors that overlapc raises on purpose.
 
     OverlapcError
     ├── CaptureError        the model could not be captured; execution falls back unchanged
@@ -7,7 +7,7 @@
     ├── InvalidSchedule     rows of a pipeline that could never run to their end
     ├── Infeasible          nothing fits the memory budget; carries the smallest that does
     ├── FileError           a file is missing, truncated, corrupt or of another version
-    ├── OptionError         an argument or option has a value that means nothing
+    ├── OptionError         an argument or option has a value that is not allowed
     └── RankError           ranks disagree, one is missing, or one died
 
 A message says what was found, what was expected and what to do.
@@ -21,7 +21,7 @@ class OverlapcError(Exception):
 
 
 class CaptureError(OverlapcError):
-    """The model holds something overlapc cannot capture. `place` names where."""
+    """The model contains something that overlapc cannot capture. `place` names the line."""
 
     def __init__(self, reason: str, place: str = "") -> None:
         super().__init__(f"{reason} (at {place})" if place else reason)
@@ -59,7 +59,7 @@ class Infeasible(OverlapcError):
 
 
 class FileError(OverlapcError):
-    """A file of overlapc's could not be read or written; nothing was changed."""
+    """A file of overlapc's could not be read or written; no file was changed."""
 
 
 class OptionError(OverlapcError):

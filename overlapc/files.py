@@ -1,7 +1,7 @@
-"""Load and save plans, profiles, traces and problems. Whatever goes wrong is a FileError.
+"""Load and save plans, profiles, traces and problems. Every failure is a FileError.
 
-A file is replaced as a whole or not at all: readers see the old text or the new one, also when
-the writer dies. What is saved has been read back first, so that it can be loaded.
+A file is replaced as a whole or not at all: readers see the old text or the new one, also when the
+writer dies. Text is parsed once before it is saved, so every saved file can be loaded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def save_problem(path: StrPath, problem: Problem) -> None:
 
 
 def read_text(path: StrPath, kind: str) -> str:
-    """Return the file's text, newlines as they are. `kind` names in errors what was expected."""
+    """Return the file's text, newlines unchanged. `kind` is the expected kind of file, for
+    errors."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -95,7 +96,7 @@ def read_text(path: StrPath, kind: str) -> str:
 
 
 def read_json(path: StrPath, kind: str) -> Any:
-    """Return what the file's JSON says. NaN, Infinity and numbers as large are refused."""
+    """Parse the file's JSON. NaN, Infinity and numbers that overflow to Infinity are refused."""
 
     def finite(word: str) -> float:
         number = float(word)
@@ -114,17 +115,18 @@ def read_json(path: StrPath, kind: str) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return the text on one line that any terminal can show; what cannot be printed is escaped."""
+    """Return the text on one line that any terminal can show; unprintable characters are
+    escaped."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
 
 
 def write_file(path: StrPath, content: str | bytes) -> None:
-    """Replace the file by one with this content; on failure it stays as it was."""
+    """Replace the file's content; if that fails, the old file stays."""
     try:
         data = content.encode("utf-8") if isinstance(content, str) else content
-        target = os.path.realpath(path)  # through a link, not over it
+        target = os.path.realpath(path)  # write to the file behind a link, do not replace the link
         temporary = os.path.join(os.path.dirname(target), f".overlapc-{secrets.token_hex(8)}")
         try:
             # Not `tempfile`, whose files only their owner may read.
@@ -179,7 +181,7 @@ def _save(
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting: a pipe nobody writes to would block otherwise."""
+    """Open without waiting: otherwise a pipe that nobody writes to would block."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -188,5 +190,5 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _show(path: StrPath) -> str:
-    """Names a path on one printable line."""
+    """Show a path on one printable line."""
     return ascii(os.fspath(path))

@@ -1,4 +1,5 @@
-"""OVERLAPC_DEBUG prints to stderr: 1 stage summaries, 2 the plan, 3 what it changes, 4 graphs."""
+"""OVERLAPC_DEBUG sets what goes to stderr: 1 stage summaries, 2 the plan, 3 its changes, 4
+graphs."""
 
 from __future__ import annotations
 

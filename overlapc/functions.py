@@ -20,7 +20,7 @@ def find_function(where: str, example: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(name), function)
-    except Exception as error:  # of whatever the module does when it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise OptionError(f"{where!r}: {error!r}; expected module:function from here") from error
     if not callable(found):
         raise OptionError(f"{where!r} is no function; expected one, as {example}")

@@ -1,4 +1,4 @@
-"""These core types are what enters a solver and what leaves it. Torch-free, frozen.
+"""The core types: what a solver takes (a Problem) and returns (a Plan). Torch-free, frozen.
 
 Grammar (names are those of the FX nodes):
 
@@ -20,10 +20,11 @@ How memory runs: it follows the issue order, as allocators do. A storage lives f
 makes it to the last op that reads any value on it. Between the *phases* of a problem (the
 forward graph, then the backward graph) only saved values, inputs and outputs survive.
 
-How microbatches run: a trace is one *step*, which is run again and again, each time on the
-microbatches that follow. R belongs to the backward that reads it. An op that reads a value of
-another microbatch than its own reads what an earlier step saved: it is there when the step begins.
-What is saved of a microbatch whose backward is not in the trace is there when the step ends.
+How microbatches run: a trace is one *step*, which runs again and again, each time on the next
+microbatches. R has the microbatch of the backward that reads it. An op that reads a value of
+another microbatch than its own reads what an earlier step saved: that value is in memory when the
+step begins. Values saved of a microbatch whose backward is not in the trace are in memory when the
+step ends.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class Value:
 class Op:
     """One call of the graph.
 
-    `lane` is COMPUTE, or the process group a `start` communicates on. A `wait` reads the
-    start's output, and also the start's inputs when the collective needs them until it ends.
-    `signature` says what it is and on what shapes: ops of equal signature cost the same.
-    `recomputable` is false for what may run only once (mutation, host synchronisation).
+    `lane` is COMPUTE, or the process group a `start` communicates on. A `wait` reads the start's
+    output, and also the start's inputs when the collective needs them until it ends. `signature`
+    names the function and its shapes: ops of equal signature cost the same. `recomputable` is false
+    for ops that may run only once (mutation, host synchronisation).
     """
 
     name: str
@@ -103,10 +104,11 @@ class Trace(Record):
     """Ops in topological order and the values between them.
 
     `inputs` are resident values; `outputs` are values that outlive the trace (results and
-    gradients). `modules` say of which module of the model ops are, where that is known; a trace is
-    the same without. `kinds` say what inputs are; a captured trace has all of them. From step to
-    step last each `parameter`, which gets a gradient, and each `buffer` (a frozen parameter, a
-    constant), which does not; of one microbatch are its `batch` and the incoming `gradient`.
+    gradients). `modules` maps ops to the module of the model that they belong to, where known;
+    traces that differ only in it are equal. `kinds` maps inputs to their kind; a captured trace has
+    all of them. A `parameter` (which gets a gradient) and a `buffer` (a frozen parameter or a
+    constant, which gets none) last from step to step. A `batch` and an incoming `gradient` belong
+    to one microbatch.
     """
 
     ops: tuple[Op, ...]
@@ -174,8 +176,8 @@ class Trace(Record):
 
     @cached_property
     def ahead(self) -> Mapping[int, int]:
-        """Microbatch whose backward a later step runs -> the microbatch that has its backward in
-        this step instead, as many steps earlier."""
+        """Microbatch whose backward a later step runs -> the earlier microbatch whose backward this
+        step runs in its place."""
         begun = {op.piece.microbatch for op in self.ops if op.is_forward}
         ended = {op.piece.microbatch for op in self.ops if not op.is_forward}
         if begun <= ended or ended <= begun:
@@ -188,12 +190,13 @@ class Trace(Record):
 
     @cached_property
     def lag(self) -> int:
-        """How many steps ago what the backward reads was saved; 0 if in this step."""
+        """How many steps ago the forward ran that this step's backward reads; 0 if in this step."""
         begun = {op.piece.microbatch for op in self.ops if op.is_forward}
         return next((late - early for late, early in self.ahead.items()), 0) // max(1, len(begun))
 
     def microbatch(self, op: Op, recomputed: bool = False) -> int:
-        """The microbatch of an issue; recompute belongs to the backward that runs in this step."""
+        """The microbatch of an issue; recompute has the microbatch whose backward runs in this
+        step."""
         mine = op.piece.microbatch
         return self.ahead.get(mine, mine) if recomputed else mine
 
@@ -210,10 +213,10 @@ class Trace(Record):
 
 @dataclass(frozen=True)
 class Numbered:
-    """A trace with numbers in place of names, for code that goes through it often. Of values only
-    those whose memory the trace has a say in: made by an op, on no input's storage."""
+    """A trace with numbers in place of names, for code that goes through it often. It has only the
+    values whose memory the trace allocates: made by an op, and not on an input's storage."""
 
-    op: Mapping[str, tuple[int, bool]]  # issue -> its op, and whether it is that op run again
+    op: Mapping[str, tuple[int, bool]]  # issue -> its op, whether it is recompute
     sync: Mapping[str, tuple[str, str, str]]  # start or wait -> op, lane, start; issues
     value: Mapping[str, int]
     forward: Sequence[bool]  # by op
@@ -273,7 +276,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How many thousandths longer one kind of work takes while the other runs beside it."""
+    """Work takes so many thousandths of its time while the other kind of work runs beside it."""
 
     compute_permille: int = 1000
     comm_permille: int = 1000
@@ -281,7 +284,7 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs by op name. `conditions` says on what and how they were measured or estimated."""
+    """Costs by op name. `conditions` says where and how they were measured or estimated."""
 
     costs: Mapping[str, Cost]
     slowdown: Slowdown = Slowdown()
@@ -347,12 +350,12 @@ class Problem(Record):
 
 @dataclass(frozen=True)
 class Plan(Record):
-    """Says which values are saved, and in which order ops are issued.
+    """A solver's answer: which values are saved, and in which order ops are issued.
 
-    status is `optimal`, `feasible` or `baseline`; `bound_ns` a proven lower bound on the step
-    time of any legal plan (0 when none is known). `found_by` names what of the solver chose the
-    saved values, what ordered the issues, and how many plans were judged; empty where the
-    solver's name says it all. Plans that do the same are equal, whatever found them.
+    status is `optimal`, `feasible` or `baseline`; `bound_ns` a proven lower bound on the step time
+    of any legal plan (0 when none is known). `found_by` names the part of the solver that chose the
+    saved values, the part that ordered the issues, and how many plans were judged; it is empty
+    where the solver's name says it all. `found_by` does not count when plans are compared.
     """
 
     digest: str
@@ -370,7 +373,7 @@ class Plan(Record):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of a lane. `issue` is the plan's word for it ("R:gelu"); `rank` whose it is."""
+    """An interval of a lane of `rank`. `issue` is the plan's word for it ("R:gelu")."""
 
     lane: str
     issue: str
@@ -381,7 +384,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """One collective: how long it ran, and how long compute stood still for it.
+    """One collective: how long it ran, and how long compute waited for it.
 
     `hidden_by` are the issues that ran on the compute lane while it was in flight.
     """
@@ -395,7 +398,7 @@ class Exposure:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a plan does, as `simulate` sees it."""
+    """What a plan does and takes, as predicted by `simulate`."""
 
     spans: tuple[Span, ...]
     step_ns: int

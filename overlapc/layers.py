@@ -1,4 +1,4 @@
-"""These autograd Functions do the communication of a model on several ranks; all can be captured.
+"""Autograd Functions for the communication of a model on several ranks; all can be captured.
 
 Megatron's f and g operators, those of its sequence parallelism, and the experts' all-to-all, as
 functional collectives.
@@ -20,7 +20,8 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 class CopyToRanks(torch.autograd.Function):
-    """Megatron's f: every rank uses `x`, so the gradients of all ranks add up."""
+    """Megatron's f: every rank uses the whole of `x`; the backward sums the gradients of all
+    ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -33,7 +34,8 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Megatron's g: the ranks' partial results add up, every rank gets the whole gradient."""
+    """Megatron's g: sums the ranks' partial results; in the backward every rank gets the whole
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -57,7 +59,7 @@ def scatter_sum(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 class GatherRows(torch.autograd.Function):
-    """f where each rank has a part of the rows: every rank uses all of them."""
+    """f for rows split over ranks: gathers all rows; the backward sums and scatters gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
@@ -70,7 +72,8 @@ class GatherRows(torch.autograd.Function):
 
 
 class ScatterRows(torch.autograd.Function):
-    """g where each rank gets a part of the rows: of the sum of the ranks' partial results."""
+    """g for rows split over ranks: sums the partial results, and each rank gets its part of the
+    rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
@@ -89,7 +92,7 @@ def exchange(x: Tensor, receive: Sequence[int], send: Sequence[int], group: str)
 
 
 class Exchange(torch.autograd.Function):
-    """`exchange`, differentiable: gradients travel the same roads backwards."""
+    """`exchange` with a backward: gradients are exchanged back to where the rows came from."""
 
     @staticmethod
     def forward(

@@ -1,14 +1,15 @@
-"""The ledger counts what is alive when: memory that comes at one moment and goes at another.
+"""The ledger counts memory: each holding of bytes lives from one moment to another.
 
     holding   so many bytes, from the first moment that has them to the last
     Ledger    the whole of one order: all holdings, and what is there for one moment only
     Flow      what issues do to holdings, in whatever order they come
     Balance   a Flow's issues one after the other: what one would add; run it; take it back
 
-`simulate` writes down the storages of a plan, whose issues are the moments; `pipeline` what a
-rank's steps hold, work with and send; `stages` what actions leave to later ones; `shares` what the
-graphs of a step hold while others run. What puts issues in order asks a Balance, which says of each
-what the Ledger says when all are known.
+Four modules write a Ledger. `simulate` enters the storages of a plan, whose issues are the moments;
+`pipeline` what a rank's steps hold, work with and send; `stages` what actions keep for later ones;
+`shares` what the graphs of a step hold while others run. Schedulers, which choose issue after
+issue, ask a Balance instead: it gives for each issue the figure that the Ledger has once all are
+known.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ NO_LIMIT = 1 << 62
 
 @dataclass(slots=True)
 class Ledger:
-    """The holdings of one order, by number. A holding whose first moment is -1 was there before,
-    and one whose last is the number of moments stays."""
+    """The holdings of one order, by number. A first moment of -1 means that the holding was there
+    before; a last moment equal to the number of moments means that it stays."""
 
-    works: list[int]  # by moment: bytes that are there for that moment only
+    works: list[int]  # by moment: bytes that live for that moment only
     size: list[int] = field(default_factory=list)  # by holding, as are:
     first: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
@@ -52,12 +53,12 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Says which issues make and read which holdings, both as numbers. A holding goes with the last
-    issue that reads it, whichever that is, unless it stays."""
+    """Which issues make and read which holdings, both as numbers, in any order. A holding is freed
+    by the last issue that reads it, whichever that is, unless it stays to the end."""
 
-    allocates: list[int]  # by issue: while it runs
-    makes: list[int]  # by issue: what is there more once it has run, unless what it reads goes
-    frees: list[list[int]]  # by issue: the holdings it reads that go with their last reader
+    allocates: list[int]  # by issue: bytes while it runs
+    makes: list[int]  # by issue: bytes that outlive it, before those that it frees
+    frees: list[list[int]]  # by issue: the holdings it reads that their last reader frees
     size: list[int]  # by holding
     users: list[list[int]]  # by holding: the issues that read it
 
@@ -68,13 +69,13 @@ class Flow:
         size: Callable[[H], int],
         stays: Callable[[H], bool],
     ) -> Flow:
-        """Make the Flow of some of `count` issues: number, bytes it works with, holdings that it
-        makes and those that it reads."""
+        """Make the Flow of some of `count` issues. Each is its number, the bytes it works with, the
+        holdings that it makes and the holdings that it reads."""
         allocates, makes = [0] * count, [0] * count
         frees: list[list[int]] = [[] for _ in range(count)]
         sizes: list[int] = []
         users: list[list[int]] = []
-        number: dict[H, int] = {}  # of what goes; -1 of what stays
+        number: dict[H, int] = {}  # holding -> its number, -1 if it stays
         issues = list(issues)
         for n, _, _, reads in issues:
             for holding in reads:
@@ -98,12 +99,13 @@ class Flow:
         return Flow(allocates, makes, frees, sizes, users)
 
     def during(self, issues: Iterable[int], held: Iterable[int]) -> list[int]:
-        """Return the bytes while each of the issues runs, with that many held before it."""
+        """Return the bytes while each issue runs, where `held` bytes are held before each."""
         return [before + self.allocates[n] for n, before in zip(issues, held, strict=False)]
 
 
 class Balance:
-    """Counts what is held after some issues of a Flow, beside so many bytes that were there before.
+    """Counts what issues of a Flow hold, run one by one, on top of `held` bytes that were there
+    before.
 
     `left` says how many readers of each holding are still to come, by default all of them.
     """

@@ -1,12 +1,13 @@
 """The machine decides when work begins and ends: lanes run tasks in order, and slow each other.
 
-    task    so many nanoseconds of work on one lane, which begins when the task before it on that
-            lane and all that it is to come *after* have ended
+    task    so many nanoseconds of work on one lane; it begins when the task before it on that lane
+            and all tasks that it comes *after* have ended
     lane    compute of a rank, traffic of a process group, or the link between two ranks
 
-An op that launches a collective is a task of its rank; the collective is one on its group's lane,
-after the launches of all ranks; and a wait is a task of a rank after the collective. While any
-compute lane runs, traffic takes so many thousandths longer, and the reverse (`ir.Slowdown`).
+The launch of a collective is a task on each rank's compute lane. The collective is a task on its
+group's lane, after the launches of all ranks. A wait is a task of a rank after the collective.
+Compute and traffic that run at the same time slow each other by so many thousandths
+(`ir.Slowdown`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Tasks:
     work_ns: Sequence[int]  # by task: how long it takes where nothing slows it
     first: Sequence[int]  # by lane: its first task; at the end, how many tasks there are
     after: Mapping[int, Sequence[int]]  # task -> tasks of other lanes that end before it begins
-    computes: int = 0  # that many lanes, the first, compute; the others are traffic
+    computes: int = 0  # the first so many lanes compute; the others are traffic
     slowdown: Slowdown = Slowdown()  # noqa: RUF009 (frozen)
 
 
@@ -46,7 +47,7 @@ class Lane:
 def timed(tasks: Tasks) -> tuple[list[int], list[int], list[int]]:
     """Run the tasks; return when each begins and ends, and all in the order in which they end."""
     end_ns, ended = run(tasks, whole=True)
-    begin_ns = [0, *end_ns]  # one too many, for lanes that have nothing to do
+    begin_ns = [0, *end_ns]  # one too many, for lanes without tasks
     for task in tasks.first:
         begin_ns[task] = 0
     for task, needs in tasks.after.items():
@@ -55,10 +56,10 @@ def timed(tasks: Tasks) -> tuple[list[int], list[int], list[int]]:
 
 
 def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
-    """Run the tasks; return when each ends, and all in that order, those of a moment lane by lane.
+    """Run the tasks; return when each ends, and all tasks in the order of their ends (and lanes).
 
-    A task that waits for what never ends has the end -1 and is not in that order. Unless `whole`,
-    so may be those nobody asks for: no lane's last, and not waiting or waited for.
+    A task that waits for something that never ends has the end -1 and is not in that order. Unless
+    `whole`, tasks that are in no wait and not the last of their lane may be missing, too.
     """
     work_ns, first, after, slowdown = tasks.work_ns, tasks.first, tasks.after, tasks.slowdown
     steady = slowdown.compute_permille == slowdown.comm_permille == 1000
@@ -111,7 +112,7 @@ def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
                         left[lane] = work_ns[task]
                         insort(running, lane)
                     break
-                # Nothing else goes on: the lane runs alone as far as nobody waits for it.
+                # No other lane runs: this one goes on alone up to the next place that matters.
                 stop = places[bisect_right(places, task)]
                 if whole:
                     alone = accumulate(work_ns[task:stop], initial=now)
@@ -134,8 +135,8 @@ def run(tasks: Tasks, whole: bool = False) -> tuple[list[int], list[int]]:
 
 
 def _places(tasks: Tasks) -> list[int]:
-    """The tasks before which a lane that runs alone has to look round, sorted: one that waits,
-    one whose forerunner others wait for, a lane's first."""
+    """The tasks before which a lane that runs alone must stop and look at other lanes, sorted: a
+    task that waits, a task behind one that others wait for, a lane's first task."""
     places = {*tasks.first, *tasks.after}
     for needs in tasks.after.values():
         for need in needs:
@@ -145,7 +146,7 @@ def _places(tasks: Tasks) -> list[int]:
 
 def _progress(tasks: Tasks, running: Sequence[int], left: list[int]) -> int:
     """Run these lanes, sorted, until the first of them ends its task; returns the time that took.
-    What is `left` of each is a whole number, so that every such moment rounds."""
+    The work `left` of each lane stays a whole number, so each call rounds."""
     computes, slow, drag = tasks.computes, 1000, 1000
     if running[0] < computes <= running[-1]:
         slow, drag = tasks.slowdown.compute_permille, tasks.slowdown.comm_permille

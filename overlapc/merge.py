@@ -10,15 +10,15 @@ from dataclasses import replace
 from overlapc.ir import COMPUTE, Cost, Op, Plan, Problem, Trace, Value
 from overlapc.valid import validated
 
-ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3_add`
+ADD = "_add"  # the op `mm_3_add` adds the gradient `mm_3` to the parameter's
 
 
 def accumulate(
     problem: Problem, gradients: Collection[str], ns_per_kib: float = 0.0, sums: bool = True
 ) -> Problem:
-    """Return the problem in which each of these gradients, once made, is added to what the
-    microbatches before left, and ends there, instead of being handed out at the end. `sums`: what
-    they are added to is in the budget."""
+    """Return the problem in which an op behind each of these gradients adds it to the sum of the
+    microbatches before and frees it, instead of keeping it as a result. `sums`: the budget includes
+    those sums."""
     trace = problem.trace
     ops: list[Op] = []
     costs = dict(problem.profile.costs)
@@ -35,7 +35,7 @@ def accumulate(
             if name in gradients:
                 add(name, op)
     for name in gradients:
-        if not trace.value[name].producer:  # an incoming gradient, as it is
+        if not trace.value[name].producer:  # the gradient is an incoming one, unchanged
             add(name, trace.ops[-1])
     outputs = tuple(name for name in trace.outputs if name not in set(gradients))
     summed = replace(trace, ops=tuple(ops), outputs=outputs)
@@ -51,14 +51,15 @@ def accumulate(
 
 
 def merge(problem: Problem, lag: int = 1) -> Problem:
-    """Put F of one microbatch beside R, I and W of the one `lag` before it. Those between them are
-    among the problem's microbatches in flight."""
+    """Put F of one microbatch beside R, I and W of the microbatch that came `lag` before it. The
+    microbatches between the two count as in flight."""
     trace, in_flight = ahead(problem.trace, lag), max(1, problem.in_flight - lag + 1)
     return validated(replace(problem, trace=trace, phases=("FIW",), in_flight=in_flight))
 
 
 def ahead(trace: Trace, steps: int) -> Trace:
-    """Return the trace with its forwards of the microbatches that come so many steps later."""
+    """Return the trace with its forward ops moved to the microbatch that comes so many steps
+    later."""
     count = steps * len({op.piece.microbatch for op in trace.ops if op.is_forward})
 
     def later(op: Op) -> Op:
@@ -68,14 +69,14 @@ def ahead(trace: Trace, steps: int) -> Trace:
 
 
 def at(name: str, k: int) -> str:
-    """Name an op or a value of slice k: `mm@1`; `R:mm@1` is it run again."""
+    """Name an op or a value of slice k: `mm@1`; `R:mm@1` is its recompute."""
     return f"{name}@{k}"
 
 
 def in_slices(problem: Problem, count: int) -> Problem:
-    """Put `count` slices of one batch beside each other, each a copy of the `problem`, which is
-    that of one. They share parameters, buffers and incoming gradients. A slice adds its gradients
-    up when the slices before it have. None may draw random numbers."""
+    """Put `count` slices of one batch beside each other, each a copy of `problem`, the problem of
+    one slice. Slices share parameters, buffers and incoming gradients. Each slice adds its
+    gradients up after the slices before it. No slice may draw random numbers."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer", "gradient")}
     roots = {trace.value[name].storage for name in shared}
@@ -100,7 +101,7 @@ def in_slices(problem: Problem, count: int) -> Problem:
             given = tuple(name_of(value, k) for value in op.inputs)
             made = tuple(at(value, k) for value in op.outputs)
             if op.name.endswith(ADD) and not made:
-                made = (name,)  # a value without bytes: that it has been added
+                made = (name,)  # a value without bytes, which says that the gradient has been added
                 values.append(Value(name, 0, name, name))
                 given += (at(op.name, k - 1),) if k else ()
             piece = replace(op.piece, microbatch=k)
@@ -116,7 +117,7 @@ def in_slices(problem: Problem, count: int) -> Problem:
 
 
 def of_slice(plan: Plan, k: int, digest: str) -> Plan:
-    """Return what a plan of slices does with slice k, as a plan of that slice's own trace."""
+    """Return the part of a plan of slices that runs slice k, as a plan of one slice's trace."""
     end = at("", k)
 
     def mine(names: Iterable[str]) -> tuple[str, ...]:
@@ -126,8 +127,8 @@ def of_slice(plan: Plan, k: int, digest: str) -> Plan:
 
 
 def one_by_one(problem: Problem, plan: Plan) -> Plan:
-    """Plan slices one after the other, each by the `plan` of one: all forwards, then all
-    backwards, the first slice first. `problem` is that of the slices."""
+    """Plan slices one after the other, each by the `plan` of one slice: all forwards, then all
+    backwards, the first slice first. `problem` is the problem of all slices."""
     count = 1 + max(op.piece.microbatch for op in problem.trace.ops)
     border = sum(op.is_forward for op in problem.trace.ops) // count
     halves = plan.order[:border], plan.order[border:]

@@ -1,7 +1,7 @@
 """`simulate_pipeline` runs a schedule's rows: times of all ranks, bubbles and memory.
 
-A rank runs the steps of its row one after the other. What a step makes for another rank is sent
-when the step ends, on the lane between the two ranks, in order; the rank that needs it waits.
+A rank runs the steps of its row one after the other. When a step ends, its results for another rank
+are sent on the lane between the two ranks, in order; the receiving rank waits for them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from overlapc.machine import Lane, Tasks, timed
 from overlapc.record import Record
 from overlapc.schedule import Action, Schedule, Step, check_schedule, format_step
 
-_WAYS = {"F": 1, "B": -1, "I": -1}  # to the stage behind or before
-AHEAD = 3  # steps, the one that runs included, for which a rank has room for what it will get
+_WAYS = {"F": 1, "B": -1, "I": -1}  # results go to the next stage, or to the one before
+AHEAD = 3  # steps, the running one included, for whose inputs a rank has room
 
 
 @dataclass(frozen=True)
 class StageCost(Record):
     """What one microbatch takes on one stage.
 
-    Nanoseconds of each kind of action. `whole_ns` is B with its recompute in it; 0 means what R, I
-    and W take. Where recompute is no action of its own, I includes it. Bytes: `saved` from the
-    forward on, `remade` more from recompute on, both until the input gradients are done; of them
-    `for_weights` stay until the weight gradients are. `working` is what an action allocates at its
-    worst moment, above what is held when it begins. `sent_ns` is how long what the stage sends on
-    is on its way, to the stage behind or, as a gradient, to the one before; `coming` and
-    `returning` are the bytes of the input and of the gradient that other stages send.
+    Nanoseconds of each kind of action: `whole_ns` is B including its recompute; 0 means the sum of
+    R, I and W. Where recompute is no action of its own, I includes it. Bytes: `saved` are held from
+    the forward on, `remade` more from recompute on, both until the input gradients are done; of
+    them `for_weights` stay until the weight gradients are done. `working` is the most that an
+    action allocates above what is held when it begins. `sent_ns` is how long a transfer to the next
+    stage takes, or of a gradient to the stage before; `coming` and `returning` are the bytes of the
+    input and of the gradient that other stages send.
     """
 
     forward_ns: int
@@ -65,7 +65,7 @@ class StageCost(Record):
         return {"F": self.forward_ns, "R": self.recompute_ns, "W": self.weight_ns}[kind]
 
     def holds(self, kind: str, remade: bool = False) -> int:
-        """How many bytes more (or less) are held behind an action than before it. `remade`: the
+        """How many bytes more (or less) are held after an action than before it. `remade`: the
         microbatch's recompute is an action of its own."""
         ends = self.saved + remade * self.remade
         return {
@@ -94,15 +94,15 @@ class StageCost(Record):
 
 @dataclass(slots=True)
 class Rank:
-    """A rank that gets its actions one by one. Its times and what it holds are those of
-    `simulate_pipeline`, if it is told when what an action needs is there."""
+    """A rank that runs actions one by one. It has the times and memory of `simulate_pipeline`, if
+    its caller says when each action's inputs arrive."""
 
     costs: Sequence[StageCost]  # by stage
     lane: Lane = field(default_factory=Lane)
     held: int = 0
 
     def during(self, action: Action, remade: bool = False) -> int:
-        """How many bytes the rank would hold while it runs the action, but for what travels."""
+        """How many bytes the rank would hold while it runs the action, without transfers."""
         cost = self.costs[action.stage]
         more = {"F": cost.saved, "R": cost.remade}.get(action.kind, 0)
         return self.held + max(more, cost.allocates(action.kind, remade))
@@ -127,7 +127,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A stage's gradients on their way over the replicas of its rank."""
+    """The reduction of a stage's gradients over the replicas of its rank."""
 
     stage: int
     rank: int
@@ -137,7 +137,8 @@ class Reduction:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """What all ranks do, in the order of their rows, and the time and memory that this takes."""
+    """The result of `simulate_pipeline`: what all ranks do, in the order of their rows, and the
+    time and memory that this takes."""
 
     ran: tuple[tuple[Ran, ...], ...]  # by rank
     transfers: tuple[Ran, ...]
@@ -152,7 +153,8 @@ class PipelineTimeline:
         return tuple(max(levels, default=0) for levels in self.memory)
 
     def peaks_with(self, gradients: Sequence[int]) -> list[int]:
-        """Peaks by rank where its gradients, so many bytes, stay from its first backward on."""
+        """Peaks by rank if each rank also holds its gradients, so many bytes, from its first
+        backward on."""
         found = []
         for row, levels, size in zip(self.ran, self.memory, gradients, strict=True):
             first = next(
@@ -167,11 +169,11 @@ class PipelineTimeline:
         return sum(ran.end_ns - ran.start_ns for ran in self.ran[rank])
 
     def bubble_ns(self, rank: int) -> int:
-        """How long the rank stands still, from the start to the end of the step."""
+        """How long the rank runs nothing, from the start to the end of the step."""
         return self.step_ns - self.busy_ns(rank)
 
     def picture(self, columns: int = 100) -> str:
-        """Draw one line for each rank: letters for what runs, dots for standing still."""
+        """Draw one line for each rank: letters for actions, dots for idle time."""
         lines = []
         for rank, row in enumerate(self.ran):
             line = ["."] * columns
@@ -191,9 +193,9 @@ def simulate_pipeline(
     resident: Sequence[int] | None = None,
     trusted: bool = False,
 ) -> PipelineTimeline:
-    """Run a legal schedule. `costs` are by stage; `merged_ns` says what a step of several pieces
-    takes, by default what they take one after the other; `resident` bytes are there on each rank
-    throughout. `trusted`: the schedule is known to be legal."""
+    """Run a legal schedule. `costs` are by stage; `merged_ns` gives the time of a merged step, by
+    default the sum of its actions; each rank holds `resident` bytes throughout. `trusted`: the
+    schedule is known to be legal."""
     if not trusted:
         check_schedule(schedule)
     if len(costs) != schedule.stages:
@@ -233,9 +235,9 @@ def simulate_pipeline(
 
 
 def reduced(timeline: PipelineTimeline, takes_ns: Sequence[int]) -> PipelineTimeline:
-    """Add a reduction of each stage's gradients, which takes so long, on a lane of the stage's
-    rank: it begins when the last gradient of the stage is there and the rank's later stages are
-    reduced, as `Pipeline` begins it. The step ends when the last reduction does."""
+    """Add the reduction of each stage's gradients, which takes `takes_ns`, on a lane of the stage's
+    rank. It begins when the stage's last gradient is made and the rank's later stages are reduced,
+    as in `Pipeline`. The step ends when the last reduction ends."""
     found = []
     for rank, row in enumerate(timeline.ran):
         there = {a.stage: ran.end_ns for ran in row for a in ran.step if a.kind in "BW"}
@@ -254,8 +256,9 @@ def _tasks(
     merged_ns: Callable[[Step], int] | None,
     remade: Collection[tuple[int, int]],
 ) -> tuple[Tasks, list[tuple[int, int, Action, int, int]]]:
-    """A lane for each rank, which runs its row, and one for all that a rank sends to another. And
-    what is sent: (task that makes it, place in its step, action, from which rank, to which)."""
+    """Make a lane for each rank, which runs its row, and a lane for each pair of ranks, which
+    carries transfers. Also return the transfers: (task that makes it, place in its step, action,
+    sender, receiver)."""
     work_ns: list[int] = []
     after: dict[int, list[int]] = {}
     links: dict[tuple[int, int], list[tuple[int, int, Action]]] = {}
@@ -297,16 +300,18 @@ def _ledger(
     remade: Collection[tuple[int, int]],
     resident: int,
 ) -> Ledger:
-    """What a rank holds. Moment 2i is while its step i runs: what the step makes is there and
-    nothing of what it ends is gone yet; what the step before made is still on its way, and room is
-    made for what the next steps need. Moment 2i + 1 is when the step has ended."""
+    """What a rank holds. Moment 2i is while its step i runs: the step's results are allocated,
+    nothing that it frees is free yet, the results of the step before are still being sent, and the
+    inputs of the next steps have room. Moment 2i + 1 is when the step has ended."""
     row = schedule.rows[rank]
     end = 2 * len(row)
     works = [0] * end
     ledger = Ledger(works)
     ledger.add(resident, -1, end)
-    read: dict[tuple[int, int], int] = {}  # stage, microbatch -> when what its forward left is
-    late: dict[tuple[int, int], int] = {}  # and what is for its weight gradients
+    read: dict[
+        tuple[int, int], int
+    ] = {}  # stage, microbatch -> when what its forward saved is last read
+    late: dict[tuple[int, int], int] = {}  # the same of what its weight gradients read
     for i, step in enumerate(row):
         for action in step:
             if action.kind in "BI":
@@ -317,7 +322,7 @@ def _ledger(
     asked = [sum(get for get, _ in step) for step in travels]
     sent = [sum(send for _, send in step) for step in travels]
     for i, step in enumerate(row):
-        beside = 0  # of what the actions allocate, what is no holding
+        beside = 0  # bytes that the actions allocate beside holdings
         for action in step:
             cost, part = costs[action.stage], (action.stage, action.microbatch)
             beside += cost.allocates(action.kind, part in remade)
@@ -333,7 +338,7 @@ def _ledger(
 
 
 def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, int]:
-    """Bytes that an action gets from another rank, and that it sends to one."""
+    """Bytes that an action receives from another rank, and bytes that it sends to one."""
     before, behind = (
         schedule.rank_of.get(action.stage + way) not in (None, schedule.rank_of[action.stage])
         for way in (-1, 1)
@@ -346,7 +351,7 @@ def _travels(schedule: Schedule, action: Action, cost: StageCost) -> tuple[int, 
 
 
 def describe(timeline: PipelineTimeline) -> str:
-    """Draw the picture, and below it write each rank's time and memory."""
+    """Draw the picture, and write each rank's time and memory below it."""
     lines = [timeline.picture(), f"step {timeline.step_ns / 1e6:.3f} ms"]
     for rank, row in enumerate(timeline.ran):
         share = timeline.bubble_ns(rank) / max(1, timeline.step_ns)

@@ -1,10 +1,10 @@
-"""Long work says on stderr what it does, and may be asked to stop.
+"""Long work reports on stderr what it does, and SIGTERM can stop it early.
 
     with doing("solving") as note:      # silent for 3 s
         note("12 plans tried")          # overlapc: solving, 4 s: 12 plans tried
 
-At a terminal stderr gets one line that is written again and again and is gone at the end; elsewhere
-a line every 10 s. Of several ranks only the first one speaks.
+At a terminal stderr gets one line that is rewritten and is gone at the end; elsewhere a line every
+10 s. Only the first of several ranks reports.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _EVERY_S, _REWRITE_S = 10.0, 0.5
 
 @contextlib.contextmanager
 def doing(what: str, rank: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Tell stderr what the block does, if it takes long; what is yielded adds to that. `rank` is
-    this process's among those that do the same, by default torchrun's."""
+    """Report on stderr what the block does, if it takes long; the yielded function adds details.
+    `rank` is this process's rank among those that do the same, by default torchrun's."""
     rank = int(os.environ.get("RANK", "0") or 0) if rank is None else rank
     if rank:
         yield lambda _: None
@@ -47,8 +47,8 @@ def doing(what: str, rank: int | None = None) -> Iterator[Callable[[str], None]]
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Make SIGTERM what Ctrl-C is in the block: a KeyboardInterrupt, by which a search ends with
-    the best it has found. Where a program handles SIGTERM itself, that stays."""
+    """Make SIGTERM act like Ctrl-C in the block: it raises KeyboardInterrupt, and a search ends
+    with the best plan so far. A program's own handler of SIGTERM stays."""
 
     def stop(number: int, frame: FrameType | None) -> Any:
         raise KeyboardInterrupt
@@ -79,7 +79,7 @@ _tasks: list[_Task] = []  # the innermost last
 
 
 class _Reporter(threading.Thread):
-    """Lives while there is anything to do."""
+    """The thread that writes to stderr; it lives while there are tasks."""
 
     def __init__(self) -> None:
         super().__init__(name="overlapc-progress", daemon=True)

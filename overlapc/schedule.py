@@ -1,5 +1,5 @@
-"""A schedule gives each rank of a pipeline a row of actions; `check_schedule` says whether rows are
-legal.
+"""A schedule gives each rank of a pipeline a row of actions; `check_schedule` raises unless rows
+are legal.
 
 Grammar (PyTorch's letters, and R):
 
@@ -9,9 +9,9 @@ Grammar (PyTorch's letters, and R):
     action   = stage kind microbatch      "1F3"
     kind     = F forward | R recompute | B whole backward | I input gradients | W weight gradients
 
-A stage is on the rank in whose row it stands. F needs the stage before it, B and I the stage
-behind it and R if there is one, W needs I. Text and CSV forms round-trip; the CSV is the one that
-`torch.distributed.pipelining` reads, which knows no R.
+A stage lives on the rank in whose row it appears. F needs F of the stage before; B and I need the
+stage behind, and R if there is one; W needs I. Text and CSV forms round-trip;
+`torch.distributed.pipelining` reads the CSV, which has no R.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Step = tuple[Action, ...]  # run as one; most often of one action
+Step = tuple[Action, ...]  # actions that run as one graph; most steps have one
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Schedule(Record):
         return len({action.microbatch for action in self.actions})
 
     def lag(self, stage: int) -> int:
-        """How many microbatches later a merged backward's forward is; 0 if none are merged, or not
-        all alike."""
+        """How many microbatches a forward is ahead of the backward that it is merged with; 0 if
+        none are merged, or the distances differ."""
         found = {
             forward.microbatch - backward.microbatch
             for step in self.rows[self.rank_of[stage]]
@@ -91,7 +91,7 @@ class Schedule(Record):
         return self.held(self.rank_of[stage], {stage: 1})
 
     def held(self, rank: int, weight: Mapping[int, int]) -> int:
-        """The most that a rank holds of microbatches in flight, each of its stages with its
+        """The most microbatches in flight that a rank holds at a time, each stage counted by its
         `weight`."""
         held = most = 0
         for step in self.rows[rank]:
@@ -102,7 +102,7 @@ class Schedule(Record):
         return most
 
     def needs(self, action: Action) -> Iterator[Action]:
-        """Return what has to be done before an action, on whatever rank."""
+        """Return the actions that must be done before an action, on any rank."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind == "F":
             if stage > 0:
@@ -172,9 +172,9 @@ def parse_step(word: str) -> Step:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Write compute actions as PyTorch's pipeline runtime loads them. Recompute is left out; a
-    forward merged with a whole backward is its OVERLAP_F_B, other merged actions follow each
-    other."""
+    """Write compute actions as PyTorch's pipeline runtime loads them. Recompute is left out. A
+    forward merged with a whole backward becomes PyTorch's OVERLAP_F_B; other merged actions follow
+    each other."""
     lines = []
     for row in schedule.rows:
         words: list[str] = []
@@ -266,7 +266,8 @@ def _complete(schedule: Schedule) -> None:
 
 
 def table(schedule: Schedule, marked: Collection[tuple[int, int]] = ()) -> str:
-    """Write rows below each other; the steps at these (rank, place) between > and <."""
+    """Write rows below each other; the steps at the `marked` (rank, place) stand between > and
+    <."""
     shown: list[list[str]] = []
     for rank, row in enumerate(schedule.rows):
         words = [format_step(step) for step in row]

@@ -1,12 +1,13 @@
 """`divide` shares one memory budget among the graphs of a step.
 
 Where capture breaks, a model's forward is a row of graphs, G1 to Gn. Their backwards run in
-reverse, so while Gk runs, what G1 to Gk-1 hold for their backward is there, and in its backward
-also the gradients that Gk+1 to Gn have made. Each graph has a *menu* of plans that does not depend
-on the budget. `divide` takes one plan of every menu, so that the peak of the whole step fits.
+reverse. So while Gk runs, memory also holds what G1 to Gk-1 keep for their backwards, and during
+Gk's backward the gradients that Gk+1 to Gn have made. Each graph has a *menu* of plans that does
+not depend on the budget. `divide` takes one plan of every menu, so that the peak of the whole step
+fits.
 
-The combinations it tries do not depend on the budget either, and the fastest that fits is taken: a
-smaller budget never gives a larger peak.
+The combinations that it tries do not depend on the budget either, and it takes the fastest that
+fits: so a smaller budget never gives a larger peak.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
-_LEVELS = 48  # of memory between the least and all, for which a combination is looked for
+_LEVELS = 48  # steps between the least memory and all, each with its combination
 _PLANS = 240  # about how many plans the menus of all graphs hold together
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a plan of one graph takes."""
+    """Time and memory of one plan of a graph."""
 
     plan: Plan
     step_ns: int
@@ -66,13 +67,13 @@ class Takes:
 
     @property
     def least(self) -> tuple[int, int]:
-        """The key by which a graph's plan is chosen when nothing is known of the others."""
+        """The key that orders plans of a graph while the other graphs are unknown."""
         return max(self.forward_bytes, self.backward_bytes) + self.held_bytes, self.held_bytes
 
 
 @dataclass(frozen=True)
 class Share:
-    """A graph that has to share: its problem, and what solver makes its plans."""
+    """A graph that shares the budget: its problem, and the solver of its plans."""
 
     problem: Problem
     solver: str
@@ -85,8 +86,8 @@ class Share:
 
     @cached_property
     def frugal(self) -> Takes:
-        """The plan for a graph when the others are not known yet: it holds little, at a low peak.
-        It depends on sizes alone."""
+        """The plan for a graph while the other graphs are unknown: it holds little, and its peak is
+        low. It depends on sizes alone."""
         if self.solver in FIELD or self.solver == "torch":
             plans = menu(self.problem, self.solver, self.torch_choices)
         else:
@@ -95,7 +96,7 @@ class Share:
 
     @cached_property
     def menu(self) -> list[Takes]:
-        """Plans none of which another beats in everything; the frugal one first."""
+        """The plans that no other plan beats in both time and memory; the frugal one first."""
         plans = menu(self.problem, self.solver, self.torch_choices)
         found = sorted({Takes.of(self.problem, plan) for plan in plans}, key=lambda t: t.step_ns)
         best = [self.frugal]
@@ -129,15 +130,16 @@ def _beats(one: Takes, other: Takes) -> bool:
 class Run:
     """The graphs of a step in the order of their forwards; one may come several times.
 
-    `flows` are (place, place, bytes): what the graph at the first place makes and the one at the
-    second reads. Its gradient is gone once the first one's backward has it.
+    `flows` are (place, place, bytes): a tensor that the graph at the first place makes and the
+    graph at the second reads. Its gradient is freed once the first graph's backward has used it.
     """
 
     graphs: tuple[int, ...]
     flows: tuple[tuple[int, int, int], ...] = ()
 
     def beside(self, shares: Sequence[Share], chosen: Sequence[Takes]) -> list[tuple[int, int]]:
-        """How much the others hold while each graph's forward runs, and while its backward does."""
+        """How many bytes the other graphs hold during each graph's forward, and during its
+        backward."""
         passed = [0] * len(self.graphs)
         for _, reader, size in self.flows:
             passed[reader] += size
@@ -161,7 +163,7 @@ class Run:
         )
 
     def lasting_bytes(self, shares: Sequence[Share]) -> int:
-        """How much the results and gradients take at the worst moment, whatever the plans."""
+        """The most bytes that results and gradients take, under any plans."""
         results = [shares[g].lasting_bytes - shares[g].gradient_bytes for g in self.graphs]
         nothing = [replace(share.eager, held_bytes=0) for share in shares]
         beside = [second for _, second in self.beside(shares, nothing)]
@@ -172,7 +174,8 @@ class Run:
 
 
 def divide(shares: Sequence[Share], runs: Sequence[Run], budgets: Sequence[int]) -> list[Takes]:
-    """Return a plan for every graph with which each run keeps to its budget; the fastest found.
+    """Return a plan for every graph so that each run fits its budget: the fastest combination
+    found.
 
     Infeasible names the smallest budget of the run that does not fit.
     """
@@ -194,8 +197,8 @@ def divide(shares: Sequence[Share], runs: Sequence[Run], budgets: Sequence[int])
 
 
 def _fill(shares: Sequence[Share], runs: Sequence[Run], limits: Sequence[int]) -> list[Takes]:
-    """From the frugal plans on, one graph after the other gets a faster plan: always the one that
-    saves most time for the memory, as long as all fits."""
+    """Start from the frugal plans and give one graph after the other a faster plan, always the one
+    that saves most time for its memory, as long as all fits."""
     each = max(6, _PLANS // len(shares))
     menus = [_thinned(share.menu, each) for share in shares]
     chosen = [share.frugal for share in shares]
@@ -219,7 +222,7 @@ def _fill(shares: Sequence[Share], runs: Sequence[Run], limits: Sequence[int]) -
 
 
 def _thinned(plans: list[Takes], count: int) -> list[Takes]:
-    """About so many of them, from the first to the last."""
+    """About `count` of the plans, at even distances, with the first and the last."""
     step = max(1, -(-len(plans) // count))
     return plans[::step]
 
@@ -245,7 +248,7 @@ def plan_frugally(
     exchange: Exchange | None = None,
     torch_choices: Choices = tuple,
 ) -> tuple[Share, Report]:
-    """Plan a graph that shares the budget with others which are not known yet."""
+    """Plan a graph that shares the budget with graphs that are not known yet."""
     captured, step, profiles = agreed(captured, step, options, primals, exchange)
     problem = step.microbatch(captured.trace, merge_profiles(profiles))
     choices = tuple(torch_choices()) if options.solver == "torch" else ()
@@ -261,8 +264,8 @@ def plan_shares(
     options: Options,
     exchange: Exchange | None,
 ) -> list[Report]:
-    """Plan all graphs of a model so that each of its steps, `runs`, keeps to the budget; `found`
-    are the plans that each had alone. In a report what the others hold beside a graph counts as
+    """Plan all graphs of a model so that each of its steps, `runs`, fits the budget; `found` are
+    the graphs' reports so far. In each new report the bytes that other graphs hold count as
     resident."""
     if exchange is not None:
         exchange.agree(
@@ -273,7 +276,7 @@ def plan_shares(
     budgets = [budget_of(run, shares, options.memory_budget) for run in runs]
 
     def decide() -> tuple[Plan, ...]:
-        if options.memory_budget is None:  # a graph that keeps to its own peak does no harm
+        if options.memory_budget is None:  # each graph may take its own eager peak
             alone = [Takes.of(s.problem, r.plan) for s, r in zip(shares, found, strict=True)]
             if fits(shares, runs, alone, budgets):
                 return tuple(takes.plan for takes in alone)
@@ -281,7 +284,7 @@ def plan_shares(
 
     plans = decided(decide, exchange)
     chosen = [Takes.of(s.problem, plan) for s, plan in zip(shares, plans, strict=True)]
-    beside = [(0, 0)] * len(shares)  # the most that others hold, and the budget meanwhile
+    beside = [(0, 0)] * len(shares)  # the most that others hold, and the budget of that moment
     for run, budget in zip(runs, budgets, strict=True):
         for graph, others in zip(run.graphs, run.beside(shares, chosen), strict=True):
             beside[graph] = max(beside[graph], (max(others), budget))
@@ -294,7 +297,8 @@ def plan_shares(
 
 
 def budget_of(run: Run, shares: Sequence[Share], budget: Budget) -> int:
-    """A budget in bytes for the peak of a step of several graphs, as `parse_budget` has it."""
+    """The budget in bytes for the peak of a step of several graphs, by the rules of
+    `parse_budget`."""
     eager = run.peak_bytes(shares, [share.eager for share in shares])
     eager = max(eager, run.peak_bytes(shares, [share.frugal for share in shares]))
     return parse_budget(budget, eager, min(eager, run.lasting_bytes(shares)))

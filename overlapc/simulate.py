@@ -1,4 +1,4 @@
-"""`simulate` says what a plan takes; it is the only definition of time and memory in overlapc.
+"""`simulate` predicts the time and memory of a plan; nothing else in overlapc defines them.
 
 `simulate(problem, plan)` issues the plan's order on one compute lane and one in-order lane per
 process group and returns the Timeline. With `ranks`, the profiles of all ranks, every rank runs
@@ -28,7 +28,7 @@ from overlapc.ir import (
 from overlapc.ledger import Flow, Ledger
 from overlapc.machine import Tasks
 
-# What PyTorch keeps to draw the same numbers again: the state of a CPU generator. (A CUDA
+# The state of a CPU generator, which PyTorch keeps to draw the same numbers again. (A CUDA
 # generator's is 16 bytes.)
 RNG_STATE_BYTES = 5056
 
@@ -54,13 +54,16 @@ def simulate(problem: Problem, plan: Plan, ranks: Sequence[Profile] | None = Non
     phase_end = [0] * len(problem.phases)
     for op, text, end in zip(ops, order, end_ns, strict=False):  # of rank 0
         phase_end[problem.phase_of(op, text.startswith(RECOMPUTE))] = end
-    blocked: dict[str, int] = {}  # collective -> how long rank 0 stood still for it
+    blocked: dict[str, int] = {}  # collective -> how long rank 0 waited for it
     for task, (need, *_) in tasks.after.items():
         if task < issues and begin_ns[task] > end_ns[task - 1]:
             name = order[launches[need - computes]]
             blocked[name] = blocked.get(name, 0) + begin_ns[task] - end_ns[task - 1]
     memory = memory_curve(problem, plan)
-    borders = [0, *accumulate(phase_end, max)]  # a phase without issues ends with the one before
+    borders = [
+        0,
+        *accumulate(phase_end, max),
+    ]  # a phase without issues ends when the one before ends
     return Timeline(
         spans=tuple(spans),
         step_ns=max((span.end_ns for span in spans), default=0),
@@ -78,7 +81,7 @@ def peak_bytes(problem: Problem, plan: Plan) -> int:
 
 
 def step_ns(problem: Problem, plan: Plan) -> int:
-    """Compute only the step of `simulate` on one rank: for solvers, which ask it often."""
+    """Compute only the step time of `simulate`, on one rank: for solvers, which ask it often."""
     costs = [problem.compute_ns[text] for text in plan.order]
     end_ns, _ = machine.run(_tasks(problem, plan, costs, [problem.profile])[0])
     return max(end_ns, default=0)
@@ -90,9 +93,9 @@ def step_ns(problem: Problem, plan: Plan) -> int:
 def _tasks(
     problem: Problem, plan: Plan, compute_ns: list[int], profiles: Sequence[Profile]
 ) -> tuple[Tasks, list[int]]:
-    """What the plan has lanes do: those of the ranks, each with all issues, and those of process
-    groups. And the collectives, in the order of their tasks, as places in the plan's order.
-    `compute_ns` is by rank and issue."""
+    """Make the tasks of a plan: a compute lane for each rank, with all issues, and a lane for each
+    process group. Also return the collectives in the order of their tasks, as places in the plan's
+    order. `compute_ns` is by rank and issue."""
     order, sync = plan.order, problem.trace.numbered.sync
     starts: dict[str, list[int]] = {lane: [] for lane in problem.trace.lanes}
     launched: dict[str, int] = {}
@@ -154,8 +157,9 @@ def memory_curve(problem: Problem, plan: Plan) -> list[int]:
 
 
 def flow_of(problem: Problem, plan: Plan) -> tuple[Flow, int, int]:
-    """Return what the plan's issues, numbered by its order, do to memory in any legal order; how
-    much is held before the first; and how much more, which nobody reads, until the first ends."""
+    """Return what the plan's issues, numbered by their place in it, do to memory in any legal
+    order; the bytes held before the first issue; and the bytes that nobody reads, which are freed
+    when the first issue ends."""
     names, end = problem.trace.numbered, len(plan.order)
     ledger, once, by_backward = _written(problem, plan)
     makes = [set[int]() for _ in plan.order]
@@ -183,13 +187,15 @@ def flow_of(problem: Problem, plan: Plan) -> tuple[Flow, int, int]:
 
 
 def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list[int]]]:
-    """The plan's storages, its issues being the moments; and where a value's storage is found: as
-    its op made it, by value, and for who reads it in the backward, a list of that kind by value.
+    """The plan's storages as a ledger, whose moments are the issues. Also where each value's
+    storage is in it: by value as its op made it, and for readers in the backward one such list for
+    each value.
 
-    A storage instance lives from the issue that allocates it to the last issue that reads a
-    value on it, or to the end if the trace hands it out. Work on other microbatches holds `copies`
-    more of what is saved. Of microbatches whose backward comes in a later step, what is saved stays
-    to the end, and what an earlier step saved in their place is there from the start.
+    A storage instance lives from the issue that allocates it to the last issue that reads a value
+    on it, or to the end if the trace hands it out. Other microbatches in flight hold `copies` more
+    of what is saved. For a microbatch whose backward comes in a later step, its saved values stay
+    to the end, and the values that an earlier step saved in the same places are there from the
+    start.
     """
     trace, names, costs = problem.trace, problem.trace.numbered, problem.costs
     end = len(plan.order)
@@ -200,8 +206,7 @@ def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list
     ledger = Ledger([costs[op].workspace_bytes for op, _ in order])
     size, first, last = ledger.size, ledger.first, ledger.last
     _add_states(ledger, problem, plan)
-    # Storage instance of each value as its op made it, as it was made again, as an earlier step
-    # left it:
+    # Storage of each value as its op made it, as recompute made it, as an earlier step left it.
     once = [-1] * len(names.producer)
     again, left = list(once), list(once)
     storages: dict[int, int] = {}
@@ -238,14 +243,14 @@ def _written(problem: Problem, plan: Plan) -> tuple[Ledger, list[int], list[list
                 stay.add(found)
     for found in stay:
         last[found] = end
-    if order:  # what nobody reads goes with the first issue
+    if order:  # the first issue frees what nobody reads
         ledger.works[0] += sum(size[found] for found in storages.values() if last[found] < 0)
     return ledger, once, by_backward
 
 
 def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
-    """What is there throughout, and generators' states: a random op that runs again keeps its own
-    until then, and one more is put aside while it does."""
+    """Add the bytes that are there throughout, and random generators' states. A random op that runs
+    again keeps its state until then; while it runs again, the current state is put aside, too."""
     end = len(plan.order)
     random = [name for name in plan.recomputed if problem.trace.op[name].random]
     copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
@@ -260,7 +265,7 @@ def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
 
 
 def saved_bytes(problem: Problem, saved: Sequence[str]) -> int:
-    """Count the bytes of the distinct, not resident storages of the saved values."""
+    """Count the bytes of the saved values' storages, each once, without resident ones."""
     trace = problem.trace
     storages = {trace.value[name].storage: trace.value[name].bytes for name in saved}
     return sum(b for storage, b in storages.items() if storage not in trace.resident)

@@ -1,4 +1,4 @@
-"""`stage_cost` says what a pipeline's actions take on a planned stage; `turns` which op is of which
+"""`stage_cost` says what a pipeline's actions take on a planned stage; `turns` gives each op its
 action."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TURNS = "RIW"
 
 def turns(trace: Trace, order: Sequence[str]) -> dict[str, str]:
     """Map each issue of the backward to its action: W if only weight gradients need it, else R for
-    recompute and I for the rest. An issue that is no op of the trace adds up a gradient."""
+    recompute and I for the rest. An issue that is no op of the trace adds up a gradient (W)."""
     in_order = set(order)
     found: dict[str, str] = {}
     for text in reversed(order):
@@ -44,13 +44,13 @@ def turns(trace: Trace, order: Sequence[str]) -> dict[str, str]:
 def stage_cost(
     problem: Problem, plan: Plan, received: Collection[str] = (), sent_ns: int = 0
 ) -> StageCost:
-    """What one microbatch takes on a stage under this plan. `received` are inputs that another
-    rank sends: they take memory while they are needed."""
+    """Compute what one microbatch takes on a stage under this plan. `received` are the inputs that
+    another rank sends; they take memory while they are needed."""
     trace = problem.trace
     kept = tuple(n for n in trace.outputs if not _is_forwards(trace, n))
     alone = replace(
         problem,
-        trace=replace(trace, outputs=kept),  # what is sent on is gone when it is sent
+        trace=replace(trace, outputs=kept),  # results are freed when they are sent
         in_flight=1,
         resident_bytes=0,
         budget_bytes=None,
@@ -69,7 +69,7 @@ def stage_cost(
         memory = zip(order, timeline.memory, strict=True)
         return max((size for text, size in memory if action.get(text, "F") in kinds), default=0)
 
-    # The simulator counts nothing for what is received; `held` does.
+    # `simulate` counts nothing for received inputs; `held` does.
     before = {"F": 0, "R": held["F"], "I": held["R"], "W": held["I"], "B": held["F"]}
     extra = {
         "F": coming,
@@ -109,7 +109,8 @@ def _is_forwards(trace: Trace, name: str) -> bool:
 
 
 def _durations(timeline: Timeline, action: Mapping[str, str]) -> dict[str, int]:
-    """From the begin of an action's first op to that of the next action's."""
+    """Time of each action, from the begin of its first op to the begin of the next action's
+    first."""
     border = timeline.phase_ns[0]
     begins: dict[str, int] = {}
     for span in sorted(timeline.spans, key=lambda span: span.start_ns):
@@ -123,14 +124,14 @@ def _durations(timeline: Timeline, action: Mapping[str, str]) -> dict[str, int]:
         begin = min(begins.get(kind, end), end)
         found[kind] = end - begin
         end = begin
-    found["I"] += end - border  # nothing takes time but what is waited for
+    found["I"] += end - border  # only what is waited for takes time
     return found
 
 
 def _held(
     trace: Trace, plan: Plan, action: Mapping[str, str], received: Collection[str]
 ) -> dict[str, int]:
-    """Bytes that are kept from the end of an action for later ones."""
+    """Bytes that are kept from the end of each action for later ones."""
     saved, again = set(plan.saved), set(plan.recomputed)
     place = {kind: i for i, kind in enumerate("FRIW")}
     ledger = Ledger([0] * len("FRI"))
@@ -142,7 +143,7 @@ def _held(
         for read in trace.op[name].inputs:
             value = trace.value[read]
             if not value.producer or value.storage in trace.resident:
-                # A gradient comes when it is needed first.
+                # A gradient arrives when it is first needed.
                 made = "I" if trace.kinds.get(read) == "gradient" else "F"
                 if read not in received:
                     continue

@@ -1,4 +1,4 @@
-r"""Plans, profiles, traces and problems have a text form, which users read, ranks exchange and
+r"""The text form of plans, profiles, traces and problems, which users read, ranks exchange and
 files store.
 
     text     = "overlapc" kind version, line*, "end crc32" 8 hex digits      the last line too
@@ -15,9 +15,9 @@ files store.
 
 `in_flight` may be a fraction in lowest terms, `10/3`.
 
-`parse_x(format_x(x)) == x` for whatever holds valid Unicode and numbers from 0 to 10^18 - 1.
-The parsers raise FileError and nothing else. Fields come in the order above; to change them is
-to raise VERSION. Texts are ASCII, and the checksum covers every byte above its line.
+`parse_x(format_x(x)) == x` for whatever holds valid Unicode and numbers from 0 to 10^18 - 1. The
+parsers raise FileError and nothing else. Fields come in the order above; whoever changes them
+raises VERSION. Texts are ASCII, and the checksum covers every byte above its line.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _row(*words: str | int) -> str:
 
 
 def _wrapped(key: str, words: Iterable[str]) -> Iterator[str]:
-    """A table of one column, as many words to a line as fit."""
+    """Format a table of one column, with as many words on a line as fit."""
     yield key
     line = " "
     for word in map(_quote, words):
@@ -306,10 +306,10 @@ def _end(body: str) -> str:
 
 
 class _TextReader:
-    """Hands out the lines of one text in order; whatever is not as expected is a FileError."""
+    """Reads the lines of one text in order; any unexpected line is a FileError."""
 
     def __init__(self, text: str, kind: str) -> None:
-        """Checks the first line and the checksum: the lines between are as they were written."""
+        """Check the first line and the checksum, so the lines between are as they were written."""
         self.kind = kind
         self.at = 1
         if "\r\n" in text:
@@ -345,7 +345,7 @@ class _TextReader:
         )
 
     def field(self, key: str, count: int | None = None) -> list[str]:
-        """The words of the next line, `key` left out."""
+        """Return the words of the next line, which must begin with `key`, without it."""
         self.at += 1
         words = self._words(self.lines[self.at - 1])
         if words[0] != key or count not in (None, len(words) - 1):
@@ -354,11 +354,11 @@ class _TextReader:
         return words[1:]
 
     def next_is(self, key: str) -> bool:
-        """Whether the next line is a field of that key, for fields that may be left out."""
+        """Is the next line a field of that key? For optional fields."""
         return self.at < len(self.lines) and self.lines[self.at].startswith(f"{key} ")
 
     def table(self, title: str, columns: int | None = None) -> Iterator[list[str]]:
-        """The rows of the table that comes next, one by one."""
+        """Return the rows of the next table, one by one."""
         self.at += 1
         if self.lines[self.at - 1] != title:
             self.fail(self.lines[self.at - 1], title)

@@ -1,4 +1,5 @@
-"""`validated` checks a problem's trace, costs and phases; passes that make one call it once."""
+"""`validated` checks a problem's trace, costs and phases; each pass that makes a problem calls it
+once."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from overlapc.ir import COMPUTE, KINDS, RECOMPUTE, ROLES, Problem, Trace
 
 
 def validated(problem: Problem) -> Problem:
-    """The problem, or InvalidProblem: its trace is valid, each op has a cost and a phase."""
+    """Return the problem; raise InvalidProblem unless its trace is valid and each op has a cost and
+    a phase."""
     validate_trace(problem.trace)
     for op in problem.trace.ops:
         problem.phase_of(op)
@@ -54,7 +56,7 @@ def validate_trace(trace: Trace) -> None:
     for op in trace.ops:
         if op.role == "start" and op.name not in trace.wait_of:
             raise InvalidProblem(f"collective {op.name} is started and never waited for")
-    _ = trace.ahead  # raises where microbatches are no steps apart
+    _ = trace.ahead  # raises if microbatches are not whole steps apart
     storage_bytes: dict[str, int] = {}
     for value in trace.values:
         if storage_bytes.setdefault(value.storage, value.bytes) != value.bytes:

@@ -1,7 +1,7 @@
 """Within `as_eager` AOTAutograd traces the ops that eager runs.
 
-PyTorch traces some ops otherwise than eager runs them, and their results differ in the last bits.
-While the context is on,
+For some ops PyTorch traces other kernels than eager runs, and results differ in the last bits.
+Within the context,
 
 - eager's own kernels are traced where PyTorch has Python decompositions for them (`_KERNELS`);
 - singular values and eigenvalues that need no gradient are computed without vectors;
@@ -9,8 +9,8 @@ While the context is on,
 - autocast casts a parameter once in its region, as its cache does in eager;
 - the backward is traced outside of autocast, where PyTorch's documentation wants it called.
 
-The tables that are changed belong to the process. The first thread to enter changes them, the last
-to leave puts them back.
+The context changes PyTorch's tables, which belong to the process. The first thread to enter changes
+them, the last to leave restores them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from overlapc.passes.shared_changes import Shared
 
 aten = torch.ops.aten
 
-# Ops that eager runs by kernels of their own, where a trace runs those of torch/_decomp. Batch
-# norm's decomposition stays, for it shows the change of the running statistics.
+# Ops for which eager has kernels, but a trace uses the decompositions of torch/_decomp. Batch
+# norm's decomposition stays, because it shows the change of the running statistics.
 _KERNELS = ("dropout", "gru", "lstm", "rnn_tanh", "rnn_relu", "hardshrink", "softshrink")
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _PREFIXES = ("upsample_", "_upsample_")
 
-# What Dynamo is told, so that neither sizes that are data nor RNNs end a graph, and that it traces
-# `addcmul_` and `addcdiv_` as they are.
+# Dynamo's settings, so that neither data-dependent sizes nor RNNs end a graph, and `addcmul_` and
+# `addcdiv_` are traced unchanged.
 CAPTURE = {
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
@@ -51,7 +51,7 @@ CAPTURE = {
     "enable_dynamo_decompositions": False,
 }
 
-# Functions that Dynamo takes apart, into ops that round more often.
+# Functions that Dynamo would split into ops that round more often.
 _TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -59,14 +59,14 @@ _KEYS = (_COMPOSITE, DispatchKey.Autograd)
 _TURNS_OFF = "disable_autocast_cache"
 _AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
-_thread = threading.local()  # trace: what this thread is at
+_thread = threading.local()  # trace: the trace that this thread makes
 
 
 @contextlib.contextmanager
 def as_eager(inputs: Iterable[Any] = ()) -> Iterator[None]:
     """Make AOTAutograd trace the ops that eager runs on these inputs.
 
-    Fake ones stand for another machine's, likely a GPU's, where dropout is one op.
+    Fake inputs stand for another machine's, likely a GPU's, where dropout is one op.
     """
     trace = _Trace(fused=are_fake(inputs))
     for device in _AUTOCAST:
@@ -88,7 +88,7 @@ def are_fake(inputs: Iterable[Any]) -> bool:
 class _Trace:
     fused: bool
     casts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by autocast
-    # Of each device whether autocast is on, and whether it was set so in a backward.
+    # For each device: is autocast on, and was that set within a backward?
     regions: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
     def enter(self, device: str) -> None:
@@ -127,7 +127,7 @@ def _backward_outside_autocast() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _eager_kernels() -> Iterator[None]:
-    """Without the Python kernels that stand in for eager's."""
+    """Remove the Python kernels that replace eager's while tracing."""
     taken = []
     for name in dir(aten):
         if name in _KERNELS + _LOSSES or name.startswith(_PREFIXES):
@@ -181,8 +181,8 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 @contextlib.contextmanager
 def _values_alone() -> Iterator[None]:
-    """PyTorch takes every tensor of a trace for one that needs a gradient, and then computes
-    vectors, too, by which the values differ in their last bits."""
+    """Compute values alone where no gradient is needed. PyTorch assumes that every tensor of a
+    trace needs a gradient and computes vectors, too; the values then differ in their last bits."""
     with contextlib.ExitStack() as stack:
         for op, alone in _VALUES.items():
             stack.enter_context(_replaced(op, functools.partial(_values, op, alone)))
@@ -211,8 +211,8 @@ _VALUES: dict[OpOverload, Callable[..., Tensor]] = {
 def _casts_once() -> Iterator[None]:
     """As in eager, autocast remembers the casts of parameters until its region ends.
 
-    Its own cache does not take the tensors of a trace for parameters. That PyTorch turns it off
-    while tracing is undone: then the setting is the user's.
+    Autocast's own cache does not recognise a trace's tensors as parameters. PyTorch turns the cache
+    off while tracing; this restores the user's setting.
     """
     import torch._functorch._aot_autograd.collect_metadata_analysis as metadata_pass
     import torch.fx.experimental.proxy_tensor as graph_pass
@@ -257,8 +257,8 @@ def _cast(x: Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _kept_with_gradient() -> bool:
-    """Whether a cast that autocast makes under `no_grad`, and keeps, has a gradient when it is
-    taken again: not in older releases."""
+    """Does a cast that autocast made and cached under `no_grad` have a gradient when it is reused?
+    Not in older releases."""
     with torch.inference_mode(False), torch.autocast("cpu", torch.bfloat16):
         weight = torch.ones(1, 1, device="cpu", dtype=torch.float32, requires_grad=True)
         with torch.no_grad():
@@ -271,10 +271,10 @@ _KEPT_WITH_GRADIENT = _kept_with_gradient()
 
 
 def _is_cached(trace: _Trace, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether autocast asks for this cast, and in eager would keep it: `cached_cast` in
-    aten/src/ATen/autocast_mode.cpp, which works with its own key excluded. It is excluded outside
-    of autocast, too, and in a backward unless that enters a region of its own."""
-    if not isinstance(x, FunctionalTensor):  # or a number, which ops take for a tensor
+    """Does autocast make this cast, and would it cache it in eager? The rule is `cached_cast` in
+    aten/src/ATen/autocast_mode.cpp, which runs with autocast's key excluded. The key is also
+    excluded outside of autocast, and in a backward unless that enters a region of its own."""
+    if not isinstance(x, FunctionalTensor):  # or a number, which ops treat as a tensor
         return False
     key = _AUTOCAST.get(x.device.type)
     if key is None or not torch._C._dispatch_tls_local_exclude_set().has(key):

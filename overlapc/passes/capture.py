@@ -20,9 +20,9 @@ from overlapc.passes.trace import Captured, trace_joint
 def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     """The joint graph of one training step of `model`, without running it.
 
-    Works on real and fake tensors and on real and fake process groups. `model(*args)` must give
-    tensors, at least one of which requires a gradient. Raw collectives of `torch.distributed`,
-    also asynchronous ones, become functional ones. A module that no trace enters becomes one op.
+    Works on real and fake tensors and on real and fake process groups. `model(*args)` must return
+    tensors, at least one of which requires a gradient. Raw collectives of `torch.distributed`, also
+    asynchronous ones, become functional ones. A module that cannot be traced becomes one op.
     """
     return Opaques(model).traced(lambda: _captured(model, args, kwargs))
 
@@ -38,7 +38,7 @@ def _captured(model: torch.nn.Module, args: Any, kwargs: Any) -> Captured:
     model = without_ties(model)
     given = [*tree_leaves((args, kwargs)), *model.parameters(), *model.buffers()]
     with contextlib.ExitStack() as stack, preserve_node_meta(), _named_modules(model):
-        if not are_fake(given):  # what is planned on fake tensors runs elsewhere
+        if not are_fake(given):  # a plan made on fake tensors runs elsewhere
             stack.enter_context(as_eager())
         raw = Raw()
         stack.callback(model.register_forward_pre_hook(raw.begin).remove)
@@ -67,7 +67,8 @@ def _captured(model: torch.nn.Module, args: Any, kwargs: Any) -> Captured:
 
 @contextlib.contextmanager
 def _named_modules(model: torch.nn.Module) -> Iterator[None]:
-    """While the model is traced, nodes know of which of its modules they are, as Dynamo's do."""
+    """While the model is traced, nodes record the module that they belong to, as Dynamo's nodes
+    do."""
     from torch.fx import traceback
 
     around: list[Any] = []
@@ -95,7 +96,7 @@ def _named_modules(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _with_unknown_sizes(inputs: Any) -> Any:
-    """The inputs as fake tensors of a mode that has symbols for sizes that are data."""
+    """Make the inputs fake tensors of a mode that has symbols for data-dependent sizes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.utils._pytree import tree_map_only
@@ -105,8 +106,8 @@ def _with_unknown_sizes(inputs: Any) -> Any:
 
 
 def without_ties(model: torch.nn.Module) -> torch.nn.Module:
-    """The model, or, if it has some parameter or buffer under several names, a module around it
-    that has each once: what is one for autograd must be one input of the graph."""
+    """Return the model, or, if it has a parameter or buffer under several names, a module around it
+    that has each once: one tensor of autograd's must be one input of the graph."""
     for named in (model.named_parameters, model.named_buffers):
         if len([*named()]) != len([*named(remove_duplicate=False)]):
             return _Untied(model)
@@ -124,8 +125,8 @@ class _Untied(torch.nn.Module):
         for i, buffer in enumerate(model.buffers()):
             mine[id(buffer)] = f"buffer{i}"
             self.register_buffer(f"buffer{i}", buffer)
-        # Each place once, also in a module of several names: what is put in its place for a call is
-        # put back in the order of names, so that a second name would leave the call's tensor there.
+        # Each place once, also in a module with several names. The call's tensors are taken out
+        # again in the order of names, so a second name would leave the call's tensor there.
         self._places = {
             f"{path}.{name}" if path else name: mine[id(tensor)]
             for path, module in model.named_modules()
@@ -139,8 +140,8 @@ class _Untied(torch.nn.Module):
 
 
 def _forward_outputs(joint: fx.GraphModule) -> int:
-    """How many of the joint graph's outputs are results: those before the gradients, which a
-    frozen parameter has None for."""
+    """How many of the joint graph's outputs are results: those before the gradients (None for a
+    frozen parameter)."""
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
     output = joint.graph.find_nodes(op="output")[0]

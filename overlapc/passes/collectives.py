@@ -1,14 +1,15 @@
-"""Turns calls of `torch.distributed` into functional collectives while a model is traced: `Raw`.
+"""`Raw` turns calls of `torch.distributed` into functional collectives while a model is traced.
 
-A raw collective writes into tensors it is given; a traced graph changes nothing in place. So
-`dist.all_reduce(x, async_op=True)` becomes a start of `_c10d_functional`, and the `wait()` of
-the work that it returns its wait and a write into `x`. A synchronous call waits at once.
+A raw collective writes into the tensors it is given; a traced graph changes nothing in place. So
+`dist.all_reduce(x, async_op=True)` becomes a start of `_c10d_functional`. The `wait()` of the work
+that it returns becomes the collective's wait and a write into `x`. A synchronous call waits at
+once.
 
-Below autograd, as in eager, where a collective is unknown to autograd: what a model wants of its
-gradient it says in an `autograd.Function`.
+This happens below autograd: as in eager, autograd does not see a raw collective, and a model that
+wants a gradient of it uses an `autograd.Function`.
 
-What eager leaves to chance is refused: a read of what a collective in flight writes, a write to
-what it reads, and a collective that is never waited for.
+`Raw` refuses what depends on timing in eager: a read of a tensor that a collective in flight
+writes, a write to a tensor that it reads, and a collective that is never waited for.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ functional = torch.ops._c10d_functional
 
 @dataclass(eq=False)
 class Flight:
-    """A collective that was started: its result, one after the other what its targets get."""
+    """A collective that was started. Its result has the new values of its targets, in order."""
 
     name: str
     line: str
     result: Tensor
     targets: Sequence[Tensor]
-    sources: Sequence[Tensor] = ()  # that it reads until it ends
+    sources: Sequence[Tensor] = ()  # read until it ends
 
     def land(self) -> None:
-        """Wait for it and write what it brings into its targets."""
+        """Wait for the collective and write its result into its targets."""
         with torch._C._AutoDispatchBelowAutograd():
             got = functional.wait_tensor(self.result)
             parts = [got]
@@ -109,7 +110,7 @@ class Raw(TorchDispatchMode):
             )
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
-        """The call of a function of `torch.distributed`."""
+        """Trace a call of a function of `torch.distributed`."""
         waits = not kwargs.pop("async_op", False)
         if name not in STARTS:
             raise _refused(f"dist.{name}")
@@ -134,7 +135,7 @@ class Raw(TorchDispatchMode):
         return flight
 
     def land(self, flight: Flight) -> None:
-        if flight in self._flights:  # else it was waited for before
+        if flight in self._flights:  # else it has been waited for
             self._flights.remove(flight)
             flight.land()
 
@@ -173,7 +174,7 @@ class Raw(TorchDispatchMode):
 
 # --------------------------------------------------------------------------- collectives
 
-# What each gives: the result in flight, its targets, and what it reads until it ends.
+# Each returns a Flight: the result, the targets, and the tensors that it reads until it ends.
 _Start = tuple[Any, Sequence[Tensor], Sequence[Tensor]]
 
 
@@ -198,7 +199,8 @@ def _all_gather_single(group: Any, output_tensor: Tensor, input_tensor: Tensor) 
 
 
 def _all_gather(group: Any, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Start:
-    if len({tuple(one.shape) for one in tensor_list}) > 1:  # everyone sends all it has to each
+    # every rank sends all its rows to every rank
+    if len({tuple(one.shape) for one in tensor_list}) > 1:
         return _all_to_all(group, tensor_list, [tensor] * group.size())
     result, _, sources = _all_gather_single(group, tensor, tensor)
     return result, [_real(one) for one in tensor_list], sources
@@ -238,7 +240,7 @@ def _all_to_all_single(
 
 
 def _splits(given: Sequence[Any] | None, rows: Any, size: int) -> list[Any]:
-    """How many rows go to, or come from, each rank; some give them as a numpy array."""
+    """How many rows go to, or come from, each rank; callers may pass a numpy array."""
     if given is None or len(given) == 0:
         return [rows // size] * size
     return given.tolist() if hasattr(given, "tolist") else list(given)
@@ -279,7 +281,7 @@ _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 def reduction(op: Any) -> str:
-    """What functional collectives call a reduction."""
+    """The functional collectives' name of a reduction."""
     if isinstance(op, str):
         return op
     for name in _REDUCTIONS:
@@ -293,8 +295,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:
-    """A view with the axes in the order of memory: where an element lies decides in which order
-    the ranks' values are added."""
+    """A view with the axes in the order of memory, since the place of an element in memory decides
+    in which order the ranks' values are added."""
     axes = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
     ordered = tensor.permute(axes)
     return ordered if ordered.is_contiguous() and not tensor.is_contiguous() else tensor
@@ -308,15 +310,15 @@ def _shaped(value: Tensor, shape: Sequence[Any]) -> Tensor:
 
 
 def _write(target: Tensor, value: Tensor, whole: bool) -> None:
-    """Into the target: the tensor itself, if it is the `whole` of what was allocated, or a copy,
-    whose address is as aligned as eager's."""
+    """Write the value into the target: the tensor itself, if it is the `whole` of an allocation,
+    else a copy, whose address is aligned as in eager."""
     if whole and isinstance(target, FunctionalTensor) and target.is_contiguous():
         assert isinstance(value, FunctionalTensor)
         target.replace_(FunctionalTensor.from_functional(value))
         target.commit_update()
         target.sync()
         return
-    # Autograd's count of changes stays as it is: eager's collectives do not count.
+    # Autograd's version counter stays: eager's collectives do not change it.
     with torch.autograd._unsafe_preserve_version_counter(target):
         target.copy_(value)
 
@@ -326,8 +328,8 @@ def _write(target: Tensor, value: Tensor, whole: bool) -> None:
 
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
-    """The functions of `torch.distributed` ask `has_torch_function`, by whatever name a model
-    imported them, whether something else takes the call."""
+    """Intercept the functions of `torch.distributed`, by whatever name a model imported them: they
+    ask `has_torch_function` whether something else takes the call."""
     has, handle = c10d.has_torch_function, c10d.handle_torch_function
 
     def asked(relevant: Any) -> bool:
@@ -350,14 +352,15 @@ _asks = Shared(_asking)
 
 
 def current() -> Raw | None:
-    """The mode of this thread, or of the one whose backward this thread of autograd's runs."""
+    """The mode of this thread, or, in a thread of autograd's, of the thread that called the
+    backward."""
     found = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Raw)]
     return found[-1] if found else None
 
 
 @contextlib.contextmanager
 def trace_ended() -> Iterator[None]:
-    """Leave the mode for a while, because a trace has come to its end."""
+    """Leave the mode for a while, at the end of a trace."""
     raw = current()
     if raw is None:
         yield
@@ -378,7 +381,8 @@ def _refused(what: str) -> CaptureError:
 
 
 def _line() -> str:
-    """The line of the user's code that is running, or, of a graph of Dynamo's, that it is of."""
+    """The line of the user's code that is running, or, in a graph of Dynamo's, the line of its
+    node."""
     traced = fx.traceback.get_current_meta().get("stack_trace")
     if traced:
         return [line.strip() for line in traced.splitlines() if 'File "' in line][-1]
@@ -389,7 +393,7 @@ def _line() -> str:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the memory from their first to their last elements may have bytes in common."""
+    """May the memory ranges of the two tensors, first to last element, overlap?"""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return False
     (begin, end), (start, stop) = _extent(one), _extent(other)

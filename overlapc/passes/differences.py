@@ -1,22 +1,23 @@
-"""`differences` names the lines of a model whose graph may give other numbers than eager.
+"""`differences` names the lines of a model whose graph may give other results than eager.
 
-`as_eager` mends what AOTAutograd traces otherwise than eager runs. What is left is the model's,
-or Dynamo's, and can only be named:
+`as_eager` removes the differences that AOTAutograd's tracing makes. The remaining ones come from
+the model or from Dynamo and can only be named:
 
-- a line that asks whether it is compiled, for it may take another branch then (`asked`);
-- views of one tensor that leave a graph, if there are several graphs: autograd then adds up
-  that tensor's gradients in another order (`views_handed_on`);
-- so it does with those of a tensor that a graph uses several times, and that a later graph uses
-  again or the model hands back (`used_several_times`);
-- buffers that a checkpointed part of the model changes: in eager once more, in the backward;
-- parameters of a reentrant checkpoint that are used elsewhere, too: eager adds what each gives to
+- a line that asks whether it is compiled, since it may take another branch then (`asked`);
+- views of one tensor that leave a graph, if there are several graphs: autograd then adds up that
+  tensor's gradients in another order (`views_handed_on`);
+- a tensor that a graph uses several times and that a later graph uses again, or the model returns:
+  autograd adds up its gradients in another order, too (`used_several_times`);
+- buffers that a checkpointed part of the model changes: eager changes them once more in the
+  backward;
+- parameters of a reentrant checkpoint that are used elsewhere, too: eager adds their gradients to
   `.grad` one by one;
 - random numbers in checkpoints that do not preserve the generator: eager draws others again;
-- results that a loss may leave out: what only they are made of gets zeros, where eager leaves None
-  (`left_out`);
+- results that a loss may leave out: inputs of these results alone get zeros, where eager leaves
+  None (`left_out`);
 - numpy, which Dynamo traces as torch;
-- custom Functions that set `set_materialize_grads`, which Dynamo does not hear (`asked`, too);
-- functions whose gradient or cast PyTorch computes by another formula when it traces (`_FORMULAS`).
+- custom Functions that call `set_materialize_grads`, which Dynamo ignores (`asked`, too);
+- functions whose gradient or cast has another formula when PyTorch traces (`_FORMULAS`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from overlapc.passes.places import is_models
 from overlapc.passes.shared_changes import Shared, replaced
 
 _TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
-_WHERE_SET = ("forward", "setup_context")  # of a custom Function
-_thread = threading.local()  # lines: found by this thread's `asked`
+_WHERE_SET = ("forward", "setup_context")  # methods of a custom Function
+_thread = threading.local()  # lines: those found by this thread's `asked`
 
 
 # --------------------------------------------------------------------------- asked
@@ -46,8 +47,8 @@ _thread = threading.local()  # lines: found by this thread's `asked`
 
 @contextlib.contextmanager
 def asked(lines: list[str]) -> Iterator[None]:
-    """Collect the lines, outside of PyTorch, that ask whether they are compiled, as Dynamo meets
-    them."""
+    """Collect the lines outside of PyTorch that ask whether they are compiled, while Dynamo
+    traces."""
     outer = getattr(_thread, "lines", None)
     _thread.lines = lines
     try:
@@ -77,7 +78,7 @@ def _noting() -> Iterator[None]:
 
 
 def _wants_no_zeros(function: type) -> bool:
-    """Does it call `set_materialize_grads`, which Dynamo does not hear?"""
+    """Does the function call `set_materialize_grads`, which Dynamo ignores?"""
     codes = [getattr(getattr(function, n, None), "__code__", None) for n in _WHERE_SET]
     return any(code is not None and "set_materialize_grads" in code.co_names for code in codes)
 
@@ -101,8 +102,8 @@ def _note(place: str, what: str) -> None:
 
 
 def _place(frame: Any) -> str:
-    """The line of the model that Dynamo is at; functions that only pass a question on are
-    `is_...`."""
+    """The line of the model that Dynamo traces now, skipping functions named `is_...` that only
+    pass the question on."""
     while frame is not None and frame.f_code.co_name.startswith(("is_", "_is_")):
         frame = getattr(frame, "parent", None)
     if frame is None or not is_models(frame.f_code.co_filename):
@@ -126,7 +127,7 @@ _RANDOM = ("dropout", "rand", "bernoulli", "uniform", "exponential", "gumbel", "
 
 
 def differences(graph: fx.GraphModule) -> list[str]:
-    """Say what this graph does not as eager, wherever it is run."""
+    """Name what this graph does differently from eager, whatever graphs surround it."""
     lines = []
     for node in graph.graph.nodes:
         name = _name(node)
@@ -160,7 +161,7 @@ def _is_numpys(node: fx.Node) -> bool:
 
 
 def _is_alike(node: fx.Node) -> bool:
-    """Is it made of numbers alone, and used as a number is in these operators?"""
+    """Is the node made of numbers alone, so that these operators treat it as a number?"""
     return not node.all_input_nodes and all(
         user.target in (operator.add, operator.mul, operator.sub, operator.truediv)
         and user.args[1] is node
@@ -181,7 +182,7 @@ def _shared_by_reentrant(graph: fx.GraphModule) -> list[str]:
 
 
 def left_out(graph: fx.GraphModule) -> list[str]:
-    """Results that a loss may leave out, and how many inputs feed them but not all results."""
+    """Name results that a loss may leave out, and how many inputs feed them but not all results."""
     results = [n for n in dict.fromkeys(_results(graph)) if isinstance(n, fx.Node) and _learns(n)]
     feeds: dict[fx.Node, set[fx.Node]] = {}
     for result in results:
@@ -208,7 +209,8 @@ def left_out(graph: fx.GraphModule) -> list[str]:
 
 
 def views_handed_on(graph: fx.GraphModule) -> list[str]:
-    """Results that share memory with another result or an input, all of which get gradients."""
+    """Name results that share memory with another result or an input, where all of these get
+    gradients."""
     results = _results(graph)
     owners = {_storage(n): n for n in graph.graph.find_nodes(op="placeholder") if _learns(n)}
     lines = []
@@ -223,8 +225,8 @@ def views_handed_on(graph: fx.GraphModule) -> list[str]:
 
 
 def used_several_times(graph: fx.GraphModule) -> dict[int, str]:
-    """Inputs, by position, whose gradient this graph adds up from several; what to say if there is
-    more to add outside of it: eager adds one to the other from the last use on."""
+    """Inputs, by position, whose gradient this graph sums from several uses, each with the text to
+    report if there are more uses outside: eager adds gradients one by one from the last use on."""
     lines = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         users = [user for user in node.users if _learns(user)]
@@ -265,7 +267,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """Of the function or method of torch's that a node calls."""
+    """The name of the function or method of torch's that a node calls."""
     return str(getattr(node.target, "__name__", node.target))
 
 

@@ -1,13 +1,13 @@
-"""Some ops do something else when traced; their twins, `overlapc::NAME`, do as eager does.
+"""Twins, `overlapc::NAME`, do what eager does for ops that behave differently when traced.
 
 In place. A traced graph changes nothing in place: `x.sigmoid_()` becomes `sigmoid(x)`, which makes
-a new tensor with strides of its own. Where these differ from those of `x`, so do results: random
-numbers are drawn in the order of memory, and what is left of a row after its last full vector is
-computed by scalar instructions. On such an `x`, `x.sigmoid_()` is traced as
+a new tensor with its own strides. If these differ from the strides of `x`, results differ, too:
+random numbers are drawn in the order of memory, and the rest of a row after its last full vector is
+computed by scalar instructions. So on such an `x`, `x.sigmoid_()` is traced as
 `overlapc::sigmoid_in_place(x, strides)`, which runs `sigmoid_` on a copy of `x` with these strides.
 
-With autograd. The LSTM of oneDNN keeps what its backward needs only while autograd is on, and a
-traced graph runs without. `overlapc::mkldnn_rnn_layer_trained` switches it on.
+With autograd. oneDNN's LSTM keeps the values for its backward only while autograd is on, but a
+traced graph runs without autograd. `overlapc::mkldnn_rnn_layer_trained` switches it on.
 """
 
 from __future__ import annotations
@@ -26,19 +26,46 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
-# These compute each element alike, wherever it lies: arithmetic, rounded once, and choices.
-# fmt: off
+# These compute each element the same way at any place in memory: arithmetic that rounds once, and
+# choices. fmt: off
 _ALIKE = (
-    "abs", "add", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or",
-    "bitwise_right_shift", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "clip",
-    "conj_physical", "div", "floor", "hardtanh", "leaky_relu", "logical_and", "logical_not",
-    "logical_or", "logical_xor", "mul", "nan_to_num", "neg", "nextafter", "relu", "round", "sgn",
-    "sign", "sub", "trunc",
+    "abs",
+    "add",
+    "bitwise_and",
+    "bitwise_left_shift",
+    "bitwise_not",
+    "bitwise_or",
+    "bitwise_right_shift",
+    "bitwise_xor",
+    "ceil",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clip",
+    "conj_physical",
+    "div",
+    "floor",
+    "hardtanh",
+    "leaky_relu",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+    "mul",
+    "nan_to_num",
+    "neg",
+    "nextafter",
+    "relu",
+    "round",
+    "sgn",
+    "sign",
+    "sub",
+    "trunc",
 )
 # fmt: on
-# Pointwise, though PyTorch does not tag them so.
+# Pointwise ops that PyTorch does not tag as such.
 _POINTWISE = ("gelu_", "hardswish_", "mish_", "random_")
-# Their functional forms make a contiguous tensor, whatever they are given.
+# Their functional forms make a contiguous tensor of any input.
 _MAKES_CONTIGUOUS = (aten.bernoulli_.float, aten.bernoulli_.Tensor)
 
 _library = torch.library.Library("overlapc", "FRAGMENT")
@@ -46,7 +73,7 @@ _library = torch.library.Library("overlapc", "FRAGMENT")
 
 @contextlib.contextmanager
 def twins_traced() -> Iterator[None]:
-    """While this is on, functionalisation puts the twins into graphs, in every thread."""
+    """Within this context functionalisation puts the twins into graphs, in every thread."""
     rules = {op: _in_place_rule(op) for op in _in_place_ops()}
     rules[aten.mkldnn_rnn_layer.default] = _rule(aten.mkldnn_rnn_layer.default, _trained)
     rules = {op: r for op, r in rules.items() if FunctionalTensorMode not in op.python_key_table}
@@ -62,7 +89,7 @@ def twins_traced() -> Iterator[None]:
 
 
 def _rule(op: OpOverload, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """What functionalisation does with `op`: `instead`, or its own way where that says so."""
+    """Make functionalisation replace `op` by `instead`, unless that asks for the default."""
 
     def rule(mode: FunctionalTensorMode, *args: Any, **kwargs: Any) -> Any:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -85,7 +112,7 @@ def _inner(given: Any) -> Any:
 
 @lru_cache
 def _in_place_ops() -> tuple[OpOverload, ...]:
-    """Every op of aten that changes its first argument alone, by pointwise math or at random."""
+    """Every op of aten that changes only its first argument, by pointwise math or at random."""
     found = []
     for name in dir(aten):
         if not name.endswith("_") or name.startswith("_") or name.endswith("__"):
@@ -113,9 +140,10 @@ def _in_place_rule(op: OpOverload) -> Callable[..., Any]:
 
 
 def _strides_matter(op: OpOverload, x: FunctionalTensor, kwargs: dict[str, Any]) -> bool:
-    """Whether the functional form would give other results, or a tensor of other strides.
+    """Would the functional form give other results, or a tensor of other strides?
 
-    A view gets its strides back from its base; what `unsafe_chunk` returns is none to PyTorch.
+    A view gets its strides back from its base, but PyTorch does not treat the results of
+    `unsafe_chunk` as views.
     """
     if op in _MAKES_CONTIGUOUS:
         return not x.is_contiguous()

@@ -1,14 +1,14 @@
-"""Within `guarding` Dynamo checks at every call more of what it has read while it traced.
+"""Within `guarding` Dynamo checks at every call state that it otherwise takes for granted.
 
-By itself it takes for granted that
+By default Dynamo assumes that
 
-- a class still finds the functions under their names that were traced (`_finds`);
+- the lookup of a name in a class still finds the function that was traced (`_finds`);
 - no hooks of all modules were added or removed (`_same_hooks`);
 - a key or an attribute that was missing is still missing (`_missing_keys`, `_missing_names`);
-- `os.getenv` finds what it found.
+- `os.getenv` still returns what it returned.
 
-And it keeps what a `random.Random` has drawn, so a graph ends where one that was there before the
-call is asked (`_generators`).
+Dynamo also freezes the numbers drawn from a `random.Random`. So a graph ends where the code draws
+from a generator that existed before the call (`_generators`).
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def _finds() -> Iterator[None]:
 
 
 def _getenv(key: str, default: str | None = None) -> str | None:
-    """As `os.getenv`, in a module of which Dynamo guards what is read."""
+    """`os.getenv`, in a module whose reads Dynamo guards."""
     return os.environ.get(key, default)
 
 
 def _guard_lookups(frame: Any, kind: type, function: FunctionType) -> None:
-    """Check what the class, and the base class that has the function, find under its name."""
-    tracer = frame.output.current_tracer  # what an inner one has installed may be taken back
+    """Guard what the class, and the base class that defines the function, find under its name."""
+    tracer = frame.output.current_tracer  # guards of an inner tracer may be discarded
     done = tracer.__dict__.setdefault("overlapc_guarded", set())
     if (kind, function) in done:
         return
@@ -99,7 +99,7 @@ def _guard_lookups(frame: Any, kind: type, function: FunctionType) -> None:
 def _guard_lookup(frame: Any, owner: type, name: str) -> None:
     source: Source = AttrSource(_global(frame, owner), name)
     found = getattr(owner, name, None)
-    if isinstance(found, MethodType):  # of the class, and made anew each time
+    if isinstance(found, MethodType):  # a classmethod: each lookup makes a new object
         source = AttrSource(source, "__func__")
     elif not isinstance(found, FunctionType):
         return
@@ -145,7 +145,7 @@ def _missing_names() -> Iterator[None]:
         try:
             return get(self, frame, name)
         except ObservedAttributeError:
-            # A `__getattr__` of the user's was traced itself.
+            # Dynamo traces a `__getattr__` of the user's itself.
             asked = getattr(type(self.value), "__getattr__", None)
             if self.source and asked in (None, nn.Module.__getattr__):
                 install_guard(_missing(self.source, name))

@@ -1,7 +1,7 @@
-"""`without_identities` takes ops out of a joint graph that give what they are given.
+"""`without_identities` removes ops from a joint graph that return their input unchanged.
 
-A graph knows neither autograd nor callers, for whom `detach` and views of the same shape are there;
-and a collective of a group of one brings back what was sent. Every op counts when a plan is made.
+`detach` and views of the same shape matter only to autograd and to callers, which a graph does not
+have; a collective in a group of one returns its input. Fewer ops make planning faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_ONE = ("all_reduce.", "all_gather_into_tensor.", "reduce_scatter_tensor.", "
 
 
 def without_identities(joint: fx.GraphModule) -> None:
-    """Change the graph in place. Its results stay values of their own."""
+    """Change the graph in place. Its results stay separate values."""
     results = set(joint.graph.find_nodes(op="output")[0].all_input_nodes)
     for node in list(joint.graph.nodes):
         if node.op != "call_function" or node in results:
@@ -47,7 +47,7 @@ def without_identities(joint: fx.GraphModule) -> None:
 
 
 def _seen_through(node: fx.Node) -> None:
-    """A view of a view of what is contiguous is a view of that."""
+    """Replace a view of a view of a contiguous tensor by a view of that tensor."""
     while node.target in _SHAPES and node.args[0].target in _SHAPES:
         whole = node.args[0].args[0].meta.get("val")
         if not isinstance(whole, Tensor) or not whole.is_contiguous():

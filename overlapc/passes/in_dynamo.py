@@ -1,8 +1,8 @@
-"""Dynamo puts the raw collectives of `torch.distributed`, sync and async, into its graphs.
+"""Within `collectives_in_graphs` Dynamo keeps raw collectives of `torch.distributed` in its graphs.
 
-By itself Dynamo rewrites some synchronous collectives and breaks the graph at asynchronous ones.
-Within `collectives_in_graphs` it traces `_called` in the place of each. The two nodes that this
-leaves in its graph, `begun` and `landed`, AOTAutograd traces under `Raw`, as it would the calls.
+By default Dynamo rewrites some synchronous collectives and breaks the graph at asynchronous ones.
+Within the context it traces `_called` in the place of each call. That leaves two nodes in Dynamo's
+graph, `begun` and `landed`, which AOTAutograd traces under `Raw` as it would trace the calls.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _NAMES = {
     for here, name in [*zip(STARTS, STARTS, strict=True), *_OTHER_NAMES.items()]
     if hasattr(c10d, here)
 }
-# Collectives in a coalescing manager may add up in another order than one by one.
+# A coalescing manager may add up in another order than its collectives one by one.
 _REFUSED = {c10d._coalescing_manager, c10d.barrier, c10d.gather, c10d.reduce, c10d.scatter}
 _TAKEN = {*_NAMES, *_REFUSED}
 
 
 @torch._dynamo.allow_in_graph
 def begun(name: str, group: str, line: str, given: dict[str, Any]) -> Tensor:
-    """Start a collective; its flight goes with the tensor that this returns."""
+    """Start a collective; the returned tensor carries its flight."""
     members = c10d._resolve_process_group(group) if group else dist.group.WORLD
     raw = current()
     begin = start if raw is None else raw.start
@@ -55,7 +55,7 @@ def begun(name: str, group: str, line: str, given: dict[str, Any]) -> Tensor:
 
 @torch._dynamo.allow_in_graph
 def landed(result: Tensor) -> Tensor:
-    """Wait for a collective and write what it brings into its targets."""
+    """Wait for a collective and write its result into its targets."""
     flight: Flight = result.__dict__.pop("overlapc_flight")
     raw = current()
     if raw is None:
@@ -66,7 +66,7 @@ def landed(result: Tensor) -> Tensor:
 
 
 class Handle:
-    """What an asynchronous call returns in Dynamo's eyes."""
+    """What an asynchronous call returns while Dynamo traces."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -132,6 +132,6 @@ collectives_in_graphs = Shared(_rewriting)
 
 
 def _line() -> str:
-    """The line of the user's code that Dynamo is at."""
+    """The line of the user's code that Dynamo traces now."""
     frames = TracingContext.extract_stack()
     return f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""

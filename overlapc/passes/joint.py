@@ -1,9 +1,9 @@
 """`Traced` turns a Python function into joint graphs, through Dynamo.
 
 Dynamo traces the function as one graph. At every call it checks what the trace depends on, traces
-anew where that has changed, and repeats the function's side effects in Python. AOTAutograd makes
-the joint graph, and sees to mutated inputs, aliases and tensor subclasses around what runs in its
-place.
+again where that has changed, and repeats the function's Python side effects. AOTAutograd makes the
+joint graph. Its runtime handles mutated inputs, aliases and tensor subclasses around the code that
+runs in the graph's place.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from overlapc.passes.stand_in import Opaques
 from overlapc.passes.stubs import never, stubs
 from overlapc.passes.trace import Captured, trace_joint
 
-RECOMPILES = 64  # graphs of one function, from which on it is thought to change at every call
+RECOMPILES = 64  # after so many graphs a function is assumed to change at every call
 NO_GRADIENT = (
     "nothing that the model returns requires a gradient; expected a loss of parameters or inputs "
     "of which at least one requires one"
 )
 Run = Callable[[dict[str, Any]], Sequence[Any]]
-# Dynamo's settings that leave nothing unguarded: by default it assumes that hooks stay as they are.
+# Dynamo's settings that leave nothing unguarded: by default it assumes that hooks never change.
 GUARDS = {
     "skip_nnmodule_hook_guards": False,
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
-    "use_numpy_random_stream": True,  # and not torch's numbers in the place of numpy's
+    "use_numpy_random_stream": True,  # numpy's random numbers, not torch's in their place
 }
-_CONTEXT = "Developer debug context:"  # Dynamo's words for what it could not trace
+_CONTEXT = "Developer debug context:"  # marks the details in Dynamo's errors
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A tensor that gets a gradient. What a graph gives for it is a part of the gradient where
-    that is a tensor subclass: `whole` makes it."""
+    """A tensor that gets a gradient. If the gradient is a tensor subclass, a graph returns its
+    parts, and `whole` puts them together."""
 
     tensor: Tensor
     whole: Callable[[Tensor], Tensor] | None = None
@@ -71,8 +71,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Says which argument of Dynamo's graph gets a gradient. `meta` and the names of the inputs
-    that are the other parts of the gradient are there for tensor subclasses."""
+    """Says which argument of Dynamo's graph gets a gradient. For tensor subclasses it also has
+    `meta` and the names of the inputs that are the other parts."""
 
     place: int
     meta: Any = None
@@ -82,7 +82,7 @@ class Leaf:
         if self.meta is None:
             return Owner(flat[self.place])
         meta, parts = self.meta, [state.get(name) for name in self.parts]
-        before = [None] * meta.flat_tensor_start_idx  # of other gradients, which it does not read
+        before = [None] * meta.flat_tensor_start_idx  # other gradients, which it does not read
 
         def whole(gradient: Tensor) -> Tensor:
             inner = [gradient if part is None else part for part in parts]
@@ -98,42 +98,43 @@ class Joint:
 
     captured: Captured
     inputs: tuple[str, ...]
-    places: tuple[int, ...]  # of each input, among the arguments of Dynamo's graph
+    places: tuple[int, ...]  # by input: which argument of Dynamo's graph
     leaves: dict[str, Leaf]  # input -> what gets its gradient
     tangents: dict[str, Any]  # name -> descriptor
     results: dict[str, Any]  # `result0` -> descriptor
-    marks: tuple[int | None, ...]  # what `mark` said of each result of Dynamo's graph
-    arguments: Sequence[Any] = ()  # of Dynamo's graph; only while it is adopted
+    marks: tuple[int | None, ...]  # by result of Dynamo's graph: the number from `mark`
+    arguments: Sequence[Any] = ()  # of Dynamo's graph; set only during `adopt`
 
     def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
-        """Return what the parts of the graph read, from the arguments of one call."""
+        """Return the values that the parts of the graph read, from the arguments of one call."""
         state = dict(zip(self.inputs, inner, strict=True))
         owners = {owner_of(name): leaf.owner(flat, state) for name, leaf in self.leaves.items()}
         return state | owners
 
 
 def owner_of(name: str) -> str:
-    """Return the name under which a state has the owner of an input's gradient."""
+    """Return the name under which a state holds the owner of an input's gradient."""
     return f"owner_of_{name}"
 
 
 @contextlib.contextmanager
 def tracing(lines: list[str]) -> Iterator[None]:
-    """Within this, Dynamo traces collectives, and whole functions; guards all that it reads; and
-    what it meets that may be not as eager goes to `lines`."""
+    """Within this context Dynamo traces whole functions and their collectives, and guards all that
+    it reads. Lines that may differ from eager are added to `lines`."""
     with collectives_in_graphs, undivided, guarding, asked(lines):
         yield
 
 
 class Stop(Exception):
-    """Raised by what adopts a graph, or runs in its place, to end the call there."""
+    """`adopt`, or the code that runs in a graph's place, raises this to end the call."""
 
 
 class Traced:
-    """A function whose graphs are run by what `adopt` returns for each; `ran` tells whether the
-    last call ran one.
+    """A function whose graphs are replaced: for each, `adopt` returns the code to run. `ran` tells
+    whether the last call ran a graph.
 
-    What cannot be one graph is a CaptureError, with reason and place, and has run nothing.
+    A function that cannot be one graph raises a CaptureError with reason and place, before anything
+    has run.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Traced:
         self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
         self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
         self.ran = False
-        self.differences: list[str] = []  # lines whose trace may be not as eager
+        self.differences: list[str] = []  # lines whose trace may differ from eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.opaques.traced(lambda: self._called(*args, **kwargs))
@@ -226,14 +227,14 @@ class Traced:
 
 
 def _exported(stack: contextlib.ExitStack, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
-    """AOTAutograd's joint graph of a graph of Dynamo's."""
+    """Return AOTAutograd's joint graph of a graph of Dynamo's."""
     try:
         with Raw() as raw:
             exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
                 stack, graph, tuple(arguments)
             )
         raw.end()
-    except CaptureError as error:  # to which FX adds how it came to the op
+    except CaptureError as error:  # FX has added the path to the op
         raise CaptureError(error.reason, error.place) from None
     return exported
 
@@ -244,14 +245,15 @@ def _switched_off() -> bool:
 
 
 def _settings() -> dict[str, Any]:
-    """Dynamo's, so that it guards all it can, and does not fall silent."""
+    """Dynamo's settings: it guards all that it can, and raises errors instead of skipping."""
     return {
         **CAPTURE,
         **GUARDS,
-        "allow_unspec_int_on_nn_module": True,  # a counter is no reason to trace at every call
+        # a changing counter must not cause a trace at every call
+        "allow_unspec_int_on_nn_module": True,
         "recompile_limit": RECOMPILES,
         "accumulated_recompile_limit": RECOMPILES,
-        # Said once anyway, by libraries (transformers); other log messages are no part of a graph.
+        # Libraries (transformers) log these once; other log messages are no part of a graph.
         "ignore_logging_functions": dynamo_config.ignore_logging_functions | _said_once(),
     }
 
@@ -262,8 +264,8 @@ def _said_once() -> set[Any]:
 
 
 def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with code of its own: Dynamo keeps graphs, and what it has seen change, by
-    code and its name."""
+    """A copy of the function with its own code object: Dynamo keeps graphs, and values that it saw
+    change, by code object and name."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -273,18 +275,18 @@ def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reason(error: Exception) -> tuple[str, str]:
-    """What Dynamo could not trace, and the line of the user's code."""
+    """Extract what Dynamo could not trace, and the line of the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
     reason = ": ".join(part for part in (*lines[:1], *about[:1]) if part)
     frames = list(getattr(error, "real_stack", None) or ())
     frames = [frame for frame in frames if is_models(frame.filename)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
-    return re.sub(r" at 0x\w+", "", reason) or type(error).__name__, place  # alike on all ranks
+    return re.sub(r" at 0x\w+", "", reason) or type(error).__name__, place  # the same on all ranks
 
 
 def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """`make(tensor)`, which the joint graph's `marks` know by its number if it is a result."""
+    """Return `make(tensor)`. If it becomes a result, the joint graph's `marks` give its number."""
     with torch.fx.traceback.annotate({_MARK: number}):
         return make(tensor)
 
@@ -302,8 +304,8 @@ def _marks(graph: fx.GraphModule) -> tuple[int | None, ...]:
 
 
 def inner_places(joint: fx.GraphModule, static: Sequence[int]) -> tuple[int, ...]:
-    """Return which inputs of the joint graph are tensors of these arguments of Dynamo's graph: a
-    tensor subclass has several inputs."""
+    """Return which inputs of the joint graph belong to these arguments of Dynamo's graph: a tensor
+    subclass has several inputs."""
     known = set(static)
     inner = []
     for i, node in enumerate(primal_nodes(joint)):
@@ -386,8 +388,8 @@ def _leaves(
 
 
 def refuse_subclasses(arguments: Sequence[Any]) -> None:
-    """Raise for tensor subclasses that AOTAutograd does not take: those that do not name the
-    tensors they are made of."""
+    """Raise for tensor subclasses that AOTAutograd cannot take: those that do not name their inner
+    tensors."""
     for value in arguments:
         kind = type(value)
         if (
@@ -409,13 +411,13 @@ def is_gradient(node: Any) -> bool:
 
 
 def _metas(exported: Any) -> Sequence[Any]:
-    """How gradients that are tensor subclasses are made of their parts."""
+    """How gradients that are tensor subclasses are put together from their parts."""
     metas = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
     return () if metas is None else metas.grad_input_metas or ()
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
-    """Return the joint graph of a call, which is not run."""
+    """Return the joint graph of a call, without running it."""
     joints: list[Joint] = []
 
     def adopt(joint: Joint) -> Run:

@@ -1,7 +1,7 @@
-"""Say what a node of a joint graph is: an input of which kind, a collective's start or wait,
-random, of which group and module.
+"""Functions that classify a node of a joint graph: which kind of input, a collective's start or
+wait, random, of which group and module.
 
-`signature_of` is a node's work as text, the same on every rank.
+`signature_of` writes a node's work as text, the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from overlapc.passes.storages import tensors_of
 
 
 def is_primal(node: fx.Node) -> bool:
-    """Is it an input of the model? AOTAutograd tells by the name."""
+    """Is the node an input of the model? AOTAutograd says so by its name."""
     return node.op == "placeholder" and "primals" in str(node.target)
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Is it the gradient of a result, which comes in? AOTAutograd tells by the name."""
+    """Is the node an incoming gradient of a result? AOTAutograd says so by its name."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
@@ -68,26 +68,26 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Does it draw from the default generator, itself or in a subgraph it runs?"""
+    """Does the node draw from the default generator, itself or in a subgraph that it runs?"""
     seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return seeded or any(is_random(inner) for inner in _inner_nodes(node))
 
 
 def is_recomputable(node: fx.Node) -> bool:
-    """May this op run a second time? Not if it mutates, if it makes numbers rather than tensors,
-    or if it draws random numbers inside, where PyTorch cannot make it draw the same again.
-    (Nor if it reads what has been mutated since: see `changed_inputs`.)"""
+    """May this op run a second time? Not if it mutates, if it makes numbers rather than tensors, or
+    if it draws random numbers in a subgraph, where PyTorch cannot repeat the draw. (Nor if an input
+    has been mutated since: see `changed_inputs`.)"""
     if is_sym_node(node) or not tensors_of(node.meta.get("val")):
         return False
     inner = list(_inner_nodes(node))
-    # The states that PyTorch keeps for random ops are of a device that their arguments name.
+    # PyTorch keeps the states of random ops for the device that their arguments name.
     if any(is_random(n) for n in inner) or "opaque_forward_random" in str(node.target):
         return False
     return not any(_is_mutable(n) for n in (node, *inner))
 
 
 def is_folded_getitem(node: fx.Node) -> bool:
-    """A getitem that names one output of a multi-output op."""
+    """Is the node a getitem that names one output of a multi-output op?"""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -105,8 +105,8 @@ def group_of(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the innermost module that the op is of, or whose gradient it makes; "" where that is
-    the model itself or not known."""
+    """Return the innermost module that the op belongs to, or whose gradient it makes; "" for the
+    model itself or if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
@@ -126,7 +126,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of the graphs that a higher-order op, such as `cond`, is given to run."""
+    """The nodes of the subgraphs that a higher-order op, such as `cond`, runs."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         for given in node.all_input_nodes:
             if given.op == "get_attr":
@@ -136,9 +136,9 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def signature_of(node: fx.Node, symbols: dict[str, str]) -> str:
-    """Write a node's target, and dtype and shape of what enters and leaves, as text. Numbers among
-    the arguments are left out: they may differ from rank to rank (a slice by rank) where the work
-    does not."""
+    """Write a node's target, and the dtypes and shapes of its inputs and outputs, as text. Numbers
+    among the arguments are left out: they may differ from rank to rank (a slice by rank) although
+    the work is the same."""
     given = " ".join(
         _describe(n.meta.get("val"), symbols) for n in node.all_input_nodes if "val" in n.meta
     )
@@ -160,7 +160,7 @@ def _describe(val: Any, symbols: dict[str, str]) -> str:
 
 
 def _dimension(size: Any, symbols: dict[str, str]) -> str:
-    """Symbols are renamed in order of appearance, so that every rank writes them alike."""
+    """Rename symbols in order of appearance, so that every rank writes them the same way."""
     if isinstance(size, int):
         return str(size)
     expr = size.node.expr

@@ -1,13 +1,13 @@
-"""A module that no trace enters becomes one op of the graph, with a handle: `called`.
+"""`called` makes a module that cannot be traced one op of the graph, with a handle.
 
 An opaque module runs as eager runs it, with its own kernels and its own autograd. In a graph its
-forward is `overlapc::opaque_forward`, which gives results and a *handle* that owns what its
-autograd keeps; its backward is `overlapc::opaque_backward`, which reads the handle. To a plan the
-handle is a value like any other, with the bytes that autograd keeps: saved, or made again by
-running the forward again.
+forward is `overlapc::opaque_forward`, which returns results and a *handle* that owns what autograd
+keeps; its backward is `overlapc::opaque_backward`, which reads the handle. To a plan the handle is
+a value like any other, with the size of what autograd keeps: it is saved, or recomputed by running
+the forward again.
 
-What comes out of a module, and what it keeps, is learned by running it once on made-up inputs. One
-that changes its own state is not taken, for it might run twice.
+The module runs once on made-up inputs, to learn what it returns and keeps. A module that changes
+its own state is refused, since it might run twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from overlapc.errors import CaptureError, OverlapcError
 
-# Off while an op runs, on where its module runs.
+# These are off while an op runs, but on where its module runs.
 _AUTOGRAD = (
     DispatchKey.AutogradCPU,
     DispatchKey.AutogradCUDA,
@@ -44,8 +44,8 @@ _numbers = itertools.count()
 
 @dataclass
 class Graph:
-    """What a forward leaves for its backward: ends of its graph, and inputs that may get a
-    gradient."""
+    """What a forward keeps for its backward: the results at the ends of its autograd graph, and the
+    inputs that may get a gradient."""
 
     results: list[Any]  # None where one requires no gradient
     inputs: list[Tensor]
@@ -53,13 +53,13 @@ class Graph:
 
 @dataclass
 class Learned:
-    """What came out of a module when it ran on noise; tensors are on the meta device."""
+    """What a module returned when it ran on noise; tensors are on the meta device."""
 
     spec: TreeSpec
     leaves: list[Any]
     gradients: list[Tensor | None]  # of the inputs
-    held_bytes: int  # that autograd keeps, beside parameters
-    draws: bool  # random numbers
+    held_bytes: int  # bytes that autograd keeps, without parameters
+    draws: bool  # does it draw random numbers?
 
     @property
     def results(self) -> list[Tensor]:
@@ -73,7 +73,7 @@ class Learned:
 
 @dataclass(eq=False)
 class Call:
-    """A way in which a module is called: on which tensors, and how they and the rest are its
+    """A way in which a module is called: on which tensors, and how these and other values form its
     arguments. The tensors are those of the arguments, then the parameters called `names`."""
 
     module: weakref.ref[nn.Module]
@@ -95,8 +95,8 @@ class Call:
     def run(
         self, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor] | None = None
     ) -> tuple[Any, list[Tensor]]:
-        """Call the module on leaves with these values; gives what it gives, and the leaves.
-        `lasting` are its parameters and buffers, where a trace has put others into it."""
+        """Call the module on leaves with these values; return its results and the leaves. `lasting`
+        are its parameters and buffers, while a trace has put others into it."""
         module = self.module()
         assert module is not None, "the module of an opaque op is gone"
         pairs = zip(tensors, self.needs, strict=True)
@@ -117,7 +117,7 @@ class Call:
 
 @dataclass(eq=False)
 class Opaque:
-    """A call and what is known of it; the module's own for as long as that lives."""
+    """A call and what was learned of it; the module keeps it alive."""
 
     call: Call
     learned: Learned
@@ -192,7 +192,7 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, each with memory of its own, as the results of an op must be."""
+    """Return the tensors, each with its own memory, as an op's results must have."""
     taken = {tensor.untyped_storage()._cdata for tensor in given}
     apart = []
     for tensor in made:
@@ -204,7 +204,7 @@ def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
-    """Run what follows as outside of an op: autograd is on, and no mode."""
+    """Run the block as if outside of an op: with autograd, and without modes."""
     include = torch._C._dispatch_tls_local_include_set().add(DispatchKey.ADInplaceOrView)
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
@@ -234,7 +234,7 @@ _backward_op = _define("opaque_backward", _BACKWARD, _backward, _backward_like)
 
 
 class _Traced(torch.autograd.Function):
-    """The ops of one call, under autograd."""
+    """The autograd Function of one call, which runs its two ops."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -297,7 +297,7 @@ def _learned(call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor
 
 @contextlib.contextmanager
 def _hooked(keep: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """See what autograd keeps, though a trace is under way, where hooks are ignored."""
+    """Call `keep` for what autograd keeps, also during a trace, which ignores hooks."""
     tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -307,7 +307,7 @@ def _hooked(keep: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def _gradients_of_ones(leaves: Sequence[Any], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of those inputs that may get one."""
+    """The gradients of the inputs that may get one."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not results:
@@ -337,7 +337,7 @@ def _made_up(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module, lasting: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse a module that the block changes, and change it back."""
+    """Refuse a module whose state changes in the block, and restore that state."""
     attributes = {each: dict(vars(each)) for each in module.modules()}
     versions = [(tensor, tensor._version) for tensor in lasting.values()]
     yield
@@ -362,8 +362,8 @@ def called(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """In the place of a module's forward while it is traced. `lasting` are its parameters and
-    buffers, `named` the traced tensors in the place of its parameters."""
+    """Runs in the place of a module's forward while it is traced. `lasting` are its parameters and
+    buffers; `named` are the traced tensors that replace its parameters."""
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [*(leaves[place] for place in places), *named.values()]

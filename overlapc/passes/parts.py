@@ -1,14 +1,14 @@
-"""`cut` cuts a planned training step into parts that hand on their state explicitly.
+"""`cut` cuts a planned training step into parts that pass their state on explicitly.
 
     forward    inputs -> results, saved values            F
     backward   saved values, tangents -> gradients        R, I and W
     merged     both, of two microbatches, in one order; `join` makes it, and that of slices
-    pieces     the backward in three: what it makes again needs no tangents, and what only
-               weight gradients need can wait
+    pieces     the backward in three: R (recompute) needs no tangents, and W (only for weight
+               gradients) can wait
 
-A part takes and gives values by name: an input of the joint graph by its node's name, a result
-as `result0`, a gradient as `gradient3` (of the input at that place), a saved value by its node's
-name. What a parameter's gradient is added to is its owner, `owner_of_` the input's name.
+A part takes and returns values by name: an input of the joint graph by its node's name, a result as
+`result0`, a gradient as `gradient3` (of the input at that place), a saved value by its node's name.
+A parameter's gradient is added to its owner, named `owner_of_` and the input's name.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Deliver = Callable[[Sequence[Any], Tensor, bool], None]  # as `accumulate`; a mo
 
 @dataclass
 class Part:
-    """A graph with the names of what goes in and comes out, in order. `names` says what op of
-    the trace a node is, as a plan writes it: `R:` where the op runs again."""
+    """A graph with the names of its inputs and outputs, in order. `names` maps nodes to issues of
+    the plan: `R:` for recompute."""
 
     module: fx.GraphModule
     takes: tuple[str, ...]
@@ -45,8 +45,9 @@ class Part:
     names: dict[fx.Node, str]
 
     def run(self, shared: Mapping[str, Any], *states: MutableMapping[str, Any]) -> None:
-        """Run the part on what all microbatches share and on the state of each microbatch, which it
-        changes: what is taken goes, what is given comes."""
+        """Run the part on the values that all microbatches share and on the state of each
+        microbatch. The part removes the values that it takes from a state, and adds those that it
+        returns."""
         given = []
         for name in self.takes:
             which, _, key = name.rpartition(":")
@@ -67,19 +68,19 @@ class Parts:
     actions: Mapping[str, str]  # issue of the backward -> the action it is part of
 
     def merged(self, plan: Plan) -> Part:
-        """Join the forward of one microbatch and the backward of another as one graph in the order
+        """Join the forward of one microbatch and the backward of another to one graph in the order
         of `plan`; the first state is the forward's, the second the backward's."""
         return join((self.forward, self.backward), plan.order)
 
     def pieces(self) -> dict[str, Part]:
-        """Cut the backward into R, I and W: three parts that run in this order, at any time. (What
-        the last recompute and the first input gradient both read, R gives back.)"""
+        """Cut the backward into R, I and W: three parts that run in this order, at any time. (R
+        returns the values that both it and I read.)"""
         turns = self._turns()
         return {letter: _piece(self.backward, turns, letter) for letter in _TURNS}
 
     def _turns(self) -> dict[fx.Node, int]:
-        """Node of the backward -> whose turn it is in. What is no op of its own goes with the
-        first that reads it."""
+        """Node of the backward -> its action. A node that is no op of the trace goes with its first
+        reader."""
         turn_of: dict[fx.Node, int] = {}
         for node in reversed(self.backward.module.graph.nodes):
             if node.op in ("placeholder", "output"):
@@ -99,8 +100,8 @@ _TURNS = {letter: turn for turn, letter in enumerate(TURNS)}
 def join(
     parts: Sequence[Part], order: Sequence[str], named: Callable[[str, int], str] = lambda n, _: n
 ) -> Part:
-    """Join parts, each of a microbatch or slice of its own, as one graph in the order. A state for
-    each of them is what it runs on; `named` says how the order calls an issue of the i-th part."""
+    """Join parts of different microbatches or slices to one graph in the order. The graph runs on a
+    state for each part; `named` gives the order's name of an issue of the i-th part."""
     graph = fx.Graph()
     names: dict[fx.Node, str] = {}
     takes: list[str] = []
@@ -110,7 +111,7 @@ def join(
     for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
         for node in part.module.graph.find_nodes(op="placeholder"):
             copy[node] = graph.node_copy(node)
-            # All have the parameters; under one name nothing would be freed before the end.
+            # All parts read the parameters; one shared name would keep values until the end.
             copy[node].target = copy[node].name
         takes += [f"{which}:{name}" for name in part.takes]
         gives += [f"{which}:{name}" for name in part.gives]
@@ -144,7 +145,7 @@ def _piece(backward: Part, turns: Mapping[fx.Node, int], letter: str) -> Part:
                 copy[other] = graph.placeholder(other.name)
                 copy[other].target = copy[other].name
     handed_on = [n for n in results if n.op == "placeholder" and letter == "I" and n not in copy]
-    for node in dict.fromkeys(handed_on):  # an incoming gradient that is a result as it is
+    for node in dict.fromkeys(handed_on):  # an incoming gradient that is returned unchanged
         copy[node] = graph.placeholder(node.name)
     takes = [outside.get(node, node.name) for node in copy]
     for node in mine:
@@ -175,8 +176,8 @@ def _attributes(parts: Iterable[Part]) -> torch.nn.Module:
 
 def cut(captured: Captured, plan: Plan, deliver: Deliver | None = None) -> Parts:
     """Return the parts of a captured graph under a plan that passed `check`. `deliver` adds
-    gradients of parameters to their owners' as soon as they are there; others are given."""
-    # One generator state a draw, as a tensor, wherever the generator lives.
+    parameters' gradients to their owners as soon as they are made; other gradients are returned."""
+    # One generator state for each draw, as a tensor, on any device.
     with functorch_config.patch(graphsafe_rng_functionalization=False):
         emitted = emit(captured, plan)
     forward = _forward(captured, emitted)
@@ -187,8 +188,9 @@ def cut(captured: Captured, plan: Plan, deliver: Deliver | None = None) -> Parts
 
 
 def accumulate(owners: Sequence[Owner], gradient: Tensor, owned: bool = False) -> None:
-    """Add a gradient to those of its owners, as autograd does: the first becomes `.grad`, itself
-    if nobody else has it (`owned`) and it is laid out alike, else a copy."""
+    """Add a gradient to `.grad` of its owners, as autograd does. The first gradient becomes
+    `.grad`: the tensor itself if nobody else holds it (`owned`) and its layout is that of the
+    parameter, else a copy."""
     with torch.no_grad():
         for owner in owners:
             tensor = owner.tensor
@@ -212,8 +214,7 @@ def accumulate(owners: Sequence[Owner], gradient: Tensor, owned: bool = False) -
 
 
 def parameter_gradients(captured: Captured) -> dict[str, list[str]]:
-    """Return, by gradient, the inputs whose gradient it is (parameters all), by the names of
-    nodes."""
+    """Map each gradient to the inputs (parameters) whose gradient it is, by the names of nodes."""
     static = set(captured.static_inputs)
     inputs = primal_nodes(captured.joint)
     inputs_of: dict[str, list[str]] = {}
@@ -247,7 +248,7 @@ def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str], delive
     }
     placeholders = graph.find_nodes(op="placeholder")
     _check_unchanged(captured, [node.name for node in placeholders])
-    # Generator states have a name of their own in each graph, but the same order.
+    # Each graph names generator states differently, but in the same order.
     here = {node.name for node in placeholders}
     states = iter([name for name in saved if name not in here])
     takes = []
@@ -289,7 +290,7 @@ def _backward(captured: Captured, emitted: Emitted, saved: Sequence[str], delive
 
 
 def _has_one_reader(node: fx.Node) -> bool:
-    """Does nothing but the output read the value, or what it may be a view of?"""
+    """Is the output the only reader of the value, and of what the value may be a view of?"""
     while len(node.users) == 1 and node.op == "call_function":
         if is_folded_getitem(node):
             return not may_alias(node.all_input_nodes[0])
@@ -300,7 +301,7 @@ def _has_one_reader(node: fx.Node) -> bool:
 
 
 def _check_unchanged(captured: Captured, saved: Sequence[str]) -> None:
-    """What the backward reads must not be changed by the forward of a later microbatch."""
+    """Refuse graphs in which the forward of a later microbatch changes what a backward reads."""
     wrong = sorted(set(saved) & changed_inputs(captured.joint))
     if wrong:
         raise CaptureError(
@@ -314,7 +315,8 @@ def _of(emitted: Emitted, module: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _ordered(module: fx.GraphModule, order: Sequence[str], names: Mapping[fx.Node, str]) -> None:
-    """Put the graph into the order; what is not an op of the trace gets a name nobody plans."""
+    """Put the graph into the order; nodes that are no op of the trace get names outside of the
+    plan."""
     all_names = {node: names.get(node, f"#{i}") for i, node in enumerate(module.graph.nodes)}
     reorder(module, order, all_names)
     verify(module, order, names)

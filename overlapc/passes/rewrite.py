@@ -1,7 +1,7 @@
 """`rewrite` turns a captured graph and a plan into forward and backward FX graphs.
 
-The saved set is given to AOTAutograd's own partitioner as recompute tags, so that RNG states,
-symbolic sizes and aliasing stay PyTorch's business; what is ours is the order of both graphs.
+AOTAutograd's own partitioner gets the saved set as recompute tags, so PyTorch handles RNG states,
+symbolic sizes and aliasing. `rewrite` then orders both graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rewrite(
 
 @dataclass
 class Emitted:
-    """Both graphs, and which op of the trace each of their nodes is."""
+    """Both graphs, with the op of the trace for each of their nodes."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -56,7 +56,7 @@ class Emitted:
 def emit(
     captured: Captured, plan: Plan, joint_inputs: Any = None, **partition_options: Any
 ) -> Emitted:
-    """Do as `rewrite`, and tell which node is which op."""
+    """Do what `rewrite` does, and also say which node is which op."""
     _name_outputs(captured.joint)
     _tag(captured, plan)
     options = {"num_fwd_outputs": captured.num_fwd_outputs, **partition_options}
@@ -67,7 +67,7 @@ def emit(
         forward, backward = default_partition(captured.joint, joint_inputs, **options)
     _drop_backward(captured, forward)
     _objects_behind_states(forward, backward, options["num_fwd_outputs"])
-    # The partitioner keeps every seeded op it might need; what nothing reads must not run.
+    # The partitioner keeps every seeded op that it might need; unread ones must not run.
     backward.graph.eliminate_dead_code(
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
@@ -90,8 +90,8 @@ def emit(
 
 
 def _fake_mode(joint: fx.GraphModule) -> AbstractContextManager[Any]:
-    """The mode the graph was traced in, for whom it is no longer on: the partitioner makes up a
-    random state for what it recomputes."""
+    """The fake mode that the graph was traced in, or a null context if it is on: the partitioner
+    makes up a random state for recompute."""
     if detect_fake_mode() is None:
         for node in joint.graph.nodes:
             val = node.meta.get("val")
@@ -101,15 +101,15 @@ def _fake_mode(joint: fx.GraphModule) -> AbstractContextManager[Any]:
 
 
 def _changes(captured: Captured, plan: Plan) -> str:
-    """What the plan changes in the order of the graph as it was traced."""
+    """Show what the plan changes in the traced order of the graph."""
     traced = [op.name for op in captured.trace.ops]
     lines = difflib.unified_diff(traced, plan.order, "traced", "planned", lineterm="", n=0)
     return "\n".join(lines) or "the plan changes nothing"
 
 
 def _name_outputs(joint: fx.GraphModule) -> None:
-    """The partitioner knows an op of several outputs by its getitems. One that stays only because
-    it draws random numbers has none, and gets one."""
+    """Give a getitem to every multi-output op without one: the partitioner identifies such ops by
+    their getitems, and an op kept only for its random draw has none."""
     for node in joint.graph.nodes:
         val = node.meta.get("val")
         if node.op == "call_function" and isinstance(val, (tuple, list)) and not node.users:
@@ -135,8 +135,8 @@ def _tag(captured: Captured, plan: Plan) -> None:
 
 
 def _drop_backward(captured: Captured, forward: fx.GraphModule) -> None:
-    """Erase what the partitioner leaves of the backward in the forward: it takes collectives for
-    needed, and where a gradient begins with a constant, they can be computed in the forward."""
+    """Erase backward ops that the partitioner leaves in the forward: it regards collectives as
+    needed, and the forward can compute them where a gradient begins with a constant."""
     ops = captured.trace.op
     for node in reversed(list(forward.graph.nodes)):
         maker = node.args[0].name if is_folded_getitem(node) else node.name
@@ -147,8 +147,9 @@ def _drop_backward(captured: Captured, forward: fx.GraphModule) -> None:
 def _objects_behind_states(
     forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int
 ) -> None:
-    """Among what is saved AOTAutograd wants tensors, then objects (DTensor's meshes), then sizes.
-    RNG functionalisation breaks that: it puts its states, which are tensors, behind objects."""
+    """Move saved objects behind generator states. AOTAutograd expects saved tensors first, then
+    objects (DTensor's meshes), then sizes, but RNG functionalisation puts its states, which are
+    tensors, behind objects."""
     output = forward.graph.find_nodes(op="output")[0]
     saved = output.args[0][num_fwd_outputs:]
     objects = [
@@ -169,9 +170,9 @@ def _objects_behind_states(
 
 
 def _origin(captured: Captured, module: fx.GraphModule, plan: Plan) -> dict[fx.Node, str]:
-    """Node of the forward or backward graph -> op of the trace. Nodes keep their names, save
-    random ops that are recomputed: RNG functionalisation replaces these in both graphs, in the
-    order of the joint graph."""
+    """Node of the forward or backward graph -> op of the trace. Nodes keep their names, except
+    recomputed random ops: RNG functionalisation replaces these in both graphs, in the order of the
+    joint graph."""
     nodes = list(module.graph.nodes)
     names = {node: node.name for node in nodes if node.name in captured.trace.op}
     present = {node.name for node in nodes}
@@ -192,8 +193,9 @@ def _origin(captured: Captured, module: fx.GraphModule, plan: Plan) -> dict[fx.N
 
 
 def _rng_position(node: fx.Node) -> int:
-    """Where a random op is handed its state, the states are placeholders numbered in the order of
-    the joint graph; where it saves its own, the graph still is in that order."""
+    """The sort key that gives replaced random ops the order of the joint graph. An op that receives
+    its state has a placeholder numbered in that order; ops that save their state are still in that
+    order."""
     placeholders = node.graph.find_nodes(op="placeholder")
     states = [n for n in node.all_input_nodes if n in placeholders and "rng_state" in str(n.target)]
     return min((placeholders.index(state) for state in states), default=0)
@@ -204,8 +206,8 @@ def reorder(
 ) -> None:
     """Put the graph's nodes into the given order of op names, in place, and box it.
 
-    A node the order does not name (sizes, getitems, RNG plumbing) goes right before its first
-    user; a getitem right after what it takes from. Names the graph lacks are passed over.
+    A node that the order does not name (sizes, getitems, RNG plumbing) goes right before its first
+    user; a getitem right after its source. Names that the graph lacks are skipped.
     """
     graph = module.graph
     by_name = {(names or {}).get(node, node.name): node for node in graph.nodes}
@@ -226,7 +228,7 @@ def reorder(
             stack.pop()
             placed[top] = None
             for user in top.users:
-                # At once: a tuple keeps all of its tensors alive until the last is taken.
+                # All getitems at once: a tuple keeps its tensors alive until the last is taken.
                 if user.target is operator.getitem and user not in placed:
                     stack.append(user)
 
@@ -242,12 +244,13 @@ def reorder(
     graph.set_codegen(_BoxedCodeGen())
     graph.lint()
     module.recompile()
-    if not getattr(module, "_boxed_call", False):  # older releases do not infer it
+    if not getattr(module, "_boxed_call", False):  # older releases do not set it
         module._boxed_call = True  # type: ignore[assignment]
 
 
 def verify(module: fx.GraphModule, planned: Sequence[str], names: Mapping[fx.Node, str]) -> None:
-    """Raise unless the emitted graph issues what the plan says, in its order, save dead code."""
+    """Raise unless the emitted graph issues the plan's ops in the plan's order, except dead
+    code."""
     emitted = [names[n] for n in module.graph.nodes if n in names and n.op == "call_function"]
     alive = set(emitted)
     expected = [name for name in planned if name in alive]
@@ -259,7 +262,7 @@ def verify(module: fx.GraphModule, planned: Sequence[str], names: Mapping[fx.Nod
 def _verify_saved(
     captured: Captured, plan: Plan, backward: fx.GraphModule, names: Mapping[fx.Node, str]
 ) -> None:
-    """The backward recomputes nothing that the plan saves."""
+    """Raise if the backward recomputes anything that the plan saves."""
     recomputed = frozenset(plan.recomputed)
     issued = [n for n in backward.graph.nodes if n in names and n.op == "call_function"]
     for name in [names[node] for node in issued]:

@@ -1,10 +1,10 @@
-"""`weight_grads` finds the backward nodes that only make weight gradients (W), by dependency alone;
-the others lie on the way to earlier layers (I).
+"""`weight_grads` finds the backward nodes that serve weight gradients alone (W), by dependency; all
+others lead to earlier layers (I).
 
-A backward node is W when all it reaches is the gradient of one parameter module and no gradient
-of an input. Where a stage has no input gradient (its inputs are token ids) the rule still
-holds: a node that reaches the gradients of two modules carries the chain, so it is I. A
-parameter used twice is one parameter: the sum of its two gradients is W.
+A backward node is W if it reaches only the gradient of one parameter module and no gradient of an
+input. The rule also works for a stage without input gradients (its inputs are token ids): a node
+that reaches the gradients of two modules is part of the chain, so it is I. A parameter used twice
+is one parameter: the sum of its two gradients is W.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def weight_grads(
 
 
 def _modules(parameters: list[fx.Node], forward: set[fx.Node]) -> dict[fx.Node, int]:
-    """Parameters that enter one forward op together (weight and bias) are one module."""
+    """Group parameters: those that enter one forward op together (weight and bias) are one
+    module."""
     home: dict[fx.Node, int] = {}
     owner: dict[fx.Node, int] = {}
     for index, parameter in enumerate(parameters):

@@ -1,4 +1,4 @@
-"""`Shared` makes a change to what belongs to the whole process while any thread asks for it."""
+"""`Shared` makes a process-wide change while any thread needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Shared:
-    """A change that the first to enter makes and the last to leave takes back, in all threads."""
+    """A change that the first thread to enter makes, and the last to leave undoes."""
 
     def __init__(self, change: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._change = change
@@ -32,7 +32,7 @@ class Shared:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[Any]:
-    """Set an attribute of a module or a class for a while; gives what it was."""
+    """Set an attribute of a module or a class for a while; yields the old value."""
     old = vars(owner)[name]
     setattr(owner, name, new)
     try:

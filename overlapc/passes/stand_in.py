@@ -1,7 +1,7 @@
-"""Modules that a trace cannot enter are found and made opaque: `Opaques`.
+"""`Opaques` finds the modules that cannot be traced, and makes them opaque.
 
-A trace that fails tells where. The innermost module that was running then gets another `forward`
-while the model is traced again: one that calls it as an opaque op.
+When a trace fails, the innermost module that was running gets another `forward`, which calls the
+module as an opaque op, and the model is traced again.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ T = TypeVar("T")
 Forward = Callable[..., Any]
 Attributes = list[tuple[dict[str, Any], str, Tensor]]  # owner, name, tensor
 
-# What depends on values does not do on noise what it does on data.
+# Code that depends on values may behave differently on noise and on data.
 _OF_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
-# Dynamo's words for functions that it knows nothing of; at what else it stops is the model's code.
+# Dynamo's words for functions unknown to it; everything else that stops it is the model's code.
 _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
 _numbers = itertools.count()
-# By number, while they stand in: the module, its forward, that as a function of the module, its
-# parameters and buffers, and what its modules have as plain attributes.
+# By number, during a trace: the module, its forward, that forward as a function of the module, its
+# parameters and buffers, and the plain attributes of its modules.
 _standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor], Attributes]] = {}
 
 
@@ -56,7 +56,7 @@ def _entered(number: int, named: dict[str, Tensor], args: Any, kwargs: Any) -> A
 
 
 class Opaques:
-    """The modules of a model that no trace could enter, and why."""
+    """The modules of a model that could not be traced, and the reasons."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -64,8 +64,8 @@ class Opaques:
         self.reasons: list[str] = []
 
     def traced(self, trace: Callable[[], T]) -> T:
-        """What `trace` gives, which traces the model. A module that it cannot enter is opaque from
-        then on."""
+        """Return what `trace` returns, which traces the model. A module that cannot be traced is
+        opaque from then on."""
         before = len(self.reasons)
         while True:
             try:
@@ -144,7 +144,7 @@ def placed(attributes: Attributes) -> Iterator[None]:
 
 def _entered_last(model: nn.Module, error: CaptureError) -> list[nn.Module]:
     """The innermost module that was running when the error came up, if it is a small part of the
-    model. Dynamo tells only its code, which several may have."""
+    model. From Dynamo only its code is known, which several modules may share."""
     foreign = not _by_dynamo(error) or any(words in error.reason for words in _FOREIGN)
     if isinstance(error.__cause__, _OF_VALUES) or not foreign:
         return []

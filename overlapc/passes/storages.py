@@ -1,4 +1,4 @@
-"""These functions say how many bytes a value takes, and which values share a storage."""
+"""Functions that say how many bytes a value takes, and which values share a storage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-UNBACKED_HINT = 8192  # elements along a dimension of which nothing is known
+UNBACKED_HINT = 8192  # assumed elements along a dimension of unknown size
 
 
 def storage_bytes(val: Any) -> int:
@@ -33,7 +33,7 @@ def hint(size: Any) -> int:
     expr = node.expr
     known = {s: UNBACKED_HINT for s in expr.free_symbols}
     examples = getattr(node.shape_env, "backed_var_to_val", None)
-    if examples is None:  # as older releases call it
+    if examples is None:  # its name in older releases
         examples = node.shape_env.var_to_val
     known |= {s: int(examples[s]) for s in expr.free_symbols if s in examples}
     return max(0, int(expr.xreplace(known)))
@@ -48,13 +48,14 @@ def aliases(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op's kernel hands back its input's storage though its schema may not say so."""
+    """Does the op's kernel return its input's storage, although its schema may not say so?"""
     name = str(node.target)
     return name.startswith(("aten._unsafe_view.", "aten._reshape_alias.", "aten.detach."))
 
 
 def same_storage(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values that an aliasing op joins share a storage: fake tensors do as real."""
+    """Do two values that an aliasing op joins share a storage? Fake tensors share as real ones
+    do."""
     mine, theirs = tensors_of(a.meta.get("val")), tensors_of(b.meta.get("val"))
     if not mine or not theirs:
         return False

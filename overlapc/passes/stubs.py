@@ -1,7 +1,7 @@
-"""`stubs` stand for a forward and a backward that somebody else runs.
+"""`stubs` are placeholders of a forward and a backward that other code runs.
 
-AOTAutograd builds what it does around a graph (mutated inputs, aliases, tensor subclasses) by that
-graph's ends.
+AOTAutograd builds its runtime around a graph (mutated inputs, aliases, tensor subclasses) from that
+graph's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from overlapc.passes.trace import Captured
 
 
 def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """For AOTAutograd, which builds what it does around a graph by that graph's ends: a forward
-    that saves nothing, and a backward with no gradients. Neither is ever run."""
+    """Return a forward that saves nothing and a backward without gradients, with the inputs and
+    outputs of the captured graph. Neither ever runs."""
     joint, count = captured.joint, captured.num_fwd_outputs
     results = joint.graph.find_nodes(op="output")[0]
     placeholders = joint.graph.find_nodes(op="placeholder")
@@ -38,7 +38,7 @@ def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def never(*_: Any) -> Any:
-    """The backward is the owner's own; autograd does not know it."""
+    """Never called: the caller runs the backward itself, without autograd."""
 
     def backward(_given: list[Any]) -> Any:
         raise OverlapcError(

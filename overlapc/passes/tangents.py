@@ -1,10 +1,10 @@
-"""Gradients of a graph's results come with strides that nobody knows when its backward is traced.
+"""Incoming gradients may have other strides than those with which a backward was traced.
 
-AOTAutograd guesses those of the result, and copies a gradient that has others. So the sums of such
-a backward may be in another order than eager's. And where elements of a result share memory, as
-those of `unfold`, there is no room for a gradient. Within `as_they_come` it hands on what comes.
-`given` takes that as it is, where ops and their order are the same for these strides; elsewhere it
-copies, too, and says so.
+AOTAutograd guesses that a gradient has the strides of its result, and copies a gradient that has
+others. So such a backward may sum in another order than eager's. And if elements of a result share
+memory, as those of `unfold`, a gradient with its strides has too little room. Within `as_they_come`
+AOTAutograd passes gradients on uncopied. `given` then runs the backward on them if the traced ops
+and their order are the same for these strides; else it copies, too, and reports that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from overlapc.passes.nodes import is_tangent
 from overlapc.passes.shared_changes import Shared, replaced
 
 aten = torch.ops.aten
-# Ops whose backward formulas hand on gradients as they lie; others may ask for a copy of another
-# layout first, which a trace does not show where it was needless.
+# Ops whose backward formulas take gradients of any strides. Other formulas may first make a copy of
+# another layout; a trace in which the copy was not needed does not show it.
 _AS_THEY_LIE = {
     *(aten.mm.default, aten.bmm.default, aten.sum.default, aten.sum.dim_IntList),
     *(aten.view.default, aten._unsafe_view.default, aten.clone.default, aten.detach.default),
@@ -39,7 +39,7 @@ _AS_THEY_LIE = {
     *(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default),
     *(aten.native_layer_norm_backward.default, aten.embedding_dense_backward.default),
 }
-_thread = threading.local()  # guesses: of what this thread traces
+_thread = threading.local()  # guesses: those of this thread's trace
 
 
 class _Any:
@@ -53,7 +53,7 @@ class _Any:
 
 @contextlib.contextmanager
 def as_they_come() -> Iterator[None]:
-    """What is traced meanwhile is given the gradients of its results with the strides they have."""
+    """Graphs that are traced within this context receive gradients uncopied, with any strides."""
     outer, _thread.guesses = getattr(_thread, "guesses", None), []
     try:
         with _changed:
@@ -91,14 +91,14 @@ def given(
     may_differ: bool,
     say: Callable[[str], None],
 ) -> Callable[[list[Any]], Any]:
-    """`run`, which takes its arguments boxed, for gradients of any strides. A backward that
-    `may_differ` looks at its gradients' strides where no trace tells of it."""
+    """Return `run`, which takes its arguments boxed, for gradients of any strides. A backward that
+    `may_differ` depends on its gradients' strides in ways that the trace does not show."""
     tangents = {
         i: node
         for i, node in enumerate(backward.graph.find_nodes(op="placeholder"))
         if is_tangent(node) and isinstance(node.meta.get("val"), Tensor)
     }
-    known: dict[Any, bool] = {}  # by strides: are they taken as they are?
+    known: dict[Any, bool] = {}  # strides -> may gradients be passed on uncopied?
 
     @functools.wraps(run)
     def called(arguments: list[Any]) -> Any:
@@ -127,8 +127,8 @@ def given(
 
 
 def _takes(backward: fx.GraphModule, came: dict[fx.Node, Tensor]) -> bool:
-    """Are the ops those that eager runs for these gradients? Follows, on fake tensors, what has
-    other strides for it."""
+    """Does the traced backward have the ops that eager runs for these gradients? Follows values
+    with other strides through it, on fake tensors."""
     other: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
@@ -151,7 +151,7 @@ def _takes(backward: fx.GraphModule, came: dict[fx.Node, Tensor]) -> bool:
                 made = node.target(*args, **kwargs)
                 if not all(map(_alike, tree_leaves(made), tree_leaves(node.meta["val"]))):
                     other[node] = made
-    except Exception:  # a view that is none of what has these strides, and what fakes do not know
+    except Exception:  # no view of these strides exists, or fake tensors fail
         return False
     return True
 
@@ -162,7 +162,7 @@ def _as_it_lies(node: fx.Node) -> bool:
 
 
 def _copied_for_a_view(node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:
-    """Is it the copy of a `reshape` that needs none now?"""
+    """Is the node the copy of a `reshape` that needs none for these strides?"""
     if node.target is not aten.clone.default:
         return False
     source = value(node.all_input_nodes[0])
@@ -182,19 +182,19 @@ def _strides(came: Tensor, traced: Tensor) -> tuple[int, ...]:
     found = traced.stride()
     if all(isinstance(stride, int) for stride in (*found, *traced.shape)):
         return found
-    # Traced with sizes that are symbols: in a memory format.
+    # Traced with symbolic sizes: strides follow a memory format.
     order = suggest_memory_format(traced)
     return torch.empty_like(came, device="meta", memory_format=order).stride()
 
 
 def _same(came: Tensor, strides: tuple[int, ...]) -> bool:
-    """Alike where it counts: along what has more than one element."""
+    """Are strides equal along every dimension of more than one element?"""
     pairs = zip(came.shape, came.stride(), strides, strict=True)
     return not came.numel() or all(size == 1 or one == other for size, one, other in pairs)
 
 
 def is_hidden(graph: fx.GraphModule) -> bool:
-    """Has it a custom Function, whose backward may ask for strides?"""
+    """Has the graph a custom Function, whose backward may depend on strides?"""
     return any(
         node.target is torch.ops.higher_order.autograd_function_apply
         for part in graph.modules()

@@ -1,4 +1,4 @@
-"""PyTorch's own budgeted min-cut chooses what to save: the baseline called `torch`."""
+"""The baseline `torch`: PyTorch's own budgeted min-cut chooses what to save."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from overlapc.flags import log
 from overlapc.passes.trace import Captured
 
 SWEEP = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
-GLANCE = (1.0, 0.5)  # each takes torch a second or more for a few hundred ops
+GLANCE = (1.0, 0.5)  # each takes a second or more for a few hundred ops
 
 
 def torch_choices(
     captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
 ) -> list[tuple[str, ...]]:
-    """Return, for each activation_memory_budget, the names of the forward values torch would
+    """For each activation_memory_budget, return the names of the forward values that torch would
     save."""
     choices: dict[tuple[str, ...], None] = {}
     for _, backward in torch_partitions(captured, joint_inputs, budgets):
@@ -31,8 +31,8 @@ def torch_choices(
 def torch_partitions(
     captured: Captured, joint_inputs: Any, budgets: Sequence[float] = SWEEP
 ) -> Iterator[tuple[fx.GraphModule, fx.GraphModule]]:
-    """Return the forward and backward graph for each activation_memory_budget. Left out are budgets
-    at which torch's partitioner fails on this graph."""
+    """Return the forward and backward graph for each activation_memory_budget, without budgets at
+    which torch's partitioner fails on this graph."""
     for budget in budgets:
         joint = _copied(captured.joint)
         for node in joint.graph.nodes:
@@ -43,7 +43,7 @@ def torch_partitions(
             "activation_memory_budget_runtime_estimator": "flops",
             "activation_memory_budget_solver": "dp",
             "unsafe_allow_optimization_of_collectives": budget == 0.0,
-            # DTensor's meshes enter as script objects; of older releases unknown.
+            # DTensor's meshes enter as script objects, which older releases lack.
             "unsafe_treat_script_objects_as_zero_size": True,
         }
         known = {name: value for name, value in options.items() if hasattr(functorch_config, name)}
@@ -62,7 +62,7 @@ def torch_partitions(
 
 
 def saved_names(captured: Captured, backward: fx.GraphModule) -> tuple[str, ...]:
-    """Return the forward values that a backward graph is given."""
+    """Return the forward values that a backward graph takes as inputs."""
     forward = {name for op in captured.trace.ops if op.is_forward for name in op.outputs}
     names = [
         str(node.target)

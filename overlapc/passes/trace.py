@@ -36,7 +36,7 @@ from overlapc.passes.roles import weight_grads
 from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes
 from overlapc.valid import validate_trace
 
-# Collectives that read their input until they end; an all_reduce works on a copy of its own.
+# Collectives that copy their input at the start; all others read it until they end.
 _COPIES_INPUT = ("all_reduce", "broadcast")
 
 
@@ -113,16 +113,16 @@ def trace_joint(
 
 @dataclass
 class _Values:
-    """The values of a graph met so far, each on the storage of an input it aliases or on its own.
+    """The values of a graph so far, each on the storage of the input that it aliases or on its own.
 
-    `sizes` are storages' bytes as measured."""
+    `sizes` are measured bytes of storages."""
 
     sizes: Mapping[str, int]
     found: dict[str, Value] = field(default_factory=dict)
     bytes_of: dict[str, int] = field(default_factory=dict)  # of a storage
 
     def define(self, node: fx.Node, producer: str, source: fx.Node) -> str:
-        """Add the value that `node` names and `source` makes; returns its name."""
+        """Add the value named by `node` and made by `source`; return its name."""
         root = self._root(node, source)
         if root not in self.bytes_of:
             size = storage_bytes(node.meta.get("val"))
@@ -139,12 +139,12 @@ class _Values:
         return node.name
 
     def share(self, names: Iterable[str], others: Iterable[str]) -> bool:
-        """Is one of the values one of the others, or a view of it?"""
+        """Is any of the values equal to one of the others, or a view of one?"""
         return not {self.found[name].storage for name in names}.isdisjoint(others)
 
 
 def _given(node: fx.Node) -> tuple[str, ...]:
-    """The values an op reads; the wait of a collective reads what its start does."""
+    """The values that an op reads; the wait of a collective also reads the inputs of its start."""
     given = [n.name for n in node.all_input_nodes]
     if is_wait(node):
         start = node.all_input_nodes[0]
@@ -155,9 +155,9 @@ def _given(node: fx.Node) -> tuple[str, ...]:
 
 
 def _made(node: fx.Node) -> list[fx.Node]:
-    """The nodes that name what an op makes: itself, or the items of its tuple."""
+    """The nodes that name an op's outputs: itself, or the items of its tuple."""
     made = [user for user in node.users if is_folded_getitem(user)] or [node]
-    # A tuple handed on whole (a list of tensors into another op) keeps its own name too.
+    # A tuple that is passed on whole (a list of tensors into another op) keeps its own name, too.
     if made != [node] and any(not is_folded_getitem(user) for user in node.users):
         made.append(node)
     return made
@@ -172,7 +172,8 @@ def _role(node: fx.Node, letter: str) -> Role:
 
 
 def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that AOTAutograd's partitioner counts as forward: all up to the last so tagged."""
+    """The nodes that AOTAutograd's partitioner counts as forward: all up to the last one tagged
+    so."""
     nodes: list[fx.Node] = []
     last = 0
     for node in joint.graph.nodes:
@@ -186,8 +187,9 @@ def forward_nodes(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def _results_first(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Put what results are made of before the backward, where a view that is a result is traced
-    behind it: AOTAutograd's partitioner takes all before it for the forward."""
+    """Move the nodes that results depend on before the backward. A view that is a result may be
+    traced behind the backward, and AOTAutograd's partitioner would count all nodes before that view
+    as forward."""
     behind: set[fx.Node] = set()
     needed = _made_of(joint, num_fwd_outputs)
     begins: fx.Node | None = None
@@ -200,15 +202,15 @@ def _results_first(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
 
 
 def tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Tag what results are made of as forward: passes over the joint graph make nodes without a
-    tag (of Python numbers that became inputs)."""
+    """Tag the nodes that results depend on as forward: passes over the joint graph make nodes
+    without a tag (of Python numbers that became inputs)."""
     for node in _made_of(joint, num_fwd_outputs):
         if node.op == "call_function":
             node.meta["partitioner_tag"] = "is_forward"
 
 
 def _made_of(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
-    """The results of the forward, and all that they are made of."""
+    """The results of the forward, and all nodes that they depend on."""
     results = joint.graph.find_nodes(op="output")[0].args[0][:num_fwd_outputs]
     front = [node for node in results if isinstance(node, fx.Node)]
     seen = set(front)
@@ -222,8 +224,8 @@ def _made_of(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
 def number_ops(joint: fx.GraphModule) -> None:
     """Name the ops of each kind by their order in the graph: `mm`, `mm_1`, `mm_2`.
 
-    Tracing also numbers what is dropped later. Ranks that keep different parts of one result, such
-    as `split(x)[rank]`, would call the same op by different names.
+    Tracing also numbers ops that are dropped later. So ranks that keep different parts of one
+    result, such as `split(x)[rank]`, would otherwise give the same op different names.
     """
     names = _Namespace()
     for node in joint.graph.nodes:
@@ -236,8 +238,8 @@ def number_ops(joint: fx.GraphModule) -> None:
 
 
 def changed_inputs(joint: fx.GraphModule) -> set[str]:
-    """Return the inputs that the model writes to, as batch norm does to its running statistics: by
-    a `copy_` in the graph, or by AOTAutograd after the forward, from an output of the graph."""
+    """Return the inputs that the model writes to, as batch norm writes its running statistics: by a
+    `copy_` in the graph, or by AOTAutograd after the forward, from an output of the graph."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     inputs = joint.graph.find_nodes(op="placeholder")
@@ -260,10 +262,10 @@ def changed_with_gradient(joint: fx.GraphModule) -> list[tuple[int, ...]]:
 def _leave_changed_parameters(
     joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int]
 ) -> None:
-    """A parameter that the model only changes, under `no_grad`, gets no gradient, as in eager.
+    """Give no gradient to a parameter that the model only changes under `no_grad`, as in eager.
 
-    AOTAutograd takes what it was changed to for a result, and hands on that result's gradient,
-    which is zeros.
+    AOTAutograd treats the changed value as a result, and returns that result's gradient, which is
+    zeros.
     """
     output = joint.graph.find_nodes(op="output")[0]
     results = list(output.args[0])
@@ -280,10 +282,10 @@ def _leave_changed_parameters(
 
 
 def _whole(desc: Any) -> Any:
-    """What AOTAutograd calls the tensor subclass that the described tensor is a part of."""
+    """AOTAutograd's description of the tensor subclass that the described tensor is a part of."""
     return _whole(desc.base) if type(desc).__name__.startswith("SubclassGetAttr") else desc
 
 
 def may_alias(node: fx.Node) -> bool:
-    """Whether a value may share its storage with what it was made from."""
+    """May a value share its storage with an input of its op?"""
     return is_wait(node) or is_view(node) or bool(aliases(node))

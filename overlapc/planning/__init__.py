@@ -1,5 +1,5 @@
 """Planning takes a captured graph to a plan. Begin with `road.py`.
 
-`options` says what was asked for, `problem` what is to be solved, `agreement` what ranks tell each
-other, `report` what was decided, and `rows` what a pipeline's ranks do when.
+`options` has what the user asks for, `problem` what solvers are given, `agreement` what ranks
+exchange, `report` what was decided, and `rows` the order of a pipeline's actions on each rank.
 """

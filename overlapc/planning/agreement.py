@@ -1,6 +1,6 @@
-"""Ranks agree that they plan the same, what it costs, and on the plan.
+"""Ranks agree on the graph that they plan, on its costs, and on the plan.
 
-Without an `Exchange` a rank is alone, and each function does the same for it.
+Without an `Exchange` a rank is alone; the functions then do the same for this rank only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def agreed(
     primals: Sequence[Any] | None,
     exchange: Exchange | None,
 ) -> tuple[Captured, TrainingStep, list[Profile]]:
-    """Agree with the other ranks that all plan the same; return the graph with measured sizes in
-    its trace, the step with the mean of the ranks' costs, and each rank's profile."""
+    """Agree with the other ranks on graph and options. Return the graph with measured sizes in its
+    trace, the step with the mean of the ranks' costs of adding gradients, and each rank's
+    profile."""
     from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
@@ -60,7 +61,7 @@ def agreed(
 
 
 def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
-    """Let the leader `decide`; return its plans, or raise its Infeasible, on every rank."""
+    """Let the leader `decide`; every rank returns its plans, or raises its Infeasible."""
 
     def tell() -> str:
         try:
@@ -76,7 +77,7 @@ def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -
 
 
 def this_rank() -> int | None:
-    """This process's rank, which the environment does not always tell."""
+    """This process's rank, if torch.distributed is initialized."""
     dist = sys.modules.get("torch.distributed")
     ready = dist is not None and dist.is_available() and dist.is_initialized()
     return dist.get_rank() if ready and dist is not None else None
@@ -88,7 +89,7 @@ def _profiles(
     primals: Sequence[Any] | None,
     exchange: Exchange | None,
 ) -> tuple[list[Profile], list[Mapping[str, int]]]:
-    """The profiles and measured sizes of all ranks; if one cannot capture, none does."""
+    """The profiles and measured sizes of all ranks; if one rank cannot capture, all raise."""
     key = _work(captured, options, primals)
     known = options.known.get(key)
     if exchange is None:
@@ -113,7 +114,8 @@ def _profiles(
 
 
 def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -> tuple[Any, ...]:
-    """What costs depend on: the graph by its names, and sizes that it leaves open."""
+    """A key for measured costs: the names in the graph, and the sizes that the graph leaves
+    open."""
     trace = captured.trace
     sizes = str([tuple(getattr(value, "shape", (value,))) for value in primals or ()])
     names = tuple(op.name for op in trace.ops)

@@ -1,10 +1,10 @@
-"""`carried` makes a plan that ranks agreed on serve a shape that only some of them have.
+"""`carried` applies an agreed plan to a microbatch whose shapes only some ranks have.
 
 Ranks that run one model may be given microbatches of different shapes at the same time. They must
-issue the same collectives, and hand out gradients, in one order all the same, and cannot plan
-together, since those who have the plan's shape are running it. So the new shape gets no plan of
-its own: what is kept, what is made again and in which order are those of the plan. The traces may
-differ in some ops (a copy that another shape does not need).
+still issue the same collectives, and deliver gradients, in the same order. They cannot plan
+together, since ranks with the plan's shapes are running it. So new shapes get no plan of their own:
+they take the plan's saved values, recompute and order. The two traces may differ in some ops (a
+copy that one shape does not need).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Gradients = Mapping[str, Sequence[str]]  # gradient -> the parameters whose grad
 def carried(
     report: Report, gradients: Gradients, trace: Trace, step: TrainingStep, theirs: Gradients
 ) -> tuple[Report, Mapping[str, str]] | None:
-    """Report on the same plan for another trace of the model, whose gradients are `theirs`, and
-    give the op of the planned trace that each of its ops stands for. None if it would issue other
-    collectives, or hand out gradients in another order."""
+    """Report on the same plan for another trace of the model, whose gradients are `theirs`. Also
+    return a map from each op of that trace to its counterpart in the planned trace. None if the new
+    trace would issue other collectives, or deliver gradients in another order."""
     planned = report.problem
     profile = _scaled(planned, trace, _pairs(planned.trace, gradients, trace, theirs))
     problem = formulate(trace, profile, None, step)
@@ -54,7 +54,7 @@ def carried(
 def actions_of(
     made: Report, pairs: Mapping[str, str], actions: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """Give each issue of a carried plan's backward the action that its like has in the plan."""
+    """Give each issue of a carried plan's backward the action of its counterpart in the plan."""
     trace, order = made.problem.trace, made.plan.order
     found: dict[str, str] = {}
     for text in order:
@@ -65,7 +65,7 @@ def actions_of(
             like = "W" if late else "I"
         if like is not None:
             found[text] = like
-    for text in reversed(order):  # what early recompute reads is early, too
+    for text in reversed(order):  # whatever early recompute reads must be early, too
         name, again = parse_issue(text)
         if found.get(text) == "R":
             found |= {source: "R" for source in _sources(trace, name, again) if source in found}
@@ -73,8 +73,8 @@ def actions_of(
 
 
 def _pairs(planned: Trace, gradients: Gradients, trace: Trace, theirs: Gradients) -> dict[str, str]:
-    """Map ops of a trace to ops of the planned one: those of the same kind and module, in runs of
-    the same order; and what adds up gradients of the same parameters."""
+    """Map ops of a trace to ops of the planned trace: ops of the same kind and module, in runs of
+    the same order, and ops that add up gradients of the same parameters."""
     ones, others = _kinds(planned, gradients), _kinds(trace, theirs)
     runs = SequenceMatcher(None, ones, others, autojunk=False).get_matching_blocks()
     return {
@@ -85,7 +85,7 @@ def _pairs(planned: Trace, gradients: Gradients, trace: Trace, theirs: Gradients
 
 
 def _kinds(trace: Trace, gradients: Gradients) -> list[tuple[str, ...]]:
-    """What each op is, beside its shapes."""
+    """The kind of each op, without its shapes."""
     found = []
     for op in trace.ops:
         of = gradients.get(op.name.removesuffix(ADD), ()) if not op.outputs else ()
@@ -96,7 +96,8 @@ def _kinds(trace: Trace, gradients: Gradients) -> list[tuple[str, ...]]:
 
 
 def _scaled(planned: Problem, trace: Trace, pairs: Mapping[str, str]) -> Profile:
-    """Costs that grow with the bytes that an op reads and writes."""
+    """Costs of the new trace: the plan's costs, scaled by the bytes that each op reads and
+    writes."""
 
     def cost(op: Op) -> Cost:
         if op.name not in pairs:
@@ -121,8 +122,7 @@ def _touched(trace: Trace, op: Op) -> int:
 def _kept(
     saved: Iterable[str], planned: Trace, trace: Trace, pairs: Mapping[str, str]
 ) -> Iterator[str]:
-    """Storages to keep. In the place of a value that the trace does not have, what it was made
-    from."""
+    """Storages to keep. For a saved value that this trace lacks, keep what it was made from."""
     here = {like: name for name, like in pairs.items()}
     for name in saved:
         maker = planned.op[planned.value[name].producer]
@@ -138,7 +138,7 @@ def _kept(
 def _carried(
     plan: Plan, planned: Problem, problem: Problem, choice: Choice, pairs: Mapping[str, str]
 ) -> Plan | None:
-    """The plan for a problem, unless what others must issue alike comes in another order."""
+    """The plan for a problem; None if collectives or gradients would come in another order."""
     here = {like: name for name, like in pairs.items()}
     texts = []
     for text in plan.order:
@@ -160,8 +160,8 @@ def _carried(
 
 
 def _order(texts: Sequence[str], problem: Problem, choice: Choice) -> tuple[str, ...]:
-    """The order of `texts`, with what they need before them, and what is missing at the end of its
-    phase."""
+    """The order of `texts`, where each issue comes after those that it needs, and missing issues
+    come at the end of their phase."""
     trace, saved = problem.trace, set(choice.saved)
     allowed = {op.name for op in trace.ops} | {issue(name, True) for name in choice.recomputed}
     found: dict[str, None] = {}
@@ -188,7 +188,7 @@ def _order(texts: Sequence[str], problem: Problem, choice: Choice) -> tuple[str,
 
 
 def _sources(trace: Trace, name: str, again: bool, saved: Iterable[str] = ()) -> Iterator[str]:
-    """The issues whose values an issue reads, but for saved ones."""
+    """The issues that make the values that an issue reads, without saved values."""
     op = trace.op[name]
     for value in op.inputs:
         if producer := trace.value[value].producer:

@@ -1,4 +1,4 @@
-"""`Options` holds what a user asks of planning, the same at every front door."""
+"""`Options` holds the user's options of planning, the same at every front door."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ONE_SHAPE = "plans each shape for itself"
 _CHECKED = "does not compare steps, overlapc.optimize does"
 _UNCUT = "cuts no batch, TrainStep does"
 _RUNS = {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED}
-# Front door -> the options that it does not take, and what it does instead.
+# Front door -> the options that it refuses, and the reason it gives.
 REFUSED: dict[str, dict[str, str]] = {
     "optimize": {"slices": _UNCUT},
     "torch.compile": {
@@ -45,7 +45,7 @@ REFUSED: dict[str, dict[str, str]] = {
 class Options:
     """Options of `optimize`, `TrainStep`, `Pipeline` and `torch.compile(..., backend="overlapc")`.
 
-    memory_budget   what one step may allocate at its peak: bytes (int), text with a unit
+    memory_budget   the most that one step may allocate: bytes (int), text with a unit
                     ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
     solver          "overlap"; "heu", the quickest; "opt", the best that a minute finds, with a
                     proven bound; or a baseline: "none", "full", "selective", "uniform",
@@ -56,7 +56,7 @@ class Options:
     plan            a Plan, or the path of a saved one, instead of solving; refused for other
                     graphs. Of several microbatches that of one, and behind it, in a list, that
                     of two merged: without it they run one after the other
-    timeout_s       how long ranks wait for a rank that shows no sign of coming; 7 s keep every
+    timeout_s       how long ranks wait for a rank without a sign of life; 7 s keep every
                     rank's error within 10 s of a death
     cache           a file in which measured costs are kept and found again; True for the one in
                     ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
@@ -66,8 +66,8 @@ class Options:
     slices          how many pieces a batch is cut into, along dimension 0, that hide each other's
                     communication
 
-    They print as `memory_budget=8GB solver=heu`, without those at their defaults, and
-    `Options.parse` reads that.
+    Options print as `memory_budget=8GB solver=heu`, without those at their defaults, and
+    `Options.parse` reads that text.
     """
 
     memory_budget: Budget = None
@@ -82,7 +82,7 @@ class Options:
     check: bool = False
     slices: int = 1
     plans: tuple[Plan, ...] = field(init=False, repr=False)  # `plan`, read
-    # What was measured and planned, so that the same graph met again is not paid for again.
+    # Costs and plans so far: a graph that comes again is not measured or planned again.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,20 +131,20 @@ class Options:
         return self.text(DEFAULTS)
 
     def text(self, names: Collection[str]) -> str:
-        """Write the options that are not at their defaults, as `name=value`."""
+        """Write the options that differ from their defaults, as `name=value`."""
         given = [(name, getattr(self, name)) for name in names if name != "plan"]
         given.append(("plan", [format_plan(plan) for plan in self.plans] or None))
         return " ".join(f"{n}={_word(value)}" for n, value in given if value != DEFAULTS[n])
 
 
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(Options)[:-2]}
-ALIKE = tuple(  # what ranks must agree on; where files lie, and how long to wait, is a rank's own
+ALIKE = tuple(  # options that must be equal on all ranks; paths and waiting times may differ
     name for name in DEFAULTS if name not in ("hardware", "timeout_s", "cache")
 )
 
 
 def _plans(given: Any) -> tuple[Plan, ...]:
-    """The plans that were given as such, as their text, or as the path of a file of it."""
+    """The plans, given as Plans, as their text, or as paths of files."""
     several = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
     found = []
     for each in several:
@@ -170,7 +170,7 @@ def value_of(text: str) -> Any:
 
 
 def _word(value: Any) -> str:
-    """How a value is written, so that `value_of` reads it."""
+    """Write a value so that `value_of` reads it."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     bare = isinstance(value, str) and not re.search(r'\s|"', value) and value_of(value) == value
@@ -178,7 +178,7 @@ def _word(value: Any) -> str:
 
 
 def _read(text: str) -> Iterator[tuple[str, Any]]:
-    """The names and values of `name=value name=value`; spaces are in quotes."""
+    """Parse `name=value name=value`; values with spaces are quoted."""
     place, text = 0, text.strip()
     while place < len(text):
         found = _GIVEN.match(text, place)
@@ -189,7 +189,7 @@ def _read(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def schedule_of(schedule: Schedule | str, ranks: int, microbatches: int) -> Schedule:
-    """Return a schedule as it is, or make the one of that name."""
+    """Return a Schedule unchanged, or make the schedule of that name."""
     if isinstance(schedule, str):
         schedule = make_schedule(schedule, ranks, microbatches)
     check_schedule(schedule)
@@ -199,9 +199,8 @@ def schedule_of(schedule: Schedule | str, ranks: int, microbatches: int) -> Sche
 def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_bytes: int) -> int:
     """Turn a budget for one step's peak into bytes.
 
-    None keeps eager's peak. A float is a fraction of eager's activation memory: of what its peak
-    holds beyond `lasting_bytes`, the gradients and results that no plan can avoid. Text has a
-    unit.
+    None gives eager's peak. A float is a fraction of eager's activation memory: of its peak less
+    `lasting_bytes`, the gradients and results that no plan can avoid. Text has a unit.
     """
     if budget is None:
         return eager_bytes

@@ -1,4 +1,4 @@
-"""`formulate` makes the `Problem` to solve of a trace, a profile and a budget."""
+"""`formulate` makes a `Problem` from a trace, a profile and a budget."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from overlapc.valid import validated
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Says how many microbatches of a captured graph make a step, and what else its budget holds.
+    """How many microbatches of a captured graph make a step, and what else the step's budget
+    covers.
 
-    By default one, whose gradients are handed out: a graph under autograd.
+    The default is a graph under autograd: one microbatch, which returns its gradients.
     """
 
     name: str = "graph"
     microbatches: int = 1
-    lag: int = 0  # a forward is merged with the backward so many microbatches before; 0: with none
-    in_flight: int = 1  # microbatches that are held at a time, in one budget
-    further: int = 0  # up to so many more, for which plans are found, too
-    beside_bytes: int = 0  # of other things in the budget
-    gradients: tuple[str, ...] | None = None  # that are added up over microbatches
-    add_ns_per_kib: float = 0.0  # what adding them takes
-    sums: bool = True  # what they are added to is in the budget, too
-    slices: int = 1  # of a microbatch; the graph is that of one slice
+    lag: int = 0  # a forward merges with the backward so many microbatches before; 0: none
+    in_flight: int = 1  # microbatches held at a time, in one budget
+    further: int = 0  # plan also for up to so many more in flight
+    beside_bytes: int = 0  # other memory that the budget covers
+    gradients: tuple[str, ...] | None = None  # added up over microbatches
+    add_ns_per_kib: float = 0.0  # time of adding them
+    sums: bool = True  # the budget covers their sums
+    slices: int = 1  # slices of a microbatch; the graph is of one
 
     def microbatch(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one microbatch, without a budget."""
@@ -38,7 +39,7 @@ class TrainingStep:
         return problem if self.slices == 1 else in_slices(problem, self.slices)
 
     def slice(self, trace: Trace, profile: Profile) -> Problem:
-        """The problem of one slice that is held as often as there are slices, without a budget."""
+        """The problem of one slice, with the memory of all slices held, without a budget."""
         lone = replace(self, slices=1).microbatch(trace, profile)
         others_bytes = (self.slices - 1) * saved_bytes(lone, lone.trace.outputs)
         resident_bytes = lone.resident_bytes + self.beside_bytes + others_bytes
@@ -51,8 +52,8 @@ GRAPH = TrainingStep()
 def formulate(
     trace: Trace, profile: Profile, budget: Budget = None, step: TrainingStep = GRAPH
 ) -> Problem:
-    """Make the problem of a microbatch, all of the forward and then all of the backward, in the
-    budget of the whole step."""
+    """Make the problem of a microbatch (forward, then backward) with the budget of the whole
+    step."""
     problem = step.microbatch(trace, profile)
     resident_bytes = problem.resident_bytes + step.beside_bytes
     problem = replace(problem, in_flight=step.in_flight, resident_bytes=resident_bytes)
@@ -64,7 +65,7 @@ def formulate(
 
 
 def tangent_bytes(trace: Trace) -> int:
-    """Count the incoming gradients, which whoever calls backward makes and holds."""
+    """Count the bytes of incoming gradients, which the caller of backward makes and holds."""
     return sum(trace.value[name].bytes for name in trace.of_kind("gradient"))
 
 

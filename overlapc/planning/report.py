@@ -1,4 +1,4 @@
-"""`Report` says what was planned and what it is predicted to take."""
+"""`Report` has a plan and its predicted time and memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report(Record):
-    """The plan of one microbatch, and what it is predicted to do.
+    """The plan of one microbatch, and its predicted timeline.
 
-    Of several microbatches it is that of the first forward and the last backward; `merged` is what
-    comes between, unless merging does not pay. Of a batch in slices it is that of all slices.
+    For several microbatches the plan is that of the first forward and the last backward; `merged`
+    has the plan of the merged steps between them, if merging pays. For a batch in slices the plan
+    is that of all slices.
     """
 
     name: str
     problem: Problem
     plan: Plan
     timeline: Timeline
-    given: bool = False  # a plan handed in: its bound may be of other costs
+    given: bool = False  # the user gave the plan: its bound may be of other costs
     microbatches: int = 1
-    lag: int = 0  # how far apart the microbatches are that are merged
+    lag: int = 0  # distance of the microbatches that are merged
     merged: Report | None = None
-    slices: int = 1  # that each microbatch is cut into; the plan is that of all of them
+    slices: int = 1  # slices of each microbatch; the plan is that of all
 
     @property
     def step_ns(self) -> int:
@@ -55,7 +56,7 @@ class Report(Record):
 
     @cached_property
     def bound_ns(self) -> int:
-        """How long any plan of this problem takes at least: computed when it is first asked for."""
+        """The least time of any plan of this problem; computed when it is first asked for."""
         if self.timeline.step_ns <= (least := simple_bound_ns(self.problem)):
             return least
         proven = 0 if self.given else self.plan.bound_ns
@@ -74,9 +75,10 @@ class Report(Record):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The result of the road: the graph with measured sizes in its trace, and the report.
+    """What `planning.road.plan` returns: the graph with measured sizes in its trace, and the
+    report.
 
-    `roomier` are those on plans that leave room for more microbatches in the same budget.
+    `roomier` are reports on plans that leave room for more microbatches in the same budget.
     """
 
     captured: Captured

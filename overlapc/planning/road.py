@@ -1,7 +1,7 @@
-"""`plan` takes a captured graph to a plan, on one rank or many, of one microbatch or many.
+"""`plan` makes a plan for a captured graph, on one rank or many, for one microbatch or many.
 
-One rank solves; every rank checks that its trace is the same, receives the plan's text, and judges
-it for itself.
+One rank solves. Every rank checks that its trace is the same, receives the plan's text, and checks
+and simulates the plan itself.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def plan(
 
     `primals` are real inputs, to measure with. `exchange` joins the ranks that must agree; without
     one this rank plans alone. `torch_choices` gives the saved sets that PyTorch's own partitioner
-    would choose, `own` the plan of the model's own recompute, if it has any: its peak is the
-    default budget, and it is what runs if nothing else fits.
+    would choose. `own` gives the plan of the model's own recompute, if it has any: the peak of that
+    plan is the default budget, and that plan runs if nothing else fits.
     """
     captured, step, profiles = agreed(captured, step, options, primals, exchange)
     profile = merge_profiles(profiles)
@@ -91,7 +91,8 @@ def _warn_of_budget(report: Report) -> None:
 
 
 def _default_budget(problem: Problem, solver: str, theirs: Plan | None) -> int:
-    """What the model's own recompute takes, or eager; a baseline may take what it takes."""
+    """The peak of the model's own recompute, else eager's peak, or more if a baseline needs
+    more."""
     if theirs is not None:
         return peak_bytes(problem, theirs)
     eager_bytes = problem.budget_bytes or 0
@@ -107,8 +108,9 @@ def _solved(
     choices: Choices,
     theirs: Plan | None = None,
 ) -> tuple[Plan, ...]:
-    """The plan of a microbatch. Where microbatches are merged that of two comes behind it, if
-    merging pays, else those that leave room for more microbatches."""
+    """The plan of one microbatch. If microbatches are merged and merging pays, the plan of two
+    merged ones follows it. If none are to be merged, plans that leave room for more microbatches
+    follow."""
     if options.plans:
         return options.plans
     try:
@@ -129,7 +131,7 @@ def _solved(
 def _sliced(
     problem: Problem, lone: Problem, options: Options, choices: Choices
 ) -> tuple[Plan, ...]:
-    """The plan of all slices of a batch; `lone` is the problem of one that all are held with."""
+    """The plan of all slices of a batch; `lone` is the problem of one slice while all are held."""
     if options.plans:
         return options.plans
     alone = _alone(lone, options, choices)
@@ -140,9 +142,9 @@ def _sliced(
 
 
 def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:
-    """The plan of one microbatch: known, or solved for now."""
+    """The plan of one microbatch, remembered or solved now."""
 
-    def asked() -> Iterator[tuple[str, ...]]:  # when all else is above the bound
+    def asked() -> Iterator[tuple[str, ...]]:  # asked only if all other plans are above the bound
         yield from choices()
 
     key = "plan", problem.trace.digest, options.solver
@@ -155,7 +157,8 @@ def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:
 
 
 def _roomier(plan: Plan, problem: Problem, step: TrainingStep, solver: str) -> Iterator[Plan]:
-    """Plans for more and more microbatches held: a new one wherever the last does not fit."""
+    """Plans for more and more microbatches in flight: a new one whenever the last no longer
+    fits."""
     for more in range(1, step.further + 1):
         fuller = replace(problem, in_flight=step.in_flight + more)
         if simulate(fuller, plan).peak_bytes > (problem.budget_bytes or 0):
@@ -167,7 +170,7 @@ def _roomier(plan: Plan, problem: Problem, step: TrainingStep, solver: str) -> I
 
 
 def _solve(problem: Problem, solver: str, choices: Iterable[tuple[str, ...]]) -> Plan:
-    """A solver that crashes does not cost the user the run: the plain plan is used instead."""
+    """Solve; if the solver crashes, warn and use the best baseline."""
     try:
         with doing(f"solving ({solver}, {len(problem.trace.ops)} ops)", this_rank()):
             return solve(problem, solver, torch_choices=choices)
@@ -190,7 +193,8 @@ def reports(
     *,
     given: bool = False,
 ) -> list[Report]:
-    """Report on plans of one microbatch each; or on one, and behind it that of two merged."""
+    """Report on plans of one microbatch each, or on a plan of one followed by a plan of two
+    merged."""
 
     def alone(plan: Plan) -> Report:
         report = judged(step.name, problem, plan, ranks, given=given)
@@ -219,7 +223,7 @@ def judged(
     *,
     given: bool = False,
 ) -> Report:
-    """Report on a plan, which must be legal and, unless it was `given`, keep to the budget."""
+    """Report on a plan, which must be legal and, unless the user gave it, fit the budget."""
     check(problem, plan)
     timeline = simulate(problem, plan, profiles)
     if problem.budget_bytes is None:

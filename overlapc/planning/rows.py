@@ -1,4 +1,4 @@
-"""`plan_rows` chooses each stage's plan and says what a pipeline's ranks do when."""
+"""`plan_rows` chooses each stage's plan and the order of actions on each rank of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from overlapc.planning.report import Report
 from overlapc.schedule import Schedule, Step, is_pair
 from overlapc.solvers.rows import placed
 
-_CHOICES = 9  # of plans for all stages that are tried one by one
+_CHOICES = 9  # combinations of plans for all stages that are tried one by one
 
 
 @dataclass(frozen=True)
 class StageFigures:
-    """Ranks tell each other these figures of a planned stage: what a microbatch takes, what a
-    merged step takes (0: nothing is merged), how much memory all microbatches may hold, whether its
-    forward draws random numbers, and how long replicas take to sum its gradients."""
+    """The figures of a planned stage that ranks exchange: the cost of a microbatch, the time of a
+    merged step (0: nothing is merged), the memory that all microbatches may hold, whether the
+    forward draws random numbers, and how long replicas take to sum the gradients."""
 
     cost: StageCost
     merged_ns: int
@@ -30,7 +30,8 @@ class StageFigures:
 
     @staticmethod
     def of(cost: StageCost, report: Report, beside_bytes: int, reduce_ns: int = 0) -> StageFigures:
-        """The gradients are held beside what counts against the limit."""
+        """Make the figures of a stage; its limit leaves out the gradients, which are held beside
+        it."""
         problem = report.problem
         return StageFigures(
             cost,
@@ -50,8 +51,8 @@ class StageFigures:
 def plan_rows(
     schedule: Schedule, figures: Sequence[Sequence[StageFigures]], place: bool = True
 ) -> tuple[tuple[int, ...], Schedule, PipelineTimeline]:
-    """Find the fastest step that a plan for each stage makes: the plans, the rows, and what all
-    ranks are predicted to do. A stage's `figures` are of plans that leave ever more room."""
+    """Find the fastest step: a plan for each stage, the rows, and the predicted timeline of all
+    ranks. The `figures` of a stage are of plans that leave more and more room."""
     best: tuple[tuple[int, ...], Schedule, PipelineTimeline] | None = None
     for chosen in _choices([len(plans) for plans in figures]):
         each = [plans[which] for plans, which in zip(figures, chosen, strict=True)]
@@ -63,7 +64,8 @@ def plan_rows(
 
 
 def _choices(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """A plan's number for each stage: every combination if these are few, else the same for all."""
+    """The number of a plan for each stage: all combinations if they are few, else the same number
+    for all."""
     if math.prod(counts) <= _CHOICES:
         yield from product(*map(range, counts))
         return
@@ -74,10 +76,10 @@ def _choices(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _placed(
     schedule: Schedule, figures: Sequence[StageFigures], place: bool
 ) -> tuple[Schedule, PipelineTimeline]:
-    """The rows with recompute and weight gradients in their places, and what all ranks are
-    predicted to do, replicas' sums of gradients included. A rank may hold what its stages' budgets
-    allow, or what it holds anyway.
-    Where several stages share a rank's random numbers they keep the order in which they draw."""
+    """Place recompute and weight gradients in the rows, and predict the timeline of all ranks, with
+    the replicas' sums of gradients. A rank may hold what its stages' budgets allow, or what it
+    holds without placing. If several stages of a rank draw random numbers, they keep the order of
+    their draws."""
     costs = [stage.cost for stage in figures]
     remade = {(a.stage, a.microbatch) for a in schedule.actions if a.kind == "R"}
 

@@ -1,4 +1,4 @@
-"""`plan_stage` plans a stage of a pipeline, for a rank that runs it and for a search alike."""
+"""`plan_stage` plans a stage of a pipeline; the rank that runs it and `search` both call it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
-_FURTHER = 2  # microbatches in flight for which stages are planned, too
+_FURTHER = 2  # more microbatches in flight for which stages are planned
 
 
 def plan_stage(
@@ -34,8 +34,8 @@ def plan_stage(
     primals: Sequence[Any] | None = None,
     exchange: Exchange | None = None,
 ) -> list[Report]:
-    """Plan a stage for as many microbatches in flight as the schedule has and, where rows are
-    placed, for a few more: recompute makes room for rows that stand still less."""
+    """Plan a stage for the schedule's number of microbatches in flight and, where rows are placed,
+    for a few more: more recompute makes room for rows that wait less."""
     lag, held = schedule.lag(stage), schedule.in_flight(stage)
     further = min(_FURTHER, schedule.microbatches - held) if place else 0
     step = TrainingStep(
@@ -53,8 +53,8 @@ def plan_stage(
 
 
 def beside_bytes(schedule: Schedule, stage: int, coming: int, going: int) -> int:
-    """Count the bytes that a stage holds whatever its plan: inputs of the microbatches in flight,
-    and what is on its way in and out. A microbatch brings `coming` bytes and sends `going`."""
+    """Count the bytes that a stage holds under any plan: inputs of the microbatches in flight, and
+    transfers in and out. A microbatch receives `coming` bytes and sends `going`."""
     return schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
 
 
@@ -66,7 +66,7 @@ def stage_figures(
     reduce_ns: int,
 ) -> list[StageFigures]:
     """Turn each plan of a stage into figures for the rows of all ranks. `received` are inputs that
-    other ranks send, `sent_ns` is how long what the stage sends is on its way."""
+    other ranks send; `sent_ns` is how long the stage's transfers take."""
     return [
         StageFigures.of(
             stage_cost(report.problem, report.plan, received, sent_ns),

@@ -1,8 +1,8 @@
-"""Front end A: the `torch.compile` backend.
+"""The `torch.compile` backend of overlapc (front end A).
 
-AOTAutograd traces the joint graph and keeps RNG, mutation, aliasing and autograd PyTorch's; the
-partition function is where overlapc plans and rewrites. What cannot be captured runs unchanged,
-with one warning that names the reason and the place.
+AOTAutograd traces the joint graph and handles RNG, mutation, aliasing and autograd; its partition
+function is where overlapc plans and rewrites. Code that cannot be captured runs unchanged, with one
+warning that names the reason and the place.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Backend:
         self.steps = Calls(options)
         self.attempts = Attempts("optimize")
         self.reports: list[Report] = self.steps.reports
-        self.unchanged: list[str] = []  # what runs as plain PyTorch, and why
+        self.unchanged: list[str] = []  # what runs as plain PyTorch, with reasons
         self.calls = 0  # of graphs, planned or not
         self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
-        self.differences: list[str] = []  # what may be not as eager, by line of the model
-        self.views: list[str] = []  # and what is so if there are several graphs
-        self.left_out: list[str] = []  # or only one
+        self.differences: list[str] = []  # lines of the model that may differ from eager
+        self.views: list[str] = []  # such lines that count if there are several graphs
+        self.left_out: list[str] = []  # such lines that count if there is only one graph
         self._cast: list[frozenset[int]] = []  # parameters of each graph under autocast
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ class Backend:
         except CaptureError as error:
             self.attempts.refused(error)
             return self._unchanged(gm, error.reason, error.place)
-        except (OverlapcError, RestartAnalysis):  # Dynamo traces again, knowing more
+        except (OverlapcError, RestartAnalysis):  # after RestartAnalysis Dynamo traces again
             raise
         except Exception as error:
             hint = _NO_SYMBOLS if "symbolic sizes" in str(error) else ""
@@ -100,7 +100,7 @@ class Backend:
         partition: Partition,
         traced: Sequence[Any],
     ) -> Callable[..., Any]:
-        """`traced` are the fake inputs among those that the graph was first compiled with."""
+        """`traced` are the fake inputs with which the graph was first compiled."""
         with Raw() as raw:
             compiled = self._compiled(gm, example_inputs, partition, traced)
         raw.end()
@@ -117,7 +117,7 @@ class Backend:
             from overlapc.runtime.inductor import compile_with_inductor
 
             return compile_with_inductor(gm, example_inputs, partition)
-        # As eager does, random numbers are drawn even where nothing reads them.
+        # As in eager, random numbers are drawn even if nothing reads them.
         random = inductor_config.patch(fallback_random=True)
         with as_eager(traced), as_they_come(), random:
             return aot_autograd(
@@ -134,12 +134,13 @@ class Backend:
             self.differences.append(line)
 
     def _cast_again(self, inputs: Sequence[Any]) -> list[str]:
-        """Parameters that eager's autocast casts once for several graphs, and traces once each."""
+        """Parameters that eager's autocast casts once for several graphs, but each graph casts
+        itself."""
         devices = {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
         if not any(torch.is_autocast_enabled(device) for device in devices & {"cpu", "cuda"}):
             return []
         parameters = frozenset(id(t) for t in inputs if isinstance(t, torch.nn.Parameter))
-        # The same ones are the same graph, for other shapes.
+        # The same parameters mean the same graph, for other shapes.
         shared = [one for one in self._cast if one & parameters and one != parameters]
         self._cast.append(parameters)
         if not shared:
@@ -165,7 +166,7 @@ class Backend:
             self._mode = before
 
     def _warn_of_breaks(self, graph: Graph) -> None:
-        """Without `optimize` nobody tells where a step begins."""
+        """Without `optimize` the begin of a step is unknown."""
         if not graph.alone and self.options.memory_budget is not None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -183,7 +184,7 @@ class Backend:
         return self._counted(gm.forward)
 
     def run_unchanged(self, what: str) -> None:
-        """Say, once, what runs as plain PyTorch, and why."""
+        """Warn once about what runs as plain PyTorch, and why."""
         if what not in self.unchanged:
             self.unchanged.append(what)
             where, _, reason = what.partition(": ")
@@ -195,7 +196,7 @@ class Backend:
 
 
 class Partition:
-    """AOTAutograd's partition function: plan the joint graph, emit it in the plan's order."""
+    """AOTAutograd's partition function: plan the joint graph, and emit it in the plan's order."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class Partition:
     ) -> None:
         self.backend = backend
         self.graph = graph
-        self.plan = plan  # of a graph that is compiled again
+        self.plan = plan  # given if a graph is compiled again
         self.primals: list[Any] | None = flatten_inputs(example_inputs)
 
     def __call__(
@@ -265,7 +266,7 @@ class Partition:
 
 
 def _begin(gm: fx.GraphModule) -> str:
-    """The line of the user's code that a graph of Dynamo's begins with."""
+    """The line of the user's code at which a graph of Dynamo's begins."""
     for node in gm.graph.nodes:
         if node.op != "placeholder" and node.stack_trace:
             return f"from {line_of(node)}"
@@ -282,7 +283,7 @@ def _run_as_ordered(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
 
 
 def flatten_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """Real inputs as AOTAutograd hands them on: tensor subclasses by their inner tensors."""
+    """Real inputs as AOTAutograd passes them to graphs: the inner tensors of tensor subclasses."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     found: list[Any] = []
@@ -296,7 +297,7 @@ def flatten_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 
 def matching(primals: list[Any] | None, captured: Captured) -> list[Any] | None:
-    """The real primals, if they are those of the graph; None makes `measure` invent some."""
+    """The real primals, if they fit the graph; else None, and `measure` makes some up."""
     nodes = primal_nodes(captured.joint)
     if primals is None or len(primals) != len(nodes):
         return None

@@ -1,9 +1,9 @@
-"""`optimize(check=True)`: one training step by eager and one by the plan, bit by bit.
+"""`optimize(check=True)` compares one training step of eager's with one of the plan, bit by bit.
 
-Both begin at the random state, buffers and inputs of the call at hand. Where results differ, a few
-more steps tell which op of eager's makes what the plan does not, and whether PyTorch's own
-`torch.compile` differs alike. Afterwards the model and the random states are as before
-(`snapshot.py`).
+Both begin with the random state, buffers and inputs of the current call. If results differ, a few
+more steps find the first op of eager's whose result the plan does not make, and whether PyTorch's
+own `torch.compile` makes the same difference. Afterwards the model and the random states are as
+before (`snapshot.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _OTHER = "gradient of a tensor outside of the model, id"
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found. `op` is the first op of eager's whose result the plan does not make."""
+    """The result of a check. `op` is the first op of eager's whose result the plan does not
+    make."""
 
     different: tuple[str, ...] = ()
     op: str = ""
@@ -47,9 +48,10 @@ class Checked:
 def check(
     model: nn.Module, planned: Run, watched: Callable[[Any], Any], args: Any, kwargs: Any
 ) -> Checked:
-    """One step of `model` and of `planned`, its compiled twin, on copies of the inputs.
+    """Run one step of `model` and one of `planned`, its compiled twin, on copies of the inputs.
 
-    `watched(mode)` has the graphs of `planned` run under a mode: under one Dynamo compiles nothing.
+    `watched(mode)` makes the graphs of `planned` run under a mode: under an outer mode Dynamo would
+    compile nothing.
     """
 
     def step(run: Run, backward: Any = _NOTHING) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _tensors(results: Any) -> Iterator[Tensor]:
-    """Those of a model's results, also within outputs of HuggingFace's kind."""
+    """The tensors among a model's results, also within HuggingFace's output classes."""
     for value in tree_leaves(results):
         if isinstance(value, Tensor):
             yield value
@@ -142,7 +144,7 @@ def _bits(tensor: Tensor | None) -> Any:
 
 
 class _Stream(TorchDispatchMode):
-    """Every value that ops make, in order, and the op with its line."""
+    """Records every value that ops make, in order, with the op and its line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class _Stream(TorchDispatchMode):
         made = op(*args, **(kwargs or {}))
         with torch.utils._python_dispatch._disable_current_modes():
             for value in tree_leaves(made):
-                # What is not written yet has no value.
+                # Memory that is not written yet has no value.
                 if isinstance(value, Tensor) and not str(op).startswith("aten.empty"):
                     self.made.append((_bits(value), f"{op}, {_line()}"))
         return made

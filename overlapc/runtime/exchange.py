@@ -1,4 +1,4 @@
-"""Agreement among ranks: they all hold one plan, or every one of them raises.
+"""`Exchange` makes ranks agree: all hold the same plan, or all raise.
 
     with Exchange(ranks) as exchange:               # one *round* of planning
         exchange.agree("trace", trace.digest, hint)
@@ -6,27 +6,27 @@
         text = exchange.broadcast("plan", solve)    # the leader, ranks[0], solves; all receive
         ...                                         # parse, check, rewrite
 
-The block is all or nothing. Either it ends normally on every rank, or every rank that lives
-gets an error: the one that failed its own, the others a `RankError` that says who and why.
+The block is all or nothing. Either it ends normally on every rank, or every living rank gets an
+error: the failed rank its own, the others a `RankError` that says who failed and why.
 
 A round is a sequence of *steps*. In a step each rank contributes a record and the leader
 answers with one reply. Records go through the key-value store that the process group was made
 with, not through collectives, because a collective hangs when a rank is gone. Under the prefix
 `overlapc/<version>`:
 
-    beat/<rank>                          "I live, and this is what I am at"; see Beat
+    beat/<rank>                          "I live, and this is what I do"; see Beat
     <group>/<round>/<step>/<rank>        a contribution
     <group>/<round>/<step>/reply         the leader's answer
     <group>/<round>/failed               why the round failed; stays for ranks that come late
-    <group>/<round>/told                 how many ranks know that it failed
+    <group>/<round>/told                 how many ranks know of the failure
     <group>/<round>/skipped              the round ended without a rank that cannot capture
-    refused/<rank>                       the last attempt at a graph that it cannot capture
+    refused/<rank>                       the rank's last attempt that it cannot capture
 
-A late rank is waited for, however slow, while it is `busy` and its beat moves. It is given up
-when for `timeout_s` its beat has stood still (killed, or the GIL held that long), it was not
-planning at all, or it waited for ranks of which that is true, or that wait for it.
+Ranks wait for a late rank, however slow, while it is `busy` and its beat moves. They give it up
+after `timeout_s` in which its beat did not move (it was killed, or held the GIL that long), it was
+not planning at all, or it waited for ranks that are lost or that wait for it.
 
-Between steps, and while it is `busy`, a rank looks after the others all the same: see `guard`.
+Between steps, and while it is `busy`, a rank watches the others, too: see `guard`.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ _UNCAPTURED = b"uncaptured "
 class Exchange:
     """One round of planning among `ranks` (global ranks, the same list on each; [0] leads).
 
-    `timeout_s`: how long a rank may show no sign of coming. `limit_s`: the longest wait for a
-    rank that does show one. `attempt` names what is planned, alike on all ranks: then a
-    CaptureError of one, even of before the round, is that of all. With one rank, or under the fake
-    backend, every call answers at once. `store` and `rank` default to the default group's.
+    `timeout_s`: how long a rank may give no sign of life. `limit_s`: the longest wait for a rank
+    that does. `attempt` names what is planned, equally on all ranks: with it, a CaptureError of one
+    rank, even from before the round, is raised on all. With one rank, or under the fake backend,
+    every call answers at once. `store` and `rank` default to the default group's.
     """
 
     def __init__(
@@ -140,17 +140,17 @@ class Exchange:
                 raise
 
     def _next_round(self, line: Line) -> str:
-        """The name of the next round that was not ended without this rank."""
+        """The name of the next round, passing over rounds that ended without this rank."""
         while True:
             name = f"{self._group}/{line.history.rounds[self._group]}"
             line.history.rounds[self._group] += 1
             if not line.call(methodcaller("check", [f"{name}/skipped"]), self._timeout_s):
                 return name
 
-    # What ranks say to each other
+    # Messages between ranks
 
     def agree(self, topic: str, value: str, hint: str) -> None:
-        """Return when every rank holds `value`; else RankError on each, ending in `hint`."""
+        """Return if all ranks have the same `value`; else RankError on each, ending in `hint`."""
         short = value if len(value) <= 40 and value.isprintable() else ""
         mine = json.dumps([hashlib.sha256(value.encode()).hexdigest(), short])
 
@@ -162,7 +162,7 @@ class Exchange:
         self._step(topic, mine.encode(), compare)
 
     def gather(self, topic: str, value: bytes) -> list[bytes]:
-        """Everyone's bytes on every rank, in the order of `ranks`."""
+        """Return the bytes of all ranks, on every rank, in the order of `ranks`."""
 
         def join(parts: list[bytes]) -> bytes:
             return json.dumps([len(part) for part in parts]).encode() + b"\n" + b"".join(parts)
@@ -175,10 +175,10 @@ class Exchange:
         return parts
 
     def broadcast(self, topic: str, make: Callable[[], str]) -> str:
-        """The text that the leader's `make` returns, on every rank; only the leader calls it.
+        """Return the text of the leader's `make` on every rank; only the leader calls `make`.
 
-        `make` may take long. It runs on a daemon thread, so that the leader too notices within
-        the timeout that a rank died, and it must not rely on state that torch keeps per thread.
+        `make` may take long. It runs on a daemon thread, so that the leader, too, notices within
+        the timeout that a rank died. So it must not rely on state that torch keeps per thread.
         """
         if self._line is None:
             return make()
@@ -189,8 +189,8 @@ class Exchange:
         return reply.decode()
 
     def during(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns, which may wait for other ranks in collectives: it runs on a daemon
-        thread, so that this one notices when a rank is lost or has failed."""
+        """Return the result of `work`, which may wait for other ranks in collectives. It runs on a
+        daemon thread, so that this thread notices when a rank is lost or has failed."""
         if self._line is None:
             return work()
         result = _start(work)
@@ -227,7 +227,7 @@ class Exchange:
         answer: Callable[[list[bytes]], bytes],
         work: Future[str] | None = None,
     ) -> bytes:
-        """Contribute `mine`; return the leader's `answer` to all contributions (and `work`)."""
+        """Contribute `mine`; return the leader's `answer` to all contributions (and `work`'s)."""
         line = self._line
         if line is None:
             return answer([mine])
@@ -243,14 +243,14 @@ class Exchange:
         else:
             self._write(f"{step}/{self.rank}", topic, mine)
             reply = self._await(topic, {self.leader: f"{step}/reply"})[self.leader]
-        # All ranks have come to this step, so nobody will read what belongs to earlier ones.
+        # All ranks have reached this step, so nobody will read records of earlier ones.
         for key in written[:before]:
             line.send(methodcaller("delete_key", key))
         del written[:before]
         return reply
 
     def _write(self, key: str, topic: str, value: bytes) -> None:
-        """Store `value`; `key` itself, which says that the rest is there, is written last."""
+        """Store `value` in pieces; `key`, written last, says that all pieces are there."""
         assert self._line is not None
         packed = zlib.compress(value, 1)
         chunks = [packed[i : i + CHUNK_BYTES] for i in range(0, len(packed), CHUNK_BYTES)]
@@ -262,7 +262,7 @@ class Exchange:
         self._line.history.written[self._group] += records
 
     def _read(self, keys: list[str], topic: str) -> list[bytes | None]:
-        """The values under `keys`; None where there is none yet."""
+        """Read the values under `keys`; None for a value that is not there yet."""
         assert self._line is not None
         values: list[bytes | None] = []
         records = self._line.call(lambda store: present(store, keys), self._timeout_s)
@@ -299,7 +299,7 @@ class Exchange:
         got: dict[int, bytes] = {}
         pause_s = 0.002
         while True:
-            # Asked first: an answer that was there before a rank failed is taken all the same.
+            # Read first: an answer that was there before a rank failed still counts.
             failure = self._failure()
             missing = [rank for rank in keys if rank not in got]
             for rank, value in zip(
@@ -310,13 +310,13 @@ class Exchange:
             missing = [rank for rank in keys if rank not in got]
             working = work is not None and not work.done()
             if work is not None and not working:
-                work.result()  # what it raised ends the round now, whoever is missing
+                work.result()  # its exception ends the round now, whoever is missing
             if not missing and not working:
                 self._say(PLANNING, ())
                 return got
             if failure is not None:
                 raise failure
-            # The guard has looked for longer than this wait.
+            # The guard has watched for longer than this wait.
             if (found := lost()) is not None:
                 raise RankError(found)
             if working:
@@ -337,7 +337,7 @@ class Exchange:
         hopeless = watch.lost(missing, present, self.rank)
         waited_s = time.monotonic() - watch.start
         if hopeless is not None or (missing and waited_s > self._limit_s):
-            self._raise_if_failed()  # the cause is told rather than that others have left
+            self._raise_if_failed()  # report the cause, not that others have left
         if hopeless is not None:
             raise RankError(
                 f"planning stopped at the step {topic!r}: {hopeless}; expected an answer of "
@@ -352,7 +352,7 @@ class Exchange:
                 f"most {self._limit_s:g} s: make that work smaller or give a longer limit"
             )
 
-    # Failing together
+    # All ranks fail together
 
     def _raise_if_refused(self, missing: Sequence[int]) -> None:
         """Raise if one of the ranks could not capture what this round is about."""
@@ -391,7 +391,7 @@ class Exchange:
         text = str(error)
         if isinstance(error, Lost):
             self._say(IDLE, ())
-            return  # the others see it, too
+            return  # the others notice the loss, too
         if isinstance(error, CaptureError) and self._attempt:
             text = _UNCAPTURED.decode() + json.dumps([error.reason, error.place])
         elif not isinstance(error, RankError):
@@ -406,7 +406,7 @@ class Exchange:
         with contextlib.suppress(RankError):
             if not self._failed:
                 line.call(methodcaller("set", failed, text), self._timeout_s)
-            # Still in the round, but nobody should hope for this rank: who sees that can read why.
+            # This rank stays in the round but is lost to it; the others can read why.
             self._say(IDLE, ())
             until = time.monotonic() + LINGER_S
             count = line.call(methodcaller("add", told, 1), self._timeout_s)
@@ -417,8 +417,8 @@ class Exchange:
 
 @contextlib.contextmanager
 def busy(phase: str) -> Iterator[None]:
-    """While the block runs, others see that this rank works towards a round, and wait for it; and
-    so does somebody at a terminal, if it takes long."""
+    """While the block runs, other ranks see that this one works towards a round, and wait for it.
+    If it takes long, stderr reports it, too."""
     if not has_peers():
         with doing(phase, own_rank()):
             yield

@@ -1,5 +1,5 @@
-"""Models that a front door does not plan: `refuse_megatron` sends Megatron's to the door that they
-fit through, `unmade` tells those whose first call has yet to make their parameters."""
+"""Models that a front door does not plan: `refuse_megatron` points Megatron's to
+`overlapc.megatron`, `unmade` finds those whose parameters the first call makes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MODELS = ("megatron.core.models.", "megatron.core.transformer.", "megatron.core
 
 
 def refuse_megatron(door: str, model: nn.Module) -> None:
-    """Raise for a model that has layers of Megatron's: they share scratch memory, caches and random
-    streams, which Dynamo's graphs break at or do not see."""
+    """Raise for a model with layers of Megatron's: these share scratch memory, caches and random
+    streams, at which Dynamo's graphs break or which they do not see."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__module__.startswith(_MODELS):

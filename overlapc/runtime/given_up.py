@@ -1,8 +1,8 @@
-"""What Dynamo gives up without an error: functions that then run as plain PyTorch.
+"""`GivenUp` finds the functions that Dynamo gives up without an error and runs as plain PyTorch.
 
-Dynamo skips a function when it cannot go on after a graph break in it (one inside a loop or a
-`try`), and compiles a function no more when it has compiled it too often. It says so in logs that
-are off. `GivenUp` reads its counters around a call.
+Dynamo skips a function if it cannot continue after a graph break (inside a loop or a `try`), and
+stops compiling a function that it has compiled too often. It reports both only in logs that are
+off. `GivenUp` reads Dynamo's counters around a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from overlapc.passes.places import is_models
 
 _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
 _LIMIT = "recompile limit"
-# Ends of the graph of gradients, and views and copies that AOTAutograd makes around its graphs.
+# Leaves of the autograd graph, and views and copies that AOTAutograd makes around its graphs.
 _NO_WORK = (
     *("torch", "Accumulate", "Alias", "AsStrided", "Clone", "Copy", "Detach", "Diagonal", "Expand"),
     *("Narrow", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose"),
@@ -56,10 +56,10 @@ class GivenUp:
         return list(getattr(self._thread, "skip_reasons", None) or ())
 
     def found(self, ran: bool, again: Callable[[], Any]) -> list[str]:
-        """What the call ran as plain PyTorch: function and reason.
+        """Return what the call ran as plain PyTorch: function and reason.
 
-        `ran` tells whether the call ran a graph at all. `again` traces the call as one graph, which
-        tells where Dynamo stops.
+        `ran` says whether the call ran a graph at all. `again` traces the call as one graph, which
+        shows where Dynamo stops.
         """
         if ran and _failures() == self._failures:
             return []
@@ -68,7 +68,7 @@ class GivenUp:
         return [f"{place}: {reason}" for place in dict.fromkeys(places or ["the whole model"])]
 
     def between(self, results: Any, given: Any, again: Callable[[], Any]) -> str:
-        """What ran as plain PyTorch between graphs, if this call ended graphs early; or ""."""
+        """Name what ran as plain PyTorch between graphs, if this call ended graphs early; or ""."""
         if all(message in self._messages for message in _messages()):
             return ""
         plain = _plain(results, given)
@@ -90,7 +90,8 @@ class GivenUp:
 
 
 def why_untraced(error: Exception) -> str:
-    """The reason, if Dynamo failed before any of the model's code had run; "" if it may have."""
+    """The reason, if Dynamo failed before any of the model's code ran; "" if some code may have
+    run."""
     step = error.__traceback__
     while step is not None and step.tb_frame.f_code.co_filename != convert_frame.__file__:
         if is_models(step.tb_frame.f_code.co_filename):
@@ -100,7 +101,7 @@ def why_untraced(error: Exception) -> str:
 
 
 def _plain(results: Any, given: Any) -> list[str]:
-    """The kinds of ops that have a backward of their own, outside of all graphs, since `given`."""
+    """The kinds of ops between `given` and `results` whose backward lies outside of all graphs."""
     seen = {t.grad_fn for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
     front = [t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
     names = []
@@ -136,7 +137,7 @@ def _place(skipped: str) -> str:
 
 
 def _first_break(again: Callable[[], Any]) -> str:
-    """Where and why tracing the call as one graph ends."""
+    """Where tracing the call as one graph ends, and why."""
     try:
         again()
     except joint.Stop:

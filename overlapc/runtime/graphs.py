@@ -1,9 +1,9 @@
-"""The graphs that one call of a model runs, and their shares of its memory budget.
+"""`Calls` follows the graphs that a call of a model runs, and divides the memory budget among them.
 
-Dynamo compiles a graph when the forward first comes to it, before the graphs behind it are known.
-So where there may be several, each first gets a plan that holds little; when the call has ended,
-the budget is divided among them, and each is compiled once more, with its share. A model of one
-graph has the whole budget at once.
+Dynamo compiles a graph when the forward first reaches it, before later graphs are known. So if
+there may be several, each first gets a plan that holds little. When the call has ended, the budget
+is divided among them, and each graph is compiled once more for its share. A model of one graph gets
+the whole budget at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Graph:
     def __init__(self, gm: fx.GraphModule, calls: Calls) -> None:
         self.calls = calls
         self.alone = calls.is_whole(gm)
-        # Nothing else is known to ask for memory, or it does no harm to plan as if it were so.
+        # Plan this graph for the whole budget: no other graph is known, or that does no harm.
         self.takes_all = (
             self.alone
             or calls.running is None
@@ -47,7 +47,7 @@ class Graph:
         )
         self.sums = used_several_times(gm)
         self.name = ""
-        self.share: Share | None = None  # of a graph that was planned
+        self.share: Share | None = None  # set if the graph was planned
         self.report: Report | None = None
         self.run: Callable[..., Any] = gm.forward
         self.compile: Compile | None = None
@@ -62,7 +62,7 @@ class Graph:
         self.name = report.name
 
     def give(self, report: Report) -> None:
-        """Take another plan, with which the next call compiles the graph again."""
+        """Take another plan; the next call compiles the graph again with it."""
         assert self.report is not None
         if report.plan != self.report.plan:
             self._wanted = report.plan
@@ -97,7 +97,7 @@ class Graph:
 
 
 class Call:
-    """What one call of the model has run so far."""
+    """The graphs that one call of the model has run so far."""
 
     def __init__(self, code: CodeType) -> None:
         self.code = code
@@ -124,15 +124,15 @@ class Call:
 
 
 class Calls:
-    """All that calls of one model have run; `with calls:` goes around a call."""
+    """The graphs of all calls of one model; `with calls:` goes around each call."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.running: Call | None = None
         self.reports: list[Report] = []
-        self.differences: dict[str, None] = {}  # what several graphs do not as eager
+        self.differences: dict[str, None] = {}  # differences from eager that several graphs make
         self._depth = 0
-        self._graphs: list[Graph] = []  # that share the budget
+        self._graphs: list[Graph] = []  # graphs that share the budget
         self._runs: list[Run] = []
         self._known: set[tuple[Graph, ...]] = set()
 
@@ -154,7 +154,7 @@ class Calls:
         return bool(self._runs)
 
     def name_sums(self, values: Iterable[Any]) -> None:
-        """Name those of the tensors of which a graph of this call has added up gradients."""
+        """Report those of the tensors whose gradients a graph of this call has summed."""
         known = {} if self.running is None else self.running.sums
         for value in values if known else ():
             tensor, line = known.get(id(value), (lambda: None, ""))
@@ -162,7 +162,7 @@ class Calls:
                 self.differences[line] = None
 
     def is_whole(self, gm: fx.GraphModule) -> bool:
-        """Is this graph all that the call runs, as far as one can tell?"""
+        """Is this graph all that the call runs, as far as is known?"""
         call = self.running
         reason = getattr(gm, "compile_subgraph_reason", None)
         broken = bool(getattr(reason, "graph_break", False))
@@ -199,9 +199,9 @@ class Calls:
 
 
 def _inside(code: CodeType) -> bool:
-    """Does the model's own code run between the call of the model and this moment?
+    """Is a frame of the model's own code on the stack above the call of the model?
 
-    Then Dynamo has given up on an outer function and compiles those it calls one by one."""
+    If so, Dynamo has given up an outer function and compiles the functions that it calls."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         if is_models(frame.f_code.co_filename):

@@ -1,8 +1,8 @@
-"""A guard interrupts a thread's long work when another rank is lost meanwhile.
+"""`guarded` interrupts a thread's long work if another rank is lost meanwhile.
 
-Tracing, measuring and solving take seconds to minutes in which a rank asks nobody for anything.
-While such a block runs, a thread looks after the other ranks, and raises in the block's own thread
-when one is lost: at the next line of Python that it runs there.
+Tracing, measuring and solving take seconds to minutes without a message between ranks. While such a
+block runs, a second thread watches the other ranks. If one is lost, it raises in the block's
+thread, at the next line of Python.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LOOK_S = 0.5
 
 
 class Lost(BaseException):
-    """Ends the guarded block. It is no Exception, so that nothing between takes it for a failure
-    of its own and goes on; the guard makes a RankError of it."""
+    """Ends the guarded block. It is no Exception, so that no handler in between catches it and goes
+    on; `guarded` turns it into a RankError."""
 
 
 _guarded = threading.local()
@@ -29,9 +29,10 @@ _guarded = threading.local()
 
 @contextlib.contextmanager
 def guarded(look: Callable[[], str | None]) -> Iterator[None]:
-    """Run the block; RankError as soon as `look`, asked on another thread, says what is lost.
+    """Run the block; raise RankError as soon as `look`, called on another thread, says what is
+    lost.
 
-    A block within a guarded block of the same thread is guarded by that one.
+    A block within a guarded block of the same thread uses the outer guard.
     """
     if getattr(_guarded, "by", None) is not None:
         yield
@@ -45,7 +46,7 @@ def guarded(look: Callable[[], str | None]) -> Iterator[None]:
         finally:
             guard.stop()
     except BaseException as error:
-        guard.stop()  # an interrupt may have come just before the first could
+        guard.stop()  # an interrupt may have come before the first call
         if guard.found is None or isinstance(error, (RankError, KeyboardInterrupt)):
             raise
         raise RankError(guard.found) from (None if isinstance(error, Lost) else error)
@@ -57,15 +58,15 @@ def guarded(look: Callable[[], str | None]) -> Iterator[None]:
 
 
 def lost() -> str | None:
-    """What the guard of this thread has found, resting or not."""
+    """What the guard of this thread has found lost, also while it may not interrupt."""
     guard = getattr(_guarded, "by", None)
     return None if guard is None else guard.found
 
 
 @contextlib.contextmanager
 def named_dead(within_s: float) -> Iterator[None]:
-    """If a collective of the guarded block fails since a connection broke, wait for the guard to
-    find out who died: it interrupts the wait."""
+    """If a collective of the guarded block fails because a connection broke, wait until the guard
+    finds out who died: it interrupts the wait."""
     try:
         yield
     except RuntimeError as error:
@@ -77,7 +78,7 @@ def named_dead(within_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
-    """The block is not interrupted: it asks `lost` itself."""
+    """Do not interrupt the block: it calls `lost` itself."""
     guard = getattr(_guarded, "by", None)
     if guard is None or guard.resting:
         yield
@@ -109,8 +110,8 @@ class _Guard(threading.Thread):
                 if lost is None or self._over.is_set():
                     continue
                 self.found = lost
-                # Python drops what is raised in a finalizer or a weak reference's callback, so a
-                # block that goes on all the same is interrupted again.
+                # Python drops exceptions in finalizers and callbacks of weak references, so a block
+                # that goes on is interrupted again.
                 if not self.resting and not _ends(self._whom):
                     _interrupt(self._whom, Lost)
 
@@ -119,7 +120,7 @@ class _Guard(threading.Thread):
             self.resting = resting
 
     def stop(self) -> None:
-        """After this nothing is raised any more, not even what is on its way."""
+        """Stop raising, and cancel an exception that is on its way."""
         while not self._over.is_set():
             with contextlib.suppress(Lost), self._lock:
                 self._over.set()
@@ -127,7 +128,7 @@ class _Guard(threading.Thread):
 
 
 def _ends(thread: int) -> bool:
-    """Is the thread cleaning up after a Lost?"""
+    """Is the thread already handling a Lost?"""
     handled = sys._current_exceptions().get(thread)
     error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
     while error is not None and not isinstance(error, Lost):

@@ -1,4 +1,4 @@
-"""A pipeline in the place of one of `torch.distributed.pipelining`'s schedules."""
+"""`PipelineSchedule` replaces one of `torch.distributed.pipelining`'s schedules by a `Pipeline`."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ class PipelineSchedule:
     def step(
         self, *args: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None
     ) -> None:
-        """One training step on a whole batch, which is cut along its first dimension. `args` are
-        needed on the first stage's rank, `target` on the last's, which fills `losses`."""
+        """Run one training step on a whole batch, which is cut along its first dimension. The first
+        stage's rank passes `args`, the last stage's rank passes `target` and gets `losses`
+        filled."""
         if self._last and target is None:
             raise OptionError("step() without target on the rank of the last stage: pass it")
         inputs = [self._chunks(arg) for arg in args] if self._first else []

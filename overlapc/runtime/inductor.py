@@ -1,7 +1,7 @@
-"""`backend="inductor"`: compile the forward and backward graphs with their order pinned.
+"""`backend="inductor"` compiles the forward and backward graphs with their order pinned.
 
-Inductor calls our partition function on its own, decomposed joint graph. Its scheduler may fuse
-neighbours but must not move ops past each other: its reordering passes are off.
+Inductor calls overlapc's partition function on its own, decomposed joint graph. Its scheduler may
+fuse neighbours but must not move ops past each other, so its reordering passes are off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ORDER_PINNED: dict[str, Any] = {
     "fx_graph_cache": False,
 }
 
-# Inductor copies its configuration deeply; a key keeps graphs and tensors out of the copies.
+# Inductor deep-copies its configuration; a key in it keeps graphs and tensors out of the copies.
 _partitions: dict[str, Callable[..., Any]] = {}
 
 

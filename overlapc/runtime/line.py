@@ -1,7 +1,7 @@
-"""A rank's line to the store of its process group, on which it says that it lives.
+"""`Line` is a rank's connection to the store of its process group; it also sends the rank's beats.
 
-A *beat*, under the key `overlapc/<version>/beat/<rank>`, says "I live, and this is what I am at".
-It is sent each second while the rank is busy.
+A *beat*, under the key `overlapc/<version>/beat/<rank>`, says "I live, and this is what I do". A
+busy rank sends one each second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IDLE = "idle"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank last said of itself. `count` grows while it is busy; an idle rank is silent."""
+    """A rank's last beat. `count` grows while the rank is busy; an idle rank sends none."""
 
     count: int
     phase: str
@@ -52,7 +52,8 @@ class Beat:
 
 @dataclass(slots=True)
 class History:
-    """What must outlive a broken line: the number of rounds and the keys left, by group."""
+    """State that must outlive a broken line: by group, the number of rounds and the keys left
+    behind."""
 
     rounds: Counter[str] = field(default_factory=Counter)
     written: dict[str, list[str]] = field(default_factory=dict)
@@ -61,9 +62,9 @@ class History:
 class Line:
     """One rank's connection to the store, on a daemon thread that also sends its beat.
 
-    A TCPStore call blocks for ever when the host is stopped or cut off, and one connection
-    serves one thread at a time. So only this thread calls the store, on a connection of its own,
-    and a caller waits for the thread with a time limit. After an error the line stays broken.
+    A TCPStore call blocks for ever if the host is stopped or cut off, and one connection serves one
+    thread at a time. So only this thread calls the store, on its own connection, and callers wait
+    for the thread with a time limit. After an error the line stays broken.
     """
 
     def __init__(self, store: Any, rank: int, history: History) -> None:
@@ -80,7 +81,7 @@ class Line:
         self._thread.start()
 
     def call(self, request: Callable[[Any], T], within_s: float) -> T:
-        """The result of `request(store)`; RankError when the store fails or does not answer."""
+        """Return `request(store)`; raise RankError if the store fails or does not answer."""
         answer: Future[T] = Future()
 
         def run(store: Any) -> None:
@@ -109,13 +110,14 @@ class Line:
 
     @contextlib.contextmanager
     def busy(self, phase: str) -> Iterator[Callable[[str, tuple[int, ...]], None]]:
-        """Beat as `phase` while the block runs; what it yields changes phase and waits_for."""
+        """Beat as `phase` while the block runs; yields a function that changes `phase` and
+        `waits_for`."""
         self._phases.append((phase, ()))
         place = len(self._phases) - 1
         self.send(_nothing)
 
         def say(phase: str, waits_for: tuple[int, ...]) -> None:
-            # Eight are enough: of all the ranks one waits for, none may be lost.
+            # Name eight at most: none of the ranks that one waits for may be lost.
             state = (phase, waits_for[:8])
             if self._phases[place] != state:
                 self._phases[place] = state
@@ -158,7 +160,7 @@ class Line:
             self._break(f"failed ({_first_line(error)})", error)
 
     def _rest_s(self, last: float) -> float | None:
-        """How long until the next beat is due; None, never, for an idle rank."""
+        """Seconds until the next beat is due; None for an idle rank."""
         if self._phases[-1][0] == IDLE:
             return None
         return max(0.0, last + BEAT_S - time.monotonic())
@@ -179,20 +181,20 @@ _lock = threading.Lock()
 
 
 def line_to(store: Any, rank: int) -> Line:
-    """The line of `rank` to `store`, made anew when there is none or it broke."""
+    """Return the line of `rank` to `store`; make a new one if there is none or it broke."""
     with _lock:
         lines = _lines.setdefault(store, {})
         line = lines.get(rank)
         if line is None or line.broken is not None:
             line = Line(store, rank, History() if line is None else line.history)
-            # Runs when the process group drops the store, and at the latest at exit.
+            # Runs when the process group drops the store, or at exit.
             weakref.finalize(store, line.close)
             lines[rank] = line
         return line
 
 
 def has_peers() -> bool:
-    """Whether other processes (or threads) are in the default group; the fake backend has none."""
+    """Are there other processes (or threads) in the default group? The fake backend has none."""
     return (
         dist.is_available()
         and dist.is_initialized()
@@ -206,16 +208,16 @@ def own_rank() -> int:
 
 
 def present(store: Any, keys: list[str]) -> list[bytes | None]:
-    """The records under `keys`, without waiting for those that are not there."""
+    """The records under `keys`, without waiting for missing ones."""
     return [store.get(key) if store.check([key]) else None for key in keys]
 
 
 def _nothing(store: Any) -> None:
-    """A request that only wakes the thread, which then says its changed state."""
+    """A request that only wakes the thread, which then sends its changed state."""
 
 
 def _address(store: Any) -> str:
-    """`TCPStore host:port` or `FileStore path`, as far as the store tells."""
+    """`TCPStore host:port` or `FileStore path`, as far as the store says."""
     store = getattr(store, "_underlying_non_prefix_store", store)
     place = getattr(store, "path", None) or (
         f"{store.host}:{store.port}" if hasattr(store, "port") else ""

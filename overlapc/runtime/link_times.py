@@ -1,4 +1,4 @@
-"""How long what a pipeline sends is on its way: measured by the ranks at its ends, or estimated."""
+"""Transfer times of a pipeline, measured by the ranks at both ends of each link, or estimated."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PINGS = 5
 
 
 def sent_ns(schedule: Schedule, stage: int, size: int, links: Links, options: Options) -> int:
-    """How long `size` bytes that a stage makes are on their way to the next; ranks that are at
-    neither end need not know, and have 0."""
+    """How long a transfer of `size` bytes takes from a stage to the next. Ranks at neither end
+    return 0."""
     here, there = (schedule.rank_of[s] for s in (stage, stage + 1))
     if here == there:
         return 0
@@ -45,8 +45,8 @@ def sent_ns(schedule: Schedule, stage: int, size: int, links: Links, options: Op
 def averaging_ns(
     schedule: Schedule, stage: int, trained: Sequence[Tensor], links: Links, options: Options
 ) -> int:
-    """How long the replicas take to average the gradients of a stage's parameters, all of them on
-    their way at a time; the same on all replicas, which call this together."""
+    """How long the replicas take to average the gradients of a stage's parameters, all at once. All
+    replicas call this together and get the same result."""
     if links.replicas is None:
         return 0
     ranks = dist.get_process_group_ranks(links.replicas)
@@ -70,7 +70,7 @@ def averaging_ns(
 
 
 def _timed(run: Callable[[], None]) -> int:
-    """The quickest of a few runs behind a first one."""
+    """The quickest of a few runs after a warm-up."""
     times = []
     for _ in range(_PINGS):
         start = time.perf_counter_ns()

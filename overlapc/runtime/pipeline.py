@@ -1,4 +1,4 @@
-"""A training step of a pipeline: each rank runs its row of a schedule on the parts of its stages.
+"""`Pipeline` is a training step of a pipeline: each rank runs its row of a schedule on its stages.
 
     pipeline = Pipeline({0: embed_and_blocks}, "1f1b", microbatches=8)       # on rank 0
     pipeline = Pipeline({1: blocks_and_head}, "1f1b", 8, loss=cross_entropy) # on rank 1
@@ -40,8 +40,8 @@ from overlapc.schedule import Schedule, format_schedule
 
 
 class Pipeline:
-    """This rank's part of a pipeline. `stages` are its stages' modules by number; a stage gives a
-    tensor or a tuple of them, which are the next one's arguments, and the first takes a
+    """This rank's part of a pipeline. `stages` are the modules of its stages by number. A stage
+    returns a tensor or a tuple of tensors, the arguments of the next stage; the first stage takes a
     microbatch's inputs.
 
     schedule        a Schedule, or the name of one: "gpipe", "1f1b", "interleaved", "zero-bubble",
@@ -104,16 +104,16 @@ class Pipeline:
         self.schedule = schedule
         self.modules = dict(stages)
         self.reports: dict[int, Report] = {}
-        self.timeline: PipelineTimeline | None = None  # as predicted, of all ranks
-        self.costs: tuple[StageCost, ...] = ()  # of one microbatch, by stage
+        self.timeline: PipelineTimeline | None = None  # predicted timeline of all ranks
+        self.costs: tuple[StageCost, ...] = ()  # costs of one microbatch, by stage
         self._loss = loss
         self._place = place
         self._options, self._of_stages = _by_stage(options, mine)
         timeout_s = self._options.timeout_s
         self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
         self._stages: dict[int, Stage] = {}
-        self._held: dict[int, int] = {}  # bytes, by stage, whatever its plan
-        self._average_ns: dict[int, int] = {}  # of each stage's gradients over the replicas
+        self._held: dict[int, int] = {}  # bytes that a stage holds under any plan
+        self._average_ns: dict[int, int] = {}  # by stage: averaging its gradients
         self._asked = schedule
         self._planned_for: Any = None
 
@@ -152,7 +152,7 @@ class Pipeline:
         return Run(self.schedule, row, self._stages, self.modules, self._links).run(first, behind)
 
     def explain(self) -> str:
-        """What all ranks are predicted to do, and the plans of this rank's stages."""
+        """Show the predicted timeline of all ranks, and the plans of this rank's stages."""
         if self.timeline is None:
             return "nothing planned yet: run a step first"
         parts = [describe(self.timeline)]
@@ -163,7 +163,7 @@ class Pipeline:
     def _changed(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
     ) -> bool:
-        """Has a stage of this rank become another graph than the one that was planned?"""
+        """Has a stage of this rank become a graph other than the planned one?"""
         found = []
         for stage, made in self._stages.items():
             given = tuple(map(blank, made.incoming)) if stage else inputs[0]
@@ -171,7 +171,8 @@ class Pipeline:
         return any(found)
 
     def _anywhere(self, changed: bool) -> bool:
-        """Is it so on any rank? Told before each step, for ranks must plan together."""
+        """Has a stage changed on any rank? Asked before each step, since ranks must plan
+        together."""
         if dist.get_world_size(self.group) == 1:
             return changed
         flag = torch.tensor([int(changed)])
@@ -187,8 +188,8 @@ class Pipeline:
     def _prepare(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
     ) -> None:
-        """Trace and plan this rank's stages; every rank learns what tensors travel, and what all
-        stages take."""
+        """Trace and plan this rank's stages; every rank learns which tensors are sent, and the
+        figures of all stages."""
         self.schedule = self._asked
         shapes = self._traced(inputs, targets)
         self._links.width = max(1, *map(len, shapes.values()))
@@ -198,7 +199,7 @@ class Pipeline:
         ends = range(self.schedule.stages - 1)
         sent = {s: sent_ns(self.schedule, s, _bytes(shapes[s]), links, options) for s in ends}
         for stage in sorted(self.modules.keys() - self._average_ns.keys()):
-            # Once: when a stage has changed, replicas may have nothing to plan again.
+            # Measured once: when a stage changes, its replicas may not plan again.
             trained = [p for p in self.modules[stage].parameters() if p.requires_grad]
             took_ns = averaging_ns(self.schedule, stage, trained, links, options)
             self._average_ns[stage] = took_ns
@@ -207,7 +208,7 @@ class Pipeline:
                 slower = max(sent.get(end, 0) for end in (stage - 1, stage))
                 try:
                     planned[stage], figures[stage] = self._figured(stage, shapes, slower)
-                except Infeasible as error:  # the others must know
+                except Infeasible as error:  # so that the others learn of it
                     figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
         chosen = self._placed(figures)
         for stage, reports in planned.items():
@@ -217,8 +218,8 @@ class Pipeline:
     def _traced(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
     ) -> dict[int, Shapes]:
-        """Trace this rank's stages, each once the shapes of its inputs are known; returns what
-        every stage hands on."""
+        """Trace this rank's stages, each once the shapes of its inputs are known; return the shapes
+        that every stage sends."""
         schedule = self.schedule
         shapes: dict[int, Shapes] = {}
         with self._exchange() as exchange:
@@ -243,7 +244,7 @@ class Pipeline:
     def _figured(
         self, stage: int, shapes: Mapping[int, Shapes], sent_ns: int
     ) -> tuple[list[Report], list[dict[str, Any]]]:
-        """The plans of a stage, and of each what other ranks are told."""
+        """Plan a stage; return the plans, and for each the figures for other ranks."""
         made = self._stages[stage]
         held = self._held[stage] = self._beside(stage, shapes)
         reports = self._planned(stage, made.captured, made.primals)
@@ -251,8 +252,8 @@ class Pipeline:
         return reports, list(map(asdict, figures))
 
     def _placed(self, figures: Mapping[int, Any]) -> tuple[int, ...]:
-        """Tell the other ranks what this one's stages take, and place the rows of all; returns
-        which of its plans each stage runs."""
+        """Exchange the figures of all stages and place the rows of all ranks; return the number of
+        the plan that each stage runs."""
         with self._exchange() as exchange:
             told = json.dumps(figures).encode()
             of_ranks = map(json.loads, exchange.gather("what stages take", told))
@@ -281,12 +282,12 @@ class Pipeline:
         return beside_bytes(self.schedule, stage, coming, going)
 
     def _stage(self, stage: int, count: int, incoming: Shapes) -> Stage:
-        """A stage whose module takes so many arguments."""
+        """Make a stage whose module takes so many arguments."""
         module, last = self.modules[stage], stage == self.schedule.stages - 1
         function = _with_loss(module, self._loss, count) if self._loss and last else _sends(module)
         known = self._stages.get(stage)
         if known is not None and known.incoming == incoming:
-            known.report = None  # planned anew
+            known.report = None  # it is planned again
             return known
         made = self._stages[stage] = Stage(stage, module, function, incoming, last)
         made.plan = lambda captured, primals: self._planned(stage, captured, primals)[0]
@@ -313,7 +314,7 @@ class Pipeline:
 def _by_stage(
     given: Mapping[str, Any], stages: Collection[int]
 ) -> tuple[Options, dict[int, Options]]:
-    """The options that all stages have, and those of each."""
+    """Split the options into those common to all stages, and those of each stage."""
     apart = {name: value for name, value in given.items() if isinstance(value, Mapping)}
     for name, of_stages in apart.items():
         if name not in ("memory_budget", "plan") or not set(stages) <= set(of_stages):
@@ -360,15 +361,15 @@ def _check_tied(
 
 
 def _sends(module: nn.Module) -> Callable[..., Any]:
-    """A stage whose results are sent as they lie in memory."""
+    """Wrap a stage so that each result can be sent: contiguous, and a tensor of its own."""
 
     def sends(*args: Any) -> Any:
         results = module(*args)
         several = results if isinstance(results, (tuple, list)) else (results,)
         if not several or not all(isinstance(result, Tensor) for result in several):
-            return results  # without marks, which is refused
-        # Behind the stage each is a tensor of its own: results may be views of one another, be
-        # given twice, or only pass through.
+            return results  # refused later, since no result is marked
+        # Make each result a separate tensor: results may be views of one another, occur twice, or
+        # be inputs.
         first, *more = several
         copied = any(first is arg for arg in args)
         sent = [mark(first, 0, Tensor.clone if copied else Tensor.contiguous)]
@@ -382,7 +383,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _with_loss(module: nn.Module, loss: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
-    """A stage and the loss behind it; the first `count` arguments are the stage's."""
+    """Wrap a stage and its loss; the first `count` arguments are the stage's."""
     return lambda *args: loss(module(*args[:count]), *args[count:])
 
 

@@ -1,4 +1,5 @@
-"""The F, R, I and W of a planned graph: what `TrainStep` and the stages of a `Pipeline` both run.
+"""`Program` and `Flight` run F, R, I and W of a planned graph, for `TrainStep` and `Pipeline`
+alike.
 
 A `Program` is the graph of one microbatch, cut into parts by its plan. A `Flight` is a microbatch
 between its forward and the end of its backward.
@@ -25,8 +26,8 @@ State = dict[str, Any]
 
 
 class Program:
-    """A graph and its parts. A `whole` one ends in the loss; others get gradients of results.
-    `parts` are the plan's, where they are not just what `cut` makes."""
+    """A graph and its parts. A `whole` graph ends in the loss; others receive gradients of their
+    results. `parts` overrides the parts that `cut` would make."""
 
     def __init__(
         self, joint: Joint, report: Report, whole: bool, parts: Parts | None = None
@@ -37,8 +38,8 @@ class Program:
         if report.merged is not None:
             self.merged = self._parts.merged(report.merged.plan)
         self._with: WeakKeyDictionary[Program, Part] = WeakKeyDictionary()
-        self.shared: State = loss_gradient(joint) if whole else {}  # by all microbatches
-        self.free = {  # gradients that are not added to a parameter's where they are made
+        self.shared: State = loss_gradient(joint) if whole else {}  # read by all microbatches
+        self.free = {  # gradients that the graph does not add to `.grad` itself
             f"gradient{i}": owner_of(name)
             for i, name in enumerate(joint.inputs)
             if name in joint.leaves and i not in set(joint.captured.static_inputs)
@@ -49,8 +50,8 @@ class Program:
         return self._parts.pieces()
 
     def begin(self, state: State, before: Flight | None = None) -> Flight:
-        """F of a microbatch, merged with B of the one `before` where both graphs are merged in one
-        order; otherwise that B runs first, which makes room."""
+        """Run F of a microbatch. If there is a merged graph for it and B of the microbatch
+        `before`, run that; else run that B first, which frees memory."""
         merged = None if before is None else self._merged_with(before.program)
         if before is not None and merged is not None:
             merged.run(self.shared, state, before.state)
@@ -61,7 +62,7 @@ class Program:
         return Flight(self, state)
 
     def _merged_with(self, before: Program) -> Part | None:
-        """F of this graph merged with B of another, of other shapes."""
+        """Merge F of this graph with B of a graph of other shapes."""
         mine, theirs = self.report.merged, before.report.merged
         if before is self or mine is None or theirs is None:
             return self.merged if before is self else None
@@ -73,7 +74,7 @@ class Program:
         return self._with[before]
 
     def parts(self, kind: str, again: bool) -> list[Part]:
-        """What B, R, I or W runs; `again`: recompute has run already."""
+        """The parts that B, R, I or W runs; `again`: recompute has run already."""
         if kind == "B":
             return [self._pieces["I"], self._pieces["W"]] if again else [self._parts.backward]
         if kind == "I" and not again:
@@ -83,25 +84,25 @@ class Program:
 
 @dataclass
 class Flight:
-    """A microbatch under way."""
+    """A microbatch between its forward and the end of its backward."""
 
     program: Program
     state: State
-    again: bool = False  # has what the backward makes again been made?
+    again: bool = False  # has R run?
 
     def results(self) -> Sequence[Any]:
-        """What the graph gives; once."""
+        """Take the graph's results; once."""
         return [self.state.pop(name) for name in self.program.joint.results]
 
     def run(self, kind: str) -> None:
-        """An action of the backward."""
+        """Run an action of the backward."""
         with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
             for part in self.program.parts(kind, self.again):
                 part.run(self.program.shared, self.state)
         self.again = self.again or kind == "R"
 
     def gradient_of(self, tensor: Tensor) -> Tensor | None:
-        """The gradient of a tensor that the graph was given; once."""
+        """Take the gradient of an input of the graph; once."""
         for name, owner in self.program.free.items():
             if owner in self.state and self.state[owner].tensor is tensor:
                 found: Tensor | None = self.state.pop(name, None)
@@ -109,8 +110,8 @@ class Flight:
         return None
 
     def end(self) -> None:
-        """Add the gradients that the graph does not add itself, and nobody took, to those of their
-        owners."""
+        """Add the remaining gradients, which the graph does not add itself and nobody took, to
+        `.grad` of their owners."""
         for name, owner in self.program.free.items():
             if (gradient := self.state.pop(name, None)) is not None:
                 accumulate((self.state[owner],), gradient)
@@ -133,7 +134,7 @@ def check_loss(joint: Joint) -> None:
 
 
 def loss_gradient(joint: Joint) -> State:
-    """What the backward begins with."""
+    """The gradient of the loss, with which the backward begins."""
     return {
         name: torch.ones(value.shape, dtype=value.dtype, device=value.device)
         for name, value in _tangents(joint).items()
@@ -147,11 +148,11 @@ def _tangents(joint: Joint) -> dict[str, Tensor]:
 
 
 class NotOurs(CaptureError):
-    """A gradient does not end in `.grad` as the graph makes it."""
+    """The graph's gradient cannot go straight into `.grad`: hooks or autograd need it."""
 
 
 def refuse_owners(joint: Joint, state: State, module: nn.Module) -> None:
-    """Gradients that go further than into `.grad` are autograd's business."""
+    """Raise NotOurs for gradients that must go further than into `.grad`."""
     for name in joint.leaves:
         tensor = state[owner_of(name)].tensor
         if tensor.grad_fn is not None:

@@ -1,4 +1,4 @@
-"""Which ranks must agree on a graph: those its collectives join."""
+"""These functions find the ranks that must agree on a graph: those that its collectives join."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ T = TypeVar("T")
 def ranks_of(groups: Sequence[str]) -> list[int]:
     """The global ranks that share the collectives of these process groups.
 
-    Groups of one process that stands for many (a fake group, the one-process fabric) have
-    nobody to agree with. Ranks that meet in several groups are joined by the whole world.
+    A group in which one process stands for many (a fake group, the one-process fabric) needs no
+    agreement. If a graph has several groups, all ranks of the world agree.
     """
     if not groups or not dist.is_initialized():
         return []
@@ -46,15 +46,15 @@ def _stands_alone(group: str) -> bool:
 
 
 class Attempts:
-    """Counts the graphs that a front door tries to plan, alike on all ranks, so that all know of
-    which graph one of them has a CaptureError: then all have it."""
+    """Numbers the graphs that a front door tries to plan, equally on all ranks. If one rank has a
+    CaptureError for a graph, all ranks raise it for the graph of that number."""
 
     _doors = itertools.count()
 
     def __init__(self, door: str) -> None:
         self._door = f"{door} {next(self._doors)}"
         self._count = 0
-        self._told = False  # is the last CaptureError known to the others, as that of a round?
+        self._told = False  # do the others know of the last CaptureError, from a round?
 
     @contextlib.contextmanager
     def exchange_for(self, groups: Sequence[str], timeout_s: float) -> Iterator[Exchange | None]:
@@ -68,7 +68,7 @@ class Attempts:
             raise
 
     def refused(self, error: CaptureError) -> None:
-        """This rank runs what it tried last, or was to try next, as plain PyTorch."""
+        """Tell the others that this rank runs its last or next attempt as plain PyTorch."""
         if not self._told:
             self._count += 1
             if has_peers():
@@ -108,8 +108,8 @@ def exchange_of(
 
 
 def together(exchange: Exchange | None, what: str, found: T | CaptureError) -> T:
-    """What this rank found, once no rank has a CaptureError; else that of the first that has one,
-    on every rank."""
+    """Return what this rank `found` if no rank has a CaptureError; else raise the first rank's
+    CaptureError on every rank."""
     mine = ["", ""] if not isinstance(found, CaptureError) else [found.reason, found.place]
     told = [mine]
     if exchange is not None:

@@ -1,9 +1,9 @@
-"""One rank's row of a pipeline, run: the parts of its stages, and what travels between ranks.
+"""`Run` runs one rank's row of a pipeline: the parts of its stages, and transfers between ranks.
 
-What a stage makes for another rank is sent when it is there, while the rank goes on; what a rank
-needs is asked for a few steps ahead. Whoever waits longer than `Links.patience_s`, or whose peer is
-gone, raises a RankError that names the action. When a stage's last gradients are there they are on
-their way to the other ranks that need them while the rank goes on.
+Results for another rank are sent as soon as they are made, while the rank goes on; receives are
+posted a few steps ahead. A rank that waits longer than `Links.patience_s`, or whose peer is gone,
+raises a RankError that names the action. When a stage's last gradients are made, their reduction
+begins, while the rank goes on.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from overlapc.pipeline import AHEAD
 from overlapc.runtime.stage import Shape, Stage, blank, has_gradient
 from overlapc.schedule import Action, Schedule, Step, format_step, is_pair
 
-# What travels: the stage that gets it, is it an activation, microbatch, which of several
+# A transfer: the receiving stage, is it an activation, microbatch, which of several tensors
 Key = tuple[int, bool, int, int]
 
 
 @dataclass
 class Links:
-    """Who the rank talks to: along the pipeline, with its replicas, and about tied weights."""
+    """The groups of a rank: along the pipeline, with its replicas, and for tied weights."""
 
     group: dist.ProcessGroup
     rank: int
     timeout_s: float
     replicas: dist.ProcessGroup | None
     tied: Sequence[Mapping[int, str]]
-    step_s: float = 0.0  # that a step is predicted to take, once it is planned
+    step_s: float = 0.0  # predicted time of a step, once planned
     width: int = 1  # the most tensors between two stages
 
     @property
     def patience_s(self) -> float:
-        """How long to wait: others have their work to do first, all of the step at most."""
+        """How long to wait for others, which may have up to a whole step of work to do first."""
         return self.timeout_s + 3 * self.step_s
 
 
 class Sent:
-    """What is on its way to other ranks. Only waiting tells that it has arrived, so a thread waits
-    for one after the other; what has arrived need not stay in memory to the end."""
+    """Tensors being sent to other ranks. Only a wait tells that one has arrived, so a thread waits
+    for one after the other; then its memory is freed before the end of the step."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
         self._entries: deque[tuple[Any, Tensor, str]] = deque()
-        self._arrived = 0  # of all that were ever added
+        self._arrived = 0  # of all ever added
         self._released = 0
 
     def add(self, work: Any, tensor: Tensor, what: str) -> None:
@@ -67,14 +67,14 @@ class Sent:
         self._queue.put(work)
 
     def release(self) -> None:
-        """Let go of what has arrived."""
+        """Free the tensors that have arrived."""
         while self._released < self._arrived:
             self._entries.popleft()
             self._released += 1
 
     def wait(self, seconds: float) -> None:
-        """Until all of it has arrived, and no longer than that since something did; raises what
-        went wrong."""
+        """Wait until all tensors have arrived, at most so many seconds after the last arrival;
+        raise what went wrong."""
         self.close()
         before = -1
         while self._thread is not None and self._thread.is_alive() and before < self._arrived:
@@ -87,7 +87,7 @@ class Sent:
             raise TimeoutError(f"{self._entries[0][2]} was not taken")
 
     def close(self) -> None:
-        """Nothing more is to come."""
+        """End the thread: no more tensors will be added."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -97,7 +97,7 @@ class Sent:
             except Exception as error:
                 self._failed = error
                 return
-            del work  # memory is let go of where it was taken
+            del work  # memory is freed on the thread that allocated it
             self._arrived += 1
 
 
@@ -117,7 +117,7 @@ class Run:
         self.links = links
         self.inputs: Sequence[tuple[Any, ...]] = ()
         self.targets: Sequence[tuple[Any, ...]] = ()
-        self.here: dict[Key, Tensor] = {}  # made on this rank for this rank
+        self.here: dict[Key, Tensor] = {}  # results of this rank for this rank
         self.asked: dict[Key, tuple[Any, Tensor]] = {}
         self.sent = Sent()
         self.at = ""
@@ -127,8 +127,8 @@ class Run:
                 if action.kind in "BW":
                     self.last_of[action.stage] = i
         self.averaging: list[tuple[Any, Tensor, str]] = []
-        self.owed = sorted(self.last_of, reverse=True)  # stages not averaged yet
-        self.done: set[int] = set()  # stages whose gradients are there
+        self.owed = sorted(self.last_of, reverse=True)  # stages that are not averaged yet
+        self.done: set[int] = set()  # stages whose gradients are made
 
     def run(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
@@ -146,7 +146,7 @@ class Run:
             for parameter, gradient in before:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
             self.guarded(lambda: self.sent.wait(self.links.patience_s), "waiting for what was sent")
-        except BaseException:  # what was there before is not lost with the step
+        except BaseException:  # gradients from before the step are not lost
             for parameter, gradient in before:
                 parameter.grad = gradient
             raise
@@ -170,7 +170,7 @@ class Run:
         return losses
 
     def do(self, step: Step) -> list[Tensor]:
-        """Run a step; returns the losses that it found."""
+        """Run a step; return its losses."""
         first = step[0]
         stage = self.stages[first.stage]
         if is_pair(step) and stage.merges:
@@ -180,7 +180,7 @@ class Run:
             results, gradients = stage.do_merged(forward.microbatch, backward.microbatch)
             return self.give(forward, results) + self.give(backward, gradients)
         losses = []
-        # The backward first, which makes room for the forward.
+        # The backward first, since it frees memory for the forward.
         for action in sorted(step, key=lambda a: a.kind == "F"):
             self.get(action)
             losses += self.give(
@@ -198,7 +198,7 @@ class Run:
             stage.gradients_came(m, self.receive(action))
 
     def give(self, action: Action, results: Sequence[Tensor]) -> list[Tensor]:
-        """Send on what the action made; a loss is handed out."""
+        """Send the action's results; return a loss."""
         m, forward = action.microbatch, action.kind == "F"
         if forward and action.stage == self.schedule.stages - 1:
             return list(results[:1])
@@ -209,7 +209,7 @@ class Run:
     # --- what travels along the pipeline
 
     def needed(self, action: Action) -> list[tuple[Key, Shape]]:
-        """What the action needs of another stage."""
+        """The transfers that the action needs from another stage."""
         stage, forward = self.stages[action.stage], action.kind == "F"
         shapes: Sequence[Shape] = ()
         if forward:
@@ -243,7 +243,7 @@ class Run:
 
     def send(self, result: Tensor, key: Key) -> None:
         target = self.schedule.rank_of[key[0]]
-        result = result.contiguous()  # as the stage that gets it was traced
+        result = result.contiguous()  # the receiving stage was traced so
         if target == self.links.rank:
             self.here[key] = result
             return
@@ -262,9 +262,9 @@ class Run:
     # --- gradients that several ranks add up
 
     def gradients_done(self, stage: int) -> None:
-        """The stage's gradients are there: average them over the replicas, unless other stages
-        have a part in them. Replicas place their rows each for itself, so the order is that of the
-        stages, the last first: all must reduce alike."""
+        """Average the finished gradients of a stage over the replicas, unless other stages share
+        them (tied weights). Each replica places its own rows, so stages are reduced in a fixed
+        order, the last first."""
         tied = {names[stage] for names in self.links.tied if stage in names}
         later = {id(p) for s in self.owed for p in self.modules[s].parameters()}
         for name, parameter in self.modules[stage].named_parameters():
@@ -272,7 +272,7 @@ class Run:
                 self.average(parameter.grad, f"stage {stage}'s {name}")
 
     def average(self, gradient: Tensor | None, name: str) -> None:
-        """Begin to sum a gradient over the replicas."""
+        """Begin to average a gradient over the replicas."""
         if self.links.replicas is None or gradient is None:
             return
         work = self.guarded(
@@ -288,7 +288,8 @@ class Run:
         self.averaging.clear()
 
     def lay_by_tied(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Gradients that tied weights have from before: not this step's to sum."""
+        """Set aside gradients that tied weights have from before the step: only this step's are
+        summed."""
         found = []
         for names in self.links.tied:
             for stage in sorted(set(names) & set(self.stages)):
@@ -299,15 +300,15 @@ class Run:
         return found
 
     def add_tied(self, which: int, names: Mapping[int, str]) -> None:
-        """The gradient of a weight that several stages have is the sum of theirs, in the order of
-        the stages."""
+        """Set the gradient of a tied weight to the sum of its stages' gradients, in the order of
+        stages."""
         mine = [stage for stage in names if stage in self.stages]
         if not mine:
             return
         ranks = {stage: self.schedule.rank_of[stage] for stage in names}
         gradients = {stage: _gradient(self.modules[stage], names[stage]) for stage in mine}
         first = 2 * self.schedule.stages * (self.schedule.microbatches + which)
-        first *= self.links.width  # of the tags, behind those of what travels
+        first *= self.links.width  # tags after those of the pipeline's transfers
         coming = []
         for stage in sorted(set(names) - set(mine)):
             what = f"the gradient of {names[stage]} of stage {stage}, tied to {names[mine[0]]}"
@@ -331,7 +332,7 @@ class Run:
     # --- waiting
 
     def post(self, how: Callable[..., Any], tensor: Tensor, tag: int, peer: int, what: str) -> Any:
-        """Start a transfer to or from a rank."""
+        """Begin a transfer to or from a rank."""
         end = "group_dst" if how is dist.isend else "group_src"
         return self.guarded(
             lambda: how(tensor, group=self.links.group, tag=tag, **{end: peer}), f"posting {what}"

@@ -1,9 +1,9 @@
-"""Do ranks draw the same random numbers for what they hold in common? `warn_of_seeds`.
+"""`warn_of_seeds` warns if ranks draw different random numbers for a tensor that all of them hold.
 
 Ranks of one tensor-parallel group hold copies of the same activations between their collectives.
-Dropout on such a copy must drop the same elements on each, or the copies are no copies any more:
-nothing fails, and the model trains on something else. Where every rank has a part of its own (a
-slice of the sequence, its own heads, its own batch) each may draw as it likes.
+Dropout on such a copy must drop the same elements on every rank, or the copies differ: nothing
+fails, but the model trains on wrong values. If every rank has its own part (a slice of the
+sequence, its own heads, its own batch), each may draw different numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from overlapc.passes.trace import Captured, forward_nodes
 from overlapc.runtime.exchange import Exchange
 
 # What a value is to the ranks of a group.
-CONSTANT = "constant"  # the same, made of parameters and numbers alone
-COMMON = "common"  # the same, made of data
-NOISE = "noise"  # random numbers, not yet put together with data
-OWN = "own"  # each rank has its own
-# Collectives after which every rank of their group has the same.
+CONSTANT = "constant"  # equal on all ranks, made of parameters and numbers alone
+COMMON = "common"  # equal on all ranks, made of data
+NOISE = "noise"  # random numbers, not yet combined with data
+OWN = "own"  # different on each rank
+# Collectives whose result is equal on every rank of their group.
 _GIVE_ALL = ("all_reduce", "all_gather", "broadcast")
 _SAMPLE = 4096
 
@@ -36,8 +36,8 @@ _SAMPLE = 4096
 def warn_of_seeds(
     captured: Captured, primals: Sequence[Any] | None, exchange: Exchange | None
 ) -> None:
-    """Warn when ranks of a group have other random states, and one of their ops draws for a value
-    that they hold in common. All ranks of the round call this, once they agree on the trace."""
+    """Warn if ranks of a group have different random states and an op draws for a value that should
+    be equal on them. All ranks of the round call this, once they agree on the trace."""
     if exchange is None or not any(op.random for op in captured.trace.ops):
         return
     mine = json.dumps(_fingerprints(captured, primals, exchange.rank)).encode()
@@ -62,7 +62,8 @@ def warn_of_seeds(
 
 
 def drawn_for_common(captured: Captured, group: str, alike: set[str]) -> fx.Node | None:
-    """The first forward op that draws random numbers for data that all ranks of `group` hold.
+    """The first forward op that draws random numbers for data that is equal on all ranks of
+    `group`.
 
     `alike` are the inputs that are equal on these ranks, and the ops whose numbers are."""
     forward = forward_nodes(captured.joint)
@@ -99,7 +100,7 @@ def _made_of(node: fx.Node, given: Sequence[str], group: str) -> str:
 
 
 def _chance(node: fx.Node) -> Any:
-    """The probability that a random op is given: nothing random comes of 0. None without one."""
+    """The probability of a random op, or None without one; with 0 the op is not random."""
     schema = getattr(node.target, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name in ("p", "dropout_p"):
@@ -111,7 +112,7 @@ def _chance(node: fx.Node) -> Any:
 def _fingerprints(
     captured: Captured, primals: Sequence[Any] | None, rank: int
 ) -> Mapping[str, str]:
-    """What tells the ranks' inputs, and the numbers among their ops' arguments, from each other."""
+    """Hashes that tell whether inputs, and numbers among the ops' arguments, are equal on ranks."""
     inputs = primal_nodes(captured.joint)
     found = {node.name: f"of rank {rank}" for node in inputs}
     devices = {torch.device("cpu")}

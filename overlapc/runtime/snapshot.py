@@ -1,8 +1,8 @@
-"""`as_it_was` lets a model take steps that leave no trace in it.
+"""`as_it_was` restores a model after the steps that run inside it.
 
-What a forward may change of a model: values of tensors, gradients, what attributes and containers
-hold, random states. What it changes elsewhere (a global, a closure's variable, an optimizer that a
-hook steps) is not known here and stays changed.
+It restores values of tensors, gradients, what attributes and their containers hold, and random
+states. What a forward changes elsewhere (a global, a variable of a closure, the state of an
+optimizer that a hook steps) it does not know, and that stays changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Restore = Callable[[], None]
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Without gradients inside; the model and the random states as before afterwards."""
+    """Clear gradients for the block; afterwards restore the model and the random states."""
     tensors, restores = _state(model)
     restores += [_restore_value(tensor) for tensor in tensors]
     restores += _random_states()

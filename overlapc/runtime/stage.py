@@ -1,4 +1,5 @@
-"""A stage of a pipeline on its rank: traced once, planned once, then run action by action."""
+"""`Stage` is a pipeline's stage on its rank: traced once, planned once, then run action by
+action."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ Shapes = tuple[Shape, ...]
 
 
 class Stage:
-    """A stage, and what it keeps of the microbatches in flight.
+    """A stage, and the state of its microbatches in flight.
 
-    `trace` captures it and runs nothing. Once `report` says how it was planned, an F calls its
+    `trace` captures the stage and runs nothing. Once `report` has its plan, an F calls the stage's
     function, whose graph runs by that plan. So Dynamo checks at every F what the graph depends on.
-    Where that has changed, a new graph of the same ops runs by the same plan. One of other ops is
-    planned first: by all ranks, who ask `changed` before each step, or, where it comes up in the
-    middle of one, by `plan` here alone.
+    If that has changed, a new graph of the same ops runs by the same plan. A graph of other ops is
+    planned first: by all ranks, which call `changed` before each step, or, if it comes up within a
+    step, by this rank's `plan` alone.
     """
 
     def __init__(
@@ -35,21 +36,22 @@ class Stage:
         number: int,
         module: nn.Module,
         function: Callable[..., Any],
-        incoming: Shapes,  # of nothing on the first stage
+        incoming: Shapes,  # empty on the first stage
         last: bool,
     ) -> None:
         self.number, self.module, self.last = number, module, last
         self.incoming = incoming
-        self.form: _Form  # as it was traced last
-        self.primals: list[Any] = []  # example values, while it is planned
+        self.form: _Form  # its last trace
+        self.primals: list[Any] = []  # example inputs, while it is planned
         self.plan: Callable[[Captured, Sequence[Any]], Report]
         self.report: Report | None = None
-        self.digest = ""  # of what was planned
-        self._others: dict[str, Report] = {}  # of graphs that came up in a step, by digest
+        self.digest = ""  # of the planned graph
+        self._others: dict[str, Report] = {}  # by digest: graphs that came up within a step
         self.states: dict[int, _InFlight] = {}
         self._traced = Traced(function, self._adopt, module)
-        self._given: dict[int, tuple[Any, ...]] = {}  # what microbatches begin with
-        self._at: tuple[int, int | None] = 0, None  # what F runs, and the B merged with it
+        self._given: dict[int, tuple[Any, ...]] = {}  # by microbatch: its inputs
+        # the microbatch of F, and of the B merged with it
+        self._at: tuple[int, int | None] = 0, None
 
     @property
     def captured(self) -> Captured:
@@ -57,11 +59,11 @@ class Stage:
 
     @property
     def outgoing(self) -> Shapes:
-        """Of nothing on the last stage."""
+        """The shapes that the stage sends; empty on the last stage."""
         return self.form.outgoing
 
     def changed(self, given: tuple[Any, ...]) -> bool:
-        """Is the stage another graph than the one that was planned? Runs nothing."""
+        """Is the stage a graph other than the planned one? Runs nothing."""
         report, self.report = self.report, None
         try:
             self.trace(given)
@@ -101,7 +103,7 @@ class Stage:
         under_way.flight.state.update(zip(under_way.tangents, gradients, strict=True))
 
     def do(self, kind: str, microbatch: int) -> Sequence[Tensor]:
-        """Run one action; what it gives is what F, or I and B, send on."""
+        """Run one action; return what F, or I and B, send."""
         if kind == "F":
             self._at = microbatch, None
             return self._call(microbatch)
@@ -109,7 +111,7 @@ class Stage:
         return self._gradients(kind, microbatch)
 
     def do_merged(self, forward: int, backward: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """F of one microbatch and B of another, as one graph where they are of one graph."""
+        """Run F of one microbatch and B of another, merged if both are of the same graph."""
         self._at = forward, backward
         results = self._call(forward)
         return results, self._gradients("B", backward)
@@ -127,7 +129,8 @@ class Stage:
         return [result.detach() for result in several]
 
     def _adopt(self, joint: Joint) -> Run:
-        """What runs in the place of a graph of the stage: the forward, by the stage's plan."""
+        """Return the code that runs in the place of a graph of the stage: the forward, by the
+        stage's plan."""
         given = next(iter(self._given.values()))[: len(self.incoming)]
         form = _Form(joint, given, self.last)
         digest = joint.captured.trace.digest
@@ -153,8 +156,9 @@ class Stage:
         return flight.results()
 
     def _gradients(self, kind: str, microbatch: int) -> Sequence[Tensor]:
-        """What the stage before gets, if this action made it; what is done with is forgotten. What
-        the stage does not use has a gradient of zeros, for it is waited for."""
+        """Return the gradients for the stage before, if this action made them, and drop finished
+        microbatches. An input that the stage does not use gets a gradient of zeros, since the stage
+        before waits for one."""
         flight, given = self.states[microbatch].flight, self.states[microbatch].given
         found = []
         for tensor, shape in zip(given, self._incoming(kind), strict=False):
@@ -171,7 +175,7 @@ class Stage:
 
 
 class _Form:
-    """A graph of the stage: what it is given, what it sends, and how it was planned."""
+    """A graph of the stage: its inputs, what it sends, and its plan."""
 
     def __init__(self, joint: Joint, given: Sequence[Any], last: bool) -> None:
         self.joint = joint
@@ -202,13 +206,13 @@ def has_gradient(shape: Shape) -> bool:
 
 
 def blank(shape: Shape) -> Tensor:
-    """A tensor of that shape, which gets a gradient if such tensors do."""
+    """An empty tensor of that shape, which requires a gradient if the shape says so."""
     sizes, dtype, gradient = shape
     return torch.zeros(sizes, dtype=dtype).requires_grad_(gradient)
 
 
 def _sent(joint: Joint) -> list[tuple[int, str]]:
-    """Of each result that is sent, its place among the results of Dynamo's graph, and its name."""
+    """For each result that is sent, its place among the results of Dynamo's graph, and its name."""
     plain = {
         desc.idx: name
         for name, desc in joint.results.items()
@@ -245,7 +249,7 @@ def _outgoing(joint: Joint) -> Shapes:
 
 
 def _tangents(joint: Joint) -> tuple[str, ...]:
-    """Gradients that come from the next stage, in the order of what it was sent."""
+    """Names of the gradients that the next stage sends, in the order of the results sent to it."""
     places = _tangent_places(joint)
     return tuple(places[place] for place, _ in _sent(joint) if place in places)
 

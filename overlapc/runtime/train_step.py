@@ -1,10 +1,10 @@
-"""A training step of several microbatches, with the forward of one merged with the backward of
-the one before, or each in slices: `TrainStep`.
+"""`TrainStep` is a training step of several microbatches: the forward of each merged with the
+backward of the one before, or each in slices.
 
     F0    (F1; R0 I0 W0)   (F2; R1 I1 W1)   ...   R I W of the last
 
 Each pair in brackets is one graph in a planned order: the forward's collectives run under the
-backward's compute and the reverse.
+backward's compute, and the backward's under the forward's.
 """
 
 from __future__ import annotations
@@ -63,32 +63,31 @@ class Given:
 
 
 class TrainStep:
-    """The gradients of several microbatches, added up in `.grad` as by plain accumulation:
+    """Adds up the gradients of several microbatches in `.grad`, as plain accumulation does:
 
         step = TrainStep(model, memory_budget="8GB")
         losses = step([(tokens, targets), ...])      # for each: model(*it).backward()
 
     and bitwise the same. A microbatch is a tuple or a list of arguments, a dict of arguments by
-    name, or the one argument. `model` gives the loss, alone, as `.loss`, or as the first result
-    that requires a gradient; or `loss(model, *microbatch)` does. Divide it by the number of
-    microbatches there if a mean is wanted. All microbatches of a step have the same shapes.
+    name, or a single argument. `model` returns the loss: alone, as `.loss`, or as the first result
+    that requires a gradient. Or `loss(model, *microbatch)` returns it. For a mean, divide the loss
+    by the number of microbatches there. All microbatches of a step have the same shapes.
 
-    The first call plans; so does one with other shapes or another number of microbatches, and
-    one for which the model, or anything else that it reads, has become another graph. Options are
-    those of `overlapc.Options`; the memory budget is for what the whole step allocates at its peak,
-    gradients included. With `merge=False`, or a baseline as solver, microbatches run one after
-    the other.
+    The first call plans. So does a call with other shapes or another number of microbatches, or
+    after a change that makes the model another graph. Options are those of `overlapc.Options`; the
+    memory budget is for the most that the whole step allocates, gradients included. With
+    `merge=False`, or a baseline as solver, microbatches run one after the other.
 
-    With `slices=k` each microbatch is cut into k slices along dimension 0, whose forwards hide
-    each other's communication, and so do their backwards (`runtime/slices.py`): for one batch,
-    which has no other to be merged with. Gradients are bitwise those of
+    With `slices=k` each microbatch is cut into k slices along dimension 0 (`runtime/slices.py`).
+    The forwards of slices hide each other's communication, and so do their backwards. This is for a
+    single batch, which cannot be merged with another. Gradients are bitwise those of
 
         for each in slices: (model(*each) / k).backward()
 
-    and those of the uncut batch to rounding; a model for which they are not is refused.
+    and those of the uncut batch to rounding; a model for which they differ more is refused.
 
-    What cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged` and
-    `explain()` tell what was decided.
+    A model that cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged`
+    and `explain()` say what was decided.
     """
 
     def __init__(
@@ -110,19 +109,20 @@ class TrainStep:
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
-        self._traced: dict[Any, Traced] = {}  # by what microbatches have in common
-        self._met: set[Any] = set()  # of these, those that ran
-        self._plain: set[Any] = set()  # which of these run as plain PyTorch
+        self._traced: dict[Any, Traced] = {}  # by the key of `alike`
+        self._met: set[Any] = set()  # keys of those that ran
+        self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
-        self.unchanged: list[str] = []  # why a step, or one of its microbatches, did
-        self._reports: dict[tuple[int, str], Report] = {}  # by microbatches and digest
-        self._step: _Step | Slices | None = None  # the one that is running
-        self._compared: set[tuple[Any, str]] = set()  # batches in slices, by key and digest
+        self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
+        self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
+        self._step: _Step | Slices | None = None  # the running step
+        # slices compared with their batch, by key and digest
+        self._compared: set[tuple[Any, str]] = set()
         self.report: Report | None = None
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
-        """Add the gradients of all microbatches to `.grad`; returns what the model returned for
-        each, detached."""
+        """Add the gradients of all microbatches to `.grad`; return the model's results for each,
+        detached."""
         each = _given(microbatches)
         if not self._traced and (what := unmade(self.model)):
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 2)
@@ -139,7 +139,8 @@ class TrainStep:
         return results
 
     def _in_slices(self, given: Given, microbatches: int) -> Any:
-        """Run forward and backward of a microbatch in slices, which the last of them does."""
+        """Run forward and backward of a microbatch in slices; the call of the last slice runs
+        all."""
         each = given.cut(self._options.slices)
         key = self._key(each)
         if key in self._plain:
@@ -155,7 +156,7 @@ class TrainStep:
         try:
             with self._tracing(key):
                 if self._compare(begin(), given, each, key):
-                    begin()  # what the model counts has changed meanwhile
+                    begin()  # counters of the model have changed meanwhile
                 return _detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
         except CaptureError as error:
             self._attempts.refused(error)
@@ -166,7 +167,8 @@ class TrainStep:
             self._step = None
 
     def _compare(self, step: Slices, given: Given, each: Sequence[Given], key: Any) -> bool:
-        """Raise, on all ranks, if slices of a first batch are not what the batch is; was it one?"""
+        """Compare the slices of a first batch with the whole batch, and raise on all ranks if they
+        differ. Return whether this was a first batch."""
         if step.program is None:
             raise CaptureError("torch.compile is switched off")
         joint = step.program.joint
@@ -187,8 +189,8 @@ class TrainStep:
         return True
 
     def plan(self, microbatches: Sequence[Any]) -> Report | None:
-        """What a call with these microbatches would do; None if it would run as plain PyTorch.
-        All ranks call this together."""
+        """Plan a call with these microbatches without running it; None if it would run as plain
+        PyTorch. All ranks call this together."""
         each = _given(microbatches)
         if unmade(self.model):
             return None
@@ -210,7 +212,7 @@ class TrainStep:
 
     @property
     def differences(self) -> list[str]:
-        """Lines of the model whose trace may give other numbers than eager, with the reason."""
+        """Lines of the model whose trace may give other results than eager, with the reason."""
         found = (line for traced in self._traced.values() for line in traced.differences)
         return [*dict.fromkeys(found)]
 
@@ -229,7 +231,8 @@ class TrainStep:
         return key
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        """What a microbatch computes, with one result that requires a gradient: the loss."""
+        """The function of a microbatch that is traced; its only result that requires a gradient is
+        the loss."""
         if self._loss is None:
             result = self.model(*args, **kwargs)
         else:
@@ -240,7 +243,7 @@ class TrainStep:
         return tree_map_only(Tensor, lambda t: t if t is loss else t.detach(), result)
 
     def _forward(self, given: Given, key: Any) -> Any:
-        """Run the forward of a microbatch, and backwards that it is the time for."""
+        """Run the forward of a microbatch, and the backward that is due with it."""
         step = self._step
         assert isinstance(step, _Step)
         if key in self._plain:
@@ -251,7 +254,7 @@ class TrainStep:
             with self._tracing(key):
                 result = traced(*given.args, **given.kwargs)
         except CaptureError as error:
-            self._attempts.refused(error)  # the others may wait for this rank
+            self._attempts.refused(error)  # other ranks may wait for this one
             step.finish()
             result = _plainly(self._whole(*given.args, **given.kwargs))
             self._refused(key, error)
@@ -265,13 +268,13 @@ class TrainStep:
         return _detached(result)
 
     def _tracing(self, key: Any) -> AbstractContextManager[None]:
-        """The other ranks wait for a rank that is at it, and miss one that is lost meanwhile."""
+        """While this rank traces, the others wait for it, and notice if it is lost."""
         new = key not in self._met
         self._met.add(key)
         return busy("tracing") if new else nullcontext()
 
     def _refused(self, key: Any, error: CaptureError) -> None:
-        if not isinstance(error, NotOurs):  # that is seen at once, the next time, too
+        if not isinstance(error, NotOurs):  # NotOurs comes up at once at the next call, too
             self._plain.add(key)
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
@@ -280,8 +283,8 @@ class TrainStep:
             )
 
     def _adopt(self, joint: Joint) -> Run:
-        """What runs in the place of a graph: its forward, and what of an earlier microbatch's
-        backward is merged with it."""
+        """Return the code that runs in the place of a graph: its forward, merged with the backward
+        of an earlier microbatch if that is due."""
         check_loss(joint)
         programs: dict[int, Program] = {}
 
@@ -300,7 +303,7 @@ class TrainStep:
         return run
 
     def _program(self, joint: Joint, state: State, count: int) -> Program:
-        """Planned, or, where an equal graph was planned before, by that plan."""
+        """Make the program of a graph: plan it, or use the plan of an equal graph."""
         captured, slices = joint.captured, self._options.slices
         key = count, captured.trace.digest
         if slices > 1:
@@ -327,7 +330,7 @@ class TrainStep:
 
 @dataclass
 class _Step:
-    """A step that is running: `pending` is the microbatch whose backward is not done."""
+    """A running step: `pending` is the microbatch whose backward has not run."""
 
     count: int
     runs: bool = True
@@ -341,7 +344,7 @@ class _Step:
         return self.pending.results()
 
     def finish_alone(self) -> None:
-        """The backward of a microbatch that is merged with no other, now."""
+        """Run the pending backward now, without merging."""
         if self.pending is not None and self.pending.program.merged is None:
             self.finish()
 
@@ -382,7 +385,7 @@ def _loss(result: Any) -> Tensor:
 
 
 def _plainly(result: Any) -> Any:
-    """The backward of a forward that ran as plain PyTorch."""
+    """Run the backward of a forward that ran as plain PyTorch."""
     _loss(result).backward()
     return _detached(result)
 
@@ -392,7 +395,7 @@ def _detached(result: Any) -> Any:
 
 
 def alike(each: Sequence[Given]) -> Any:
-    """What all microbatches must have in common, and have."""
+    """The key that all microbatches of a step must share; raise if they differ."""
 
     def describe(given: Given) -> tuple[Any, ...]:
         flat, spec = tree_flatten((given.args, given.kwargs))
@@ -419,7 +422,7 @@ def alike(each: Sequence[Given]) -> Any:
 
 
 def adding(module: nn.Module, options: Options) -> float:
-    """Nanoseconds that adding a KiB of gradients takes, measured on the largest parameter."""
+    """Measure how many nanoseconds adding a KiB of gradients takes, on the largest parameter."""
     if options.profile == "estimate":
         return load_hardware(options.hardware).add_ns_per_kib
     largest = max(module.parameters(), key=Tensor.numel, default=None)

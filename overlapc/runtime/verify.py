@@ -1,4 +1,5 @@
-"""A model under its plan against eager, in this process: gradients, time and memory."""
+"""`verify` compares a model under its plan with eager in this process: gradients, time and
+memory."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _STEPS = 7
 
 @dataclass(frozen=True)
 class Verified:
-    """What was seen. Times are medians of steps taken in turn, in ns, and of this rank; gradients
-    are compared bit by bit, on all ranks."""
+    """The result of `verify`. Times are medians of alternating steps, in ns, on this rank;
+    gradients are compared bit by bit, on all ranks."""
 
     equal: bool
     different: tuple[str, ...]  # parameters whose gradients are not eager's
@@ -35,13 +36,15 @@ class Verified:
     eager_peak_bytes: int
     planned_peak_bytes: int
     predicted_peak_bytes: int
-    unchanged: tuple[str, ...]  # why a graph runs as plain PyTorch
-    blame: str = ""  # which backend of torch.compile's gives the planned gradients, if not eager
+    unchanged: tuple[str, ...]  # reasons why graphs run as plain PyTorch
+    # the backend of torch.compile's that makes the same gradients, if they differ from eager's
+    blame: str = ""
 
 
 def verify(where: str, **options: Any) -> Verified:
-    """`where` is "module:function"; the function gives a model and its inputs, and the model the
-    loss. Under torchrun every rank runs it. Options are those of `optimize`."""
+    """Compare. `where` is "module:function"; the function returns a model and its inputs, and the
+    model returns the loss. Under torchrun every rank calls this. Options are those of
+    `optimize`."""
     make = find_function(where, "examples.gpt.model:tiny")
     joins = "RANK" in os.environ and not dist.is_initialized()
     if joins:
@@ -83,7 +86,7 @@ def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -
     gradients, times, peaks = [], [], []
     for one in (model, planned):
         step(one)
-        gradients.append({n: p.grad for n, p in one.named_parameters()})  # zero_grad drops them
+        gradients.append({n: p.grad for n, p in one.named_parameters()})  # zero_grad drops `.grad`
         peaks.append(min(_peak(one, step) for _ in range(2)))
     for one in [model, planned] * _STEPS:
         one.zero_grad()
@@ -111,7 +114,8 @@ def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -
 
 
 def _blame(model: nn.Module, step: Callable[[nn.Module], None], found: Mapping[str, Any]) -> str:
-    """On many ranks, of this one: each runs the same steps."""
+    """Find the backend of torch.compile's that makes the same gradients, on this rank; all ranks
+    run the same steps."""
     for backend in ("eager", "aot_eager"):
         model.zero_grad()
         compiled = torch.compile(model, backend=backend)
@@ -128,8 +132,8 @@ def _peak(one: nn.Module, step: Callable[[nn.Module], None]) -> int:
 
 
 def _twin(model: nn.Module, make: Callable[[], Any]) -> nn.Module:
-    """The same model once more; made anew where it holds what cannot be copied, a process group for
-    instance."""
+    """A copy of the model; it is made again by `make` if it holds something that cannot be copied,
+    such as a process group."""
     try:
         return copy.deepcopy(model)
     except Exception:
@@ -141,7 +145,7 @@ def _twin(model: nn.Module, make: Callable[[], Any]) -> nn.Module:
 
 
 def _everywhere(different: list[str]) -> tuple[str, ...]:
-    """What differs on any rank."""
+    """The names that differ on any rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tuple(different)
     every: list[Any] = [None] * dist.get_world_size()
@@ -150,7 +154,7 @@ def _everywhere(different: list[str]) -> tuple[str, ...]:
 
 
 def _same(expected: Tensor | None, found: Tensor | None) -> bool:
-    """Bit by bit: not a number is itself, and zero has a sign."""
+    """Compare bit by bit: NaN equals itself, and zeros of different sign differ."""
     if expected is None or found is None:
         return expected is found
     if (expected.dtype, expected.shape) != (found.dtype, found.shape):

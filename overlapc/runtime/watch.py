@@ -1,4 +1,4 @@
-"""Which of the other ranks live, and whether they will come: told from how their beats move."""
+"""`Watch` judges from other ranks' beats which of them live and whether they will come."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from overlapc.runtime.line import BEAT_S, IDLE, Beat, Line, present
 
-_MANY = 32  # ranks of which each can look after all others
+_MANY = 32  # up to so many ranks each watches all others
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A rank as this rank saw it: its beat, when that last moved, and when it last gave hope."""
+    """What this rank saw of another: its beat, when the beat last moved, and its last sign of
+    coming."""
 
     beat: Beat | None
     moved: float
@@ -21,7 +22,7 @@ class _Seen:
 
 
 class Watch:
-    """What one rank knows of the others' beats during one step, on its own clock."""
+    """What one rank knows of the others' beats during one step, by its own clock."""
 
     def __init__(self, line: Line, timeout_s: float) -> None:
         self.start = time.monotonic()
@@ -32,7 +33,7 @@ class Watch:
         self._next_look = self.start
 
     def lost(self, missing: list[int], present: list[int], rank: int) -> str | None:
-        """Why the round cannot go on, or None.
+        """The reason why the round cannot go on, or None.
 
         A missing rank must be on its way; one that is present must only live.
         """
@@ -45,25 +46,25 @@ class Watch:
         signs = [self._sign(other, (rank,)) for other in missing]
         signs += [(self._seen[other].moved, self._still(other)) for other in present]
         when, what = min(signs)
-        # `now` is from before the look: if it was this process that stood still, all moved since.
+        # `now` is from before the look: if this process itself was stopped, all beats moved since.
         return what if now - when > self._timeout_s else None
 
     def stands_still(self, ranks: list[int]) -> str | None:
-        """Which of the ranks was at work and gives no sign of life any more, or None."""
+        """The first of the ranks that was at work and gives no sign of life any more, or None."""
         now = time.monotonic()
         self._looked.clear()
         self._look(ranks)
         for rank in ranks:
             seen = self._seen[rank]
             at_work = seen.beat is not None and seen.beat.phase != IDLE
-            # A beat may be as old when it is seen, and who is told of it needs a moment, too. But
-            # one that comes late is no death, however short the timeout.
+            # Allow for the age of a beat when it is read, and for the time to tell others. A late
+            # beat is no death, however short the timeout.
             if at_work and now - seen.moved > max(self._timeout_s - BEAT_S, 2.5 * BEAT_S):
                 return self._still(rank)
         return None
 
     def at_work(self, rank: int) -> int:
-        """Whom `rank` waits for in the end, as last seen; itself if it works."""
+        """The rank that `rank` waits for in the end, as last seen; itself if it works."""
         path = [rank]
         while (seen := self._seen.get(path[-1])) and seen.beat and seen.beat.waits_for:
             if seen.beat.waits_for[0] in path:
@@ -76,7 +77,7 @@ class Watch:
         return beat.phase if beat is not None else "not seen yet"
 
     def _sign(self, rank: int, path: tuple[int, ...]) -> tuple[float, str]:
-        """When there was last a sign that `rank` will come, and what is wrong if that is old."""
+        """When `rank` last gave a sign of coming, and what is wrong if that was long ago."""
         self._look([rank])
         seen = self._seen[rank]
         if seen.beat is None:
@@ -97,7 +98,7 @@ class Watch:
         return f"rank {rank} gives no sign of life (last seen {self.phase(rank)})"
 
     def _look(self, ranks: list[int]) -> None:
-        """Read the beats of `ranks` that were not read in this look."""
+        """Read the beats of those `ranks` that were not yet read in this look."""
         ranks = [rank for rank in ranks if rank not in self._looked]
         if not ranks:
             return
@@ -109,7 +110,7 @@ class Watch:
         for rank, record in zip(ranks, records, strict=True):
             beat = None if record is None else Beat.parse(record)
             if rank not in self._seen:
-                # First seen now, but it may stand still since the wait began.
+                # First seen now, but it may have been stopped since the wait began.
                 self._seen[rank] = _Seen(beat, self.start, self.start)
                 continue
             seen = self._seen[rank]
@@ -120,8 +121,8 @@ class Watch:
 def look_after(
     line: Line, ranks: Sequence[int], rank: int, timeout_s: float
 ) -> Callable[[], str | None]:
-    """A function that says which of the ranks is lost: one that was at work and whose beat has
-    stood still for `timeout_s`. Of many ranks each looks after some."""
+    """Make a function that says which of the ranks is lost: one that was at work and whose beat has
+    not moved for `timeout_s`. Of many ranks each watches some."""
     others = [other for other in ranks if other != rank]
     if len(others) > _MANY:
         at, count = list(ranks).index(rank), len(ranks)

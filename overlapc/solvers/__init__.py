@@ -1,4 +1,4 @@
-"""Solvers: from a Problem to a Plan. Torch-free; `simulate` is their only judge.
+"""Solvers turn a Problem into a Plan. They are torch-free, and only `simulate` judges their plans.
 
     overlap   the default: a menu of plans that does not depend on the budget, so a smaller
               budget never gives a larger peak, nor a plan that is faster by 1/10,000
@@ -8,9 +8,9 @@
     torch     what PyTorch's own partitioner would save
     ...       what others would run: `baselines`
 
-`solve(problem, name)` hands out the fastest plan found that fits the budget; of overlap, heu and
-opt never one predicted slower than the baselines none, full and selective; of opt, and of heu
-beyond a handful of ops, nor than uniform, block, Megatron's and Lancet's.
+`solve(problem, name)` returns the fastest plan found that fits the budget. overlap, heu and opt
+never return a plan predicted slower than the baselines none, full and selective; opt, and heu
+beyond a handful of ops, none slower than uniform, block, Megatron's and Lancet's either.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def solve(
     gap: float = 0.001,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
-    """The best plan of this solver (or baseline) that fits the problem's budget.
+    """Return the best plan of this solver (or baseline) that fits the problem's budget.
 
-    `torch_choices` are saved sets PyTorch's partitioner proposes; they are the plans of solver
-    "torch" and further candidates for "opt". `time_limit_s`, `gap` (proven, at which it stops) and
-    `progress` are opt's. Raises Infeasible, naming the smallest budget that works, if nothing fits.
+    `torch_choices` are saved sets that PyTorch's partitioner proposes: the plans of solver "torch",
+    and more candidates for "opt". Only "opt" reads `time_limit_s`, `gap` (it stops when this gap is
+    proven) and `progress`. If nothing fits, Infeasible names the smallest budget that works.
     """
     if solver not in SOLVERS:
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
@@ -102,7 +102,7 @@ def solve(
         best.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
         if best.take(make(problem) for make in BASELINES.values()):
             return best.plan()
-        unlimited = replace(problem, budget_bytes=None)  # the same goal for every budget
+        unlimited = replace(problem, budget_bytes=None)  # so the goal is the same for every budget
         best.goal_ns = int(bound_ns(unlimited) * AT_BOUND)
     tried = generators(problem, solver, torch_choices, best)
     try:
@@ -116,7 +116,8 @@ def solve(
             problem, known, start, others, time_limit_s=time_limit_s, gap=gap, progress=progress
         )
     except Infeasible:
-        return _best(problem, simple_plans(problem))  # names a budget that works in every run
+        # Its Infeasible names a budget that works in every run.
+        return _best(problem, simple_plans(problem))
     check(problem, found)
     return found
 
@@ -127,8 +128,9 @@ def generators(
     torch_choices: Iterable[tuple[str, ...]] = (),
     best: _Best | None = None,
 ) -> dict[str, Iterable[Plan]]:
-    """What overlap, heu or opt tries, by name and in this order: plans that may not fit, made when
-    they are asked for. What cannot be better than the `best` so far is not scheduled."""
+    """Return the generators of overlap, heu or opt by name, in the order in which they are tried.
+    Each makes plans, which may not fit, as they are asked for, and skips choices that cannot beat
+    the `best` so far."""
     cheap = [make(problem) for make in BASELINES.values()]
     found: dict[str, Iterable[Plan]] = {"baselines": cheap}
     rivals = (FIELD[name](problem) for name in _QUICK)
@@ -153,8 +155,8 @@ def generators(
 def menu(
     problem: Problem, solver: str, torch_choices: Iterable[tuple[str, ...]] = ()
 ) -> Iterator[Plan]:
-    """Plans of this solver over the whole range of memory, whatever the problem's budget is. Those
-    of "opt" are those of "overlap"."""
+    """Plans of this solver over the whole range of memory, whatever the problem's budget is. "opt"
+    has the same menu as "overlap"."""
     if solver == "torch":
         yield from (_torch(problem, names) for names in torch_choices)
         return
@@ -166,14 +168,14 @@ def menu(
     yield from steady
     kept = keep_sets(problem, needs, 2 * FEW * RUNGS)
     yield from (plan_on_demand(problem, each, solver, needs, "hull") for each in kept)
-    if problem.trace.lanes:  # otherwise there is nothing to hide, and no order is faster
+    if problem.trace.lanes:  # without collectives no order is faster
         choices = [choice_of(problem, plan) for plan in steady]
         yield from overlap_plans(problem, choices) if solver != "heu" else ()
         yield from _ladder(problem, steady)
 
 
 def _merged(problem: Problem, solver: str) -> Plan:
-    """The best found for merged pieces, for which there is one search."""
+    """The best plan found for merged microbatches, which all solvers search alike."""
     if solver not in ("overlap", "heu", "opt"):
         raise OptionError(
             f"solver={solver!r} knows nothing of merged pieces; expected overlap, heu or opt"
@@ -191,17 +193,18 @@ def _merged(problem: Problem, solver: str) -> Plan:
 
 def _ladder(problem: Problem, steady: Sequence[Plan], best: _Best | None = None) -> Iterator[Plan]:
     """HEU's plans for budgets from the largest to the smallest that make sense, whatever the
-    problem's own is; it ends where no plan for less can be better than the `best` so far."""
+    problem's own budget is. It ends where no plan for a smaller budget can beat the `best` so
+    far."""
     peaks = [peak_bytes(problem, plan) for plan in steady]
     least, most = min(peaks), max(peaks)
     rungs = max(FEW, min(RUNGS, LADDER // max(1, len(problem.trace.ops))))
-    above: int | None = None  # the budget of the rung before, of which no plan takes more
+    above: int | None = None  # the budget of the rung before: no plan takes more
     for rung in reversed(range(rungs + 1)):
         if above is not None and best is not None and not best.beaten_within(above):
             return
         budget = least + (most - least) * rung // rungs
         tight = rung <= 1 and len(problem.trace.ops) <= LARGE
-        groups = None if rung == 0 else False  # seconds, for what only the least memory needs
+        groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
         less = replace(problem, budget_bytes=budget)
         worth = best.worth if best else _any
         for plan in heu_plans(less, thorough=tight, grouped=groups, worth=worth):
@@ -211,8 +214,8 @@ def _ladder(problem: Problem, steady: Sequence[Plan], best: _Best | None = None)
 
 
 def _theirs(problem: Problem, torch_choices: Iterable[tuple[str, ...]]) -> Iterator[Plan]:
-    """Plans of what PyTorch's partitioner saves, which is asked where there is something to
-    hide: where there is not, its minimum cut is among `keep_sets`."""
+    """Plans that save what PyTorch's partitioner saves. It is asked only where there are
+    collectives: without them `keep_sets` has its minimum cut."""
     if problem.trace.lanes:
         plans = [_torch(problem, names) for names in torch_choices]
         yield from plans
@@ -231,7 +234,7 @@ def simple_plans(problem: Problem) -> list[Plan]:
 
 
 def smallest_bytes(problem: Problem) -> int:
-    """The smallest budget that surely works: the one an Infeasible names."""
+    """The smallest budget that surely works; Infeasible names it."""
     return min(peak_bytes(problem, plan) for plan in simple_plans(problem))
 
 
@@ -247,10 +250,10 @@ def _best(problem: Problem, plans: Iterable[Plan]) -> Plan:
 
 
 class _Best:
-    """The fastest plan that fits of all that were offered, with the smallest peak of these.
+    """The fastest plan that fits among those offered; among equally fast ones, the smallest peak.
 
-    The first that takes at most `goal_ns` ends it. Which that is depends on the budget only by
-    what fits; hence a smaller budget never gives a larger peak.
+    The first plan that takes at most `goal_ns` ends the search. The budget only decides which plans
+    fit, so a smaller budget never gives a larger peak.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -262,7 +265,7 @@ class _Best:
         self.least = Least(problem)
 
     def take(self, plans: Iterable[Plan]) -> bool:
-        """Look through plans; whether one has reached the goal, with which it ends."""
+        """Judge plans until one reaches the goal; return whether one did."""
         budget = self.problem.budget_bytes
         for plan in plans:
             self.offered += 1
@@ -278,15 +281,16 @@ class _Best:
         return False
 
     def worth(self, choice: Choice) -> bool:
-        """Whether a plan of this choice could be handed out: never changes which is."""
+        """Could a plan of this choice be the result? Skipping those that could not changes no
+        result."""
         budget = self.problem.budget_bytes
         if budget is not None and self.least.bytes(choice) > budget:
             return False
         return self.found is None or self.least.ns(choice) <= self.found[0][0]
 
     def beaten_within(self, budget_bytes: int) -> bool:
-        """Whether a plan of at most so many bytes could be handed out. Of large problems it may:
-        to know better takes longer than to try."""
+        """Could a plan of at most so many bytes be the result? For large problems the answer is
+        yes: proving otherwise takes longer than trying."""
         if self.found is None or len(self.problem.trace.ops) > LARGE:
             return True
         return self.within.ns(budget_bytes) <= self.found[0][0]

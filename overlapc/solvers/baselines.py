@@ -1,14 +1,15 @@
-"""The plans others would run, as plans of the same kind, judged by the same simulator.
+"""Baselines: what others would run, written as plans and judged by the same simulator.
 
-What eager PyTorch of this very code does:
+What eager PyTorch does with this code:
 
-none        save everything the backward reads: with sequence parallelism also what was gathered
+none        save everything that the backward reads; with sequence parallelism that includes
+            gathered values
 full        torch.utils.checkpoint around each layer: layers' inputs are kept, and what lies
             outside of layers. Like checkpoint, it stops where the last needed tensor is made
 lancet      save everything; weight gradients into windows by best fit (Lancet's backward)
 
-What Megatron does. Its column-parallel layers keep a rank's part of a sequence and gather the
-others' again for the weight gradient, while the input gradient is computed:
+What Megatron does. Its column-parallel layers keep a rank's part of a sequence, and gather the
+other parts again for the weight gradient, while the input gradient is computed:
 
 megatron-none, megatron-selective, megatron-full
             recompute nothing, the core of attention, or each layer from its first op to its last,
@@ -48,7 +49,7 @@ from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, backward_work
 
 _GATHER = "all_gather_into_tensor"
-_MOVES = ("cat", "clone", "_to_copy", "copy")  # that make a tensor of what was gathered
+_MOVES = ("cat", "clone", "_to_copy", "copy")  # ops that make a tensor of gathered parts
 
 
 def none(problem: Problem) -> Plan:
@@ -63,13 +64,13 @@ def full(problem: Problem) -> Plan:
 
 
 def selective(problem: Problem) -> Plan:
-    """Scores, softmax and dropout of attention are recomputed."""
+    """Recompute scores, softmax and dropout of attention."""
     return _megatron_without(problem, _core_attention(problem), "selective")
 
 
 def _megatron_without(problem: Problem, dropped: set[str], solver: str) -> Plan:
-    """Megatron's plan that makes these again. It keeps parts of what it gathers, unless they are
-    made again, too."""
+    """Megatron's plan that recomputes these storages. It keeps the parts that it gathers, unless
+    they are recomputed, too."""
     gathered, parts = _gathered(problem.trace)
     kept = (set(Needs(problem.trace).storages) | parts) - dropped - gathered
     return _gather_early(problem, plan_on_demand(problem, kept, solver))
@@ -98,8 +99,8 @@ def _outputs_of(problem: Problem, *targets: str) -> set[str]:
 
 
 def _gathered(trace: Trace) -> tuple[set[str], set[str]]:
-    """What a product of matrices takes in that was gathered from all ranks, and the parts that
-    the ranks had before."""
+    """The inputs of matrix products that were gathered from all ranks, and the parts that the ranks
+    had before."""
     gathered: set[str] = set()
     parts: set[str] = set()
     for gather in trace.ops:
@@ -113,7 +114,7 @@ def _gathered(trace: Trace) -> tuple[set[str], set[str]]:
             if not op.is_forward:
                 continue
             made, target = _storages(trace, op.outputs), _target(op)
-            if target.endswith("mm"):  # its last input is a weight, the one before what it weighs
+            if target.endswith("mm"):  # its last input is the weight, the one before is weighed
                 is_factor |= trace.value[op.inputs[-2]].storage in there
             elif made <= there or (
                 target in _MOVES and _storages(trace, op.inputs) <= there | trace.resident
@@ -145,7 +146,7 @@ def _is_core_attention(op: Op) -> bool:
 
 
 def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
-    """What lies between the two batched products around a softmax."""
+    """The ops between the two batched matrix products around a softmax."""
     trace = problem.trace
     found: set[str] = set()
 
@@ -193,7 +194,8 @@ def megatron_full(problem: Problem) -> Plan:
 
 
 def _layers_whole(trace: Trace, spans: Sequence[range], plan: Plan) -> Plan:
-    """The plan in which a layer of which anything runs again runs whole, before its backward."""
+    """The plan in which each layer that recomputes anything recomputes all of its ops, before its
+    backward."""
     forward = [op for op in trace.ops if op.is_forward]
     span_of = {forward[i].name: span for span in spans for i in span}
     saved = set(plan.saved)
@@ -214,14 +216,15 @@ def _layers_whole(trace: Trace, spans: Sequence[range], plan: Plan) -> Plan:
 
 
 def _reruns(trace: Trace, op: Op, saved: set[str]) -> bool:
-    """A start and its wait run again together: what they make is what the wait makes."""
+    """The issues that recompute an op. A start and its wait run again together: their result is the
+    wait's."""
     start, wait = trace.start_of.get(op.name, op.name), trace.wait_of.get(op.name, op.name)
     may = trace.op[start].recomputable and trace.op[wait].recomputable
     return may and not saved.issuperset(trace.op[wait].outputs)
 
 
 def uniform(problem: Problem) -> Plan:
-    """Groups of one, two, four... layers, until it fits."""
+    """Recompute groups of one, two, four... layers: the first that fits."""
     spans = layers(problem.trace)
     sizes = [1 << n for n in range(len(spans).bit_length())]
     groups = (
@@ -235,14 +238,14 @@ def _split(spans: Sequence[range], size: int) -> list[Sequence[range]]:
 
 
 def block(problem: Problem) -> Plan:
-    """No layer, the first, the first two... until it fits."""
+    """Recompute no layer, the first, the first two...: the first that fits."""
     spans = layers(problem.trace)
     return _first_fitting(problem, (spans[:n] for n in range(len(spans) + 1)), "block")
 
 
 def _first_fitting(problem: Problem, again: Iterable[Sequence[range]], solver: str) -> Plan:
-    """Megatron's plan that runs the first such spans of the forward again with which it fits, or
-    else the last."""
+    """Megatron's plan that recomputes the first of these spans of the forward with which it fits,
+    or else the last."""
     for spans in again:
         plan = _megatron_without(problem, made_inside(problem.trace, spans), solver)
         if fits(problem, plan):
@@ -251,7 +254,7 @@ def _first_fitting(problem: Problem, again: Iterable[Sequence[range]], solver: s
 
 
 def checkmate(problem: Problem) -> Plan:
-    """The least recompute time that fits, recomputed on demand: a program with no windows."""
+    """The least recompute time that fits, recomputed on demand: a program without windows."""
     needs = Needs(problem.trace)
     everything = plan_on_demand(problem, needs.storages, "checkmate", needs)
     if fits(problem, everything):
@@ -279,7 +282,7 @@ def checkmate(problem: Problem) -> Plan:
 
 
 def megatron(problem: Problem) -> Plan:
-    """Every weight gradient waits for the next collective and no longer."""
+    """Delay every weight gradient to the next collective and no further."""
     modules = (
         _core_attention(problem),
         _outputs_of(problem, "native_layer_norm", "_fused_rms_norm"),
@@ -295,7 +298,7 @@ def megatron(problem: Problem) -> Plan:
 
 
 def lancet(problem: Problem) -> Plan:
-    """Weight gradients anywhere after their inputs; saved sets as eager has them."""
+    """Save what eager saves; put weight gradients anywhere after their inputs."""
     plan = none(problem)
     work = backward_work(problem, Choice(plan.saved, plan.recomputed))
     forward = tuple(op.name for op in problem.trace.ops if op.is_forward)
@@ -328,13 +331,15 @@ def _fastest_fitting(problem: Problem, plans: Sequence[Plan], solver: str) -> Pl
 
 
 def _hide_weights(problem: Problem, plan: Plan, at_most: int) -> Plan:
-    """The plan with the last so many weight gradients before a collective's start behind it."""
+    """The plan in which at most so many weight gradients before each collective's start move behind
+    it."""
     trace = problem.trace
     order: list[str] = []
     held: list[str] = []
 
     def release(count: int) -> None:
-        """Issue the first of those held, until only `count` that take time are left."""
+        """Issue the held weight gradients, the first first, until only `count` that take time are
+        left."""
         while sum(problem.cost(text).compute_ns > 0 for text in held) > count:
             order.append(held.pop(0))
 
@@ -355,8 +360,8 @@ def _hide_weights(problem: Problem, plan: Plan, at_most: int) -> Plan:
 
 
 def _gather_early(problem: Problem, plan: Plan) -> Plan:
-    """The plan with each gather that runs again started before the computation before it, if that
-    makes nothing it reads."""
+    """The plan in which each recomputed gather starts one computation earlier, unless it reads the
+    result of that computation."""
     trace = problem.trace
     order: list[str] = []
     for text in plan.order:

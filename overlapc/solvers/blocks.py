@@ -1,11 +1,11 @@
-"""Where a forward repeats itself, and where its layers lie.
+"""Find the repeated blocks of a forward, and its layers.
 
-Ops of equal signatures, one *period* apart, make a run of like blocks. Signatures do not tell with
-which op a block begins; dataflow does: with the op at which the fewest storages go over from one
-block to the next. So a first block whose input is the graph's own is found like any other.
+Ops of equal signatures, one *period* apart, make a run of equal blocks. Signatures do not tell at
+which op a block begins; dataflow does: a block begins where the fewest storages cross from one
+block to the next. So a first block whose input is the graph's own input is found like any other.
 
-A block may hold several *layers*: where every other one has experts, a block is two of them. All
-layers begin alike, with the same residual branch, and those that do not repeat are found by that.
+A block may hold several *layers*: if every other layer has experts, a block is two layers. All
+layers begin with the same residual branch; layers that do not repeat are found by that branch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _SYMBOL = re.compile(r"\bd\d+\b")
 class Repetition:
     """Ops `first + b * length + i` of a trace are alike for every block b < `count`.
 
-    `handed_on` has what each block but the last makes and the next one reads.
+    `handed_on` has, for each block but the last, the storages that it makes and the next block
+    reads.
     """
 
     first: int
@@ -41,7 +42,8 @@ class Repetition:
         return self.first + self.length * self.count
 
     def grouped(self, blocks: int) -> Repetition:
-        """So many blocks taken as one; those left over come before the first."""
+        """The repetition of groups of so many blocks; leftover blocks come before the first
+        group."""
         over = self.count % blocks
         first = self.first + over * self.length
         handed_on = self.handed_on[over + blocks - 1 :: blocks]
@@ -49,7 +51,7 @@ class Repetition:
 
 
 def repetition(trace: Trace) -> Repetition | None:
-    """The repeated blocks of the forward, if anything repeats. Found once for a trace."""
+    """The repeated blocks of the forward, if anything repeats. Computed once for a trace."""
     try:
         return _known[trace]
     except KeyError:
@@ -61,7 +63,7 @@ _known: WeakKeyDictionary[Trace, Repetition | None] = WeakKeyDictionary()
 
 
 def find_repetition(trace: Trace) -> Repetition | None:
-    """As `repetition`, but found anew."""
+    """Compute what `repetition` remembers."""
     flow = _Flow(trace)
     return _largest(flow, range(len(flow.ops)), len(flow.ops) // LEAST)
 
@@ -74,8 +76,8 @@ def layers(trace: Trace) -> list[range]:
 
 
 def made_inside(trace: Trace, spans: Iterable[range]) -> set[str]:
-    """Storages that one of these spans of the forward makes, and that the forward does not read
-    behind it: what need not be kept to run each span again as a whole."""
+    """Storages that one of these spans of the forward makes and that the forward does not read
+    after the span: they need not be kept if each span is recomputed as a whole."""
     flow = _Flow(trace)
     return {
         storage
@@ -92,9 +94,10 @@ class _Flow:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.ops = list(takewhile(lambda op: op.is_forward, trace.ops))
-        # Sizes that only running shows are numbered through a trace: d7 is as good as d0.
+        # Symbols of unknown sizes are numbered through a trace: d7 counts as d0.
         self.signatures = [_SYMBOL.sub("d", op.signature) for op in self.ops]
-        self.maker: dict[str, int] = {}  # storage, unless it is an input's -> the op it begins with
+        # storage, unless it is an input's -> the op that allocates it
+        self.maker: dict[str, int] = {}
         self.reads: dict[str, list[int]] = {}
         for i, op in enumerate(self.ops):
             for storage in self.storages(op.inputs):
@@ -106,7 +109,7 @@ class _Flow:
         return {self.trace.value[name].storage for name in names}
 
     def crossing(self, at: int, period: int) -> frozenset[str]:
-        """What the period before an op makes and the period from it on reads."""
+        """Storages that the period before an op makes and the period from this op on reads."""
         recent = (s for op in self.ops[max(0, at - period) : at] for s in self.storages(op.outputs))
         return frozenset(
             storage
@@ -131,7 +134,7 @@ class _Flow:
         return list(_sums(change))
 
     def is_cut(self, at: int, period: int) -> bool:
-        """Whether the op before this makes something that crosses here."""
+        """Does the op before this one make something that crosses here?"""
         made = self.storages(self.ops[at - 1].outputs) if at else set()
         return any(
             self.maker.get(s) == at - 1 and self._next_read(s, at) < at + period for s in made
@@ -155,8 +158,8 @@ def _sums(changes: Iterable[int]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Repeat:
-    """Each op of [first, end) is like the one a period before it and the one a period behind it,
-    where these are in the run."""
+    """A run of ops [first, end): each op equals the op one period before and the op one period
+    behind it, where these are in the run."""
 
     first: int
     end: int
@@ -168,7 +171,7 @@ class _Repeat:
 
 
 def _largest(flow: _Flow, where: range, least: int) -> Repetition | None:
-    """The repetition that covers the most ops of a part of the forward, and no fewer than these."""
+    """The repetition that covers the most ops of a part of the forward, and at least `least`."""
     runs = _runs(flow.signatures[where.start : where.stop], where.start)
     for run in sorted(runs, key=lambda run: (-run.covers, run.period)):
         if run.covers < least:
@@ -201,7 +204,7 @@ def _runs(signatures: list[str], low: int) -> Iterator[_Repeat]:
 
 
 def _border(flow: _Flow, run: _Repeat) -> int | None:
-    """The op of a run with which a block begins; None if no block hands anything on to the next."""
+    """The op of a run at which a block begins; None if no block passes anything to the next."""
     crossings = flow.crossings(run.period)
     options = []
     for first in range(run.first, min(run.first + run.period, run.end - 2 * run.period + 1)):
@@ -214,7 +217,7 @@ def _border(flow: _Flow, run: _Repeat) -> int | None:
     best = min(options)[0]
     firsts = [first for key, first in options if key == best]
     over = run.end - firsts[-1] + best[1] * run.period
-    # A run's other end may reach far into what is not a block: the end that it fits is the blocks'.
+    # One end of a run may reach far beyond the blocks: count blocks from the end that fits.
     return firsts[0] if firsts[0] - run.first <= over else firsts[-1]
 
 
@@ -248,7 +251,7 @@ def _alike(flow: _Flow, repeated: Repetition, where: range) -> list[range]:
     branch = flow.ops[second : inner[0]] if inner else []
     if not branch or handed_on.isdisjoint(flow.storages(branch[-1].inputs)):
         return [range(at, at + period) for at in range(repeated.first, repeated.end, period)]
-    # The branch's last op adds to what came in. A layer begins wherever such a branch stands.
+    # The branch's last op adds to the layer's input. A layer begins at every such branch.
     begins, length = flow.signatures[second : inner[0]], len(branch)
     firsts = [
         at

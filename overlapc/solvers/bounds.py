@@ -15,9 +15,9 @@ from overlapc.solvers.program import Program
 
 
 def bound_ns(problem: Problem) -> int:
-    """The better of a simple bound and the optimum of the relaxed program, which knows of
-    windows and of the recompute that memory forces: some hundredths of a second."""
-    if problem.trace.ahead:  # the program knows of windows between a forward and its own backward
+    """The better of the simple bound and the optimum of the relaxed program, which counts windows
+    and the recompute that memory forces. It takes some hundredths of a second."""
+    if problem.trace.ahead:  # the program has windows only where a backward follows its own forward
         return simple_bound_ns(problem)
     try:
         return max(simple_bound_ns(problem), Program(problem).relaxed().bound_ns)
@@ -26,7 +26,7 @@ def bound_ns(problem: Problem) -> int:
 
 
 def simple_bound_ns(problem: Problem) -> int:
-    """The sum of what each phase takes at least."""
+    """The sum of the phases' least times."""
     return sum(phase_bounds_ns(problem))
 
 
@@ -46,7 +46,7 @@ def phase_bounds_ns(problem: Problem) -> list[int]:
         for name in op.inputs:
             maker = trace.op.get(trace.value[name].producer)
             if maker is None or maker.piece.microbatch != op.piece.microbatch:
-                continue  # it is there when the step begins
+                continue  # an earlier step made it
             if problem.phase_of(maker) == phase:
                 begin = max(begin, finish[maker.name])
         finish[op.name] = begin + cost.compute_ns
@@ -70,7 +70,7 @@ class Within:
         self._highs = self._program.model.highs(whole=False)
 
     def ns(self, budget_bytes: int) -> float:
-        """Infinite if no plan can fit."""
+        """The bound for this budget; infinite if no plan can fit."""
         self._program.limit(self._highs, budget_bytes)
         try:
             return max(self.simple_ns, self._program.relaxed(self._highs).bound_ns)
@@ -79,8 +79,8 @@ class Within:
 
 
 class Least:
-    """What any plan of a choice takes at least, in time and in memory: for solvers, which need
-    not order what cannot be the best."""
+    """The least time and memory of any plan of a choice: solvers need not order choices that cannot
+    be the best."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -100,13 +100,14 @@ class Least:
         return compute, comm
 
     def ns(self, choice: Choice) -> int:
-        """The last phase has all compute or communication of its own and of what runs again."""
+        """The least time. The last phase has its own compute and communication, and that of
+        recompute."""
         again, comm = self._taken(choice.recomputed)
         busiest = max((self.comm_ns + comm).values(), default=0)
         return max(self.simple_ns, self.before_ns + max(self.compute_ns + again, busiest))
 
     def bytes(self, choice: Choice) -> int:
-        """What is saved, once for each microbatch in flight."""
+        """The least memory: the saved values, once for each microbatch in flight."""
         copies = 1 + self.problem.copies
         saved = saved_bytes(self.problem, choice.saved)
         return self.problem.resident_bytes + ceil(copies * saved)

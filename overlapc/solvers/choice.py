@@ -1,4 +1,5 @@
-"""From a choice of storages to keep, to what is saved and what is recomputed; and the plain order.
+"""`Needs.complete` turns storages to keep into a `Choice`: saved values and recomputed ops;
+`on_demand` is its plain order.
 
 Solvers decide on storages (views of a kept storage cost nothing); a plan names values and ops.
 """
@@ -14,7 +15,8 @@ from overlapc.ir import Op, Plan, Problem, Trace, issue
 
 @dataclass(frozen=True)
 class Choice:
-    """Saved values, and the forward ops that must run again, in trace order; and what chose."""
+    """Saved values, the forward ops that must run again, in trace order, and the name of the
+    generator."""
 
     saved: tuple[str, ...]
     recomputed: tuple[str, ...]
@@ -22,7 +24,7 @@ class Choice:
 
 
 def choice_of(problem: Problem, plan: Plan) -> Choice:
-    """What a plan keeps and makes again, whatever its order."""
+    """The choice of a plan: its saved values and recomputed ops, without its order."""
     again = set(plan.recomputed)
     recomputed = tuple(op.name for op in problem.trace.ops if op.name in again)
     return Choice(plan.saved, recomputed, plan.found_by.partition(",")[0] or plan.solver)
@@ -30,7 +32,7 @@ def choice_of(problem: Problem, plan: Plan) -> Choice:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the backward reads of the forward: computed once for a trace."""
+    """What the backward of a trace reads of its forward; computed once for a trace."""
 
     trace: Trace
 
@@ -72,7 +74,7 @@ class Needs:
     def complete(self, keep: frozenset[str], found_by: str = "") -> Choice:
         """The saved values and recomputed ops that follow from keeping these storages.
 
-        Kept for free besides: views of inputs, and whatever may not run twice.
+        Views of inputs, and results of ops that may not run twice, are kept besides.
         """
         trace = self.trace
         saved: dict[str, None] = {}
@@ -136,7 +138,8 @@ def on_demand(problem: Problem, choice: Choice) -> tuple[str, ...]:
 def plan_of(
     problem: Problem, choice: Choice, solver: str, order: tuple[str, ...] = (), how: str = ""
 ) -> Plan:
-    """The plan of a choice in an order and `how` that was found, by default on demand."""
+    """The plan of a choice in an order, by default on demand; `how` names the way the order was
+    found."""
     return Plan(
         problem.trace.digest,
         solver,

@@ -1,38 +1,40 @@
-"""The numbers that steer the solvers; what a module tries besides follows from these, or is a menu
-that stands where it is tried."""
+"""The numbers that steer the solvers. Other numbers follow from these, or are menus, which stand in
+the module that tries them."""
 
 from __future__ import annotations
 
-# How finely a search looks: counts of what is tried are a few of these.
-RUNGS = 12  # steps in which memory is gone through; candidates for one place
-FEW = 3  # of what is best so far, how many get more effort
+# How fine a search is; modules use small multiples of these.
+RUNGS = 12  # steps of memory; candidates for one place
+FEW = 3  # so many of the best get more effort
 
-# How long it looks.
-EVALUATIONS = 90_000  # about how many ops are issued for one problem, in plans one after the other
-MERGED = 1_500_000  # the same for merged pieces, for which there is no other search
-LADDER = 9000  # ops times HEU's budgets, each of which has a program and a few orders
-ACTIONS = 20_000  # about how many are simulated to polish a pipeline's rows
-EXACT = 100_000  # issues, or segments of a partition, up to which all there are are gone through
-LARGE = 1500  # ops from which on less is tried, for each takes longer
-SMALL = 64  # ops up to which HEU tries the same budgets whatever it is given
-SEARCHED = 28  # ops up to which OPT goes through all plans
-AT_BOUND = 1 + 1e-4  # times the bound: nothing that is worth a search is faster
-NEAR = 0.01  # a proven gap with which OPT leaves groups of blocks alone
-GAP = 0.002  # with which a program's choice is as good as its best
-SECONDS = 2.0  # for one program, which takes hundredths
+# How long a search looks.
+EVALUATIONS = 90_000  # about how many ops all tried plans of a problem have together
+MERGED = 1_500_000  # the same for merged microbatches, which have no other search
+LADDER = 9000  # ops times HEU's budgets; each budget has a program and a few orders
+ACTIONS = 20_000  # about how many actions are simulated to polish a pipeline's rows
+EXACT = 100_000  # issues, or segments of a partition, up to which the search is exhaustive
+LARGE = 1500  # from so many ops on fewer plans are tried, since each takes longer
+SMALL = 64  # up to so many ops HEU tries the same budgets for every budget
+SEARCHED = 28  # up to so many ops OPT goes through all plans
+AT_BOUND = 1 + 1e-4  # times the bound: a plan so close to it ends the search
+NEAR = 0.01  # below this proven gap OPT skips groups of blocks
+GAP = 0.002  # relative gap at which a program's solution counts as optimal
+SECONDS = 2.0  # time limit of one program, which usually takes hundredths
 
-# What a program thinks of the schedule that it does not see.
-EXPOSED = 0.5  # share of a recomputed collective that nothing hides
-ROOM = 0.2  # of the budget left to it where nothing would run again, else at most its square
-THRIFT = 0.05  # of recompute's time is lost where it may be hidden for nothing
-CLASSES = 400  # of ops bound on both sides that get columns of their own
+# What a program assumes of the schedule, which it does not see.
+EXPOSED = 0.5  # share of a recomputed collective that stays exposed
+# share of the budget left to the schedule where nothing is recomputed; else at most its square
+ROOM = 0.2
+THRIFT = 0.05  # share of recompute's time that counts even where windows hide it
+CLASSES = 400  # so many ops bound on both sides get columns of their own
 
 # How a window is filled.
-OVERSHOOT = 2.0  # times what is left of a window that a filler may take; its powers are tried, too
-REACH = 120  # issues before and after a collective that are looked through
-UNSURE = 0.25  # how often a seeded taste changes its mind
-SOON = 2  # windows, within which recompute is due
+# a filler may take so many times what is left of a window; its powers are tried, too
+OVERSHOOT = 2.0
+REACH = 120  # issues before and after a collective that are candidates for its window
+UNSURE = 0.25  # how often a seeded taste deviates
+SOON = 2  # recompute within so many windows is due soon
 
 # What repeats in a forward.
-PERIODS = 32  # the commonest distances between like ops, which are tried as periods
-LEAST = 4  # a repetition of less than this part of the forward is something inside of a layer
+PERIODS = 32  # so many of the commonest distances between equal ops are tried as periods
+LEAST = 4  # a repetition of less than 1/LEAST of the forward lies inside a layer

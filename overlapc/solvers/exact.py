@@ -1,9 +1,9 @@
-"""The best plan of a small problem, by going through all that could be better.
+"""The best plan of a small problem, by exhaustive search with pruning.
 
-Every set of saved values is tried, and for each every legal order, front to back. A beginning is
-given up when no end of it can beat the best plan known; when its memory is over the budget; and,
-where nothing slows anything else, when another beginning that issued the same is as far in time
-on every lane.
+Every set of saved values is tried, and for each every legal order, from front to back. The
+beginning of an order is given up in three cases: no continuation can beat the best plan known; its
+memory is over the budget; or, where nothing slows anything else, another beginning with the same
+issues was at least as early on every lane.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from overlapc.simulate import flow_of, simulate
 from overlapc.solvers.choice import Needs
 from overlapc.solvers.constants import EXACT
 
-MOST_VALUES = 10  # that could be saved: there are 2**10 sets of them
+MOST_VALUES = 10  # values that could be saved: 2**10 sets
 
 
 class TooLarge(Exception):
-    """The problem has more plans than may be gone through; `best` is the best of those seen."""
+    """The problem has more plans than the search may try; `best` is the best of those tried."""
 
     def __init__(self, best: Plan | None) -> None:
         super().__init__("too many plans to go through")
@@ -31,10 +31,10 @@ class TooLarge(Exception):
 
 
 def exact(problem: Problem, steps: int = EXACT, best: Plan | None = None) -> Plan | None:
-    """The fastest plan within the budget, of the smallest peak among equals; None if none fits.
-    Of problems whose backward does not lag behind.
+    """The fastest plan within the budget, and among equals the one of smallest peak; None if none
+    fits. The backward must be that of the same step's forward.
 
-    TooLarge after `steps` issues tried. `best` is a legal plan to beat, if one is known.
+    Raises TooLarge after `steps` issues. `best` is a legal plan to beat, if one is known.
     """
     search = _Enumeration(problem, steps)
     if best is not None:
@@ -50,8 +50,8 @@ def exact(problem: Problem, steps: int = EXACT, best: Plan | None = None) -> Pla
 
 
 def saveable(problem: Problem) -> tuple[str, ...]:
-    """Values of the forward that saving can be of use for: finished, and read by the backward or
-    by what may run again."""
+    """Values of the forward that may be useful to save: finished, and read by the backward or by an
+    op that may run again."""
     needs, trace = Needs(problem.trace), problem.trace
     found: dict[str, None] = {}
     for op in trace.ops:
@@ -95,7 +95,7 @@ def recomputed_by(problem: Problem, saved: frozenset[str]) -> frozenset[str] | N
 def must_follow(
     problem: Problem, saved: frozenset[str], again: frozenset[str]
 ) -> dict[str, set[str]]:
-    """Issue -> the issues that come before it in every legal order (with those before them)."""
+    """Issue -> all issues that come before it in every legal order."""
     trace = problem.trace
     repeated = [issue(op.name, True) for op in trace.ops if op.name in again]
     all_issues = [*(op.name for op in trace.ops), *repeated]
@@ -134,8 +134,8 @@ class _Enumeration:
     key: tuple[int, int] = (1 << 62, 1 << 62)
     candidates: tuple[str, ...] = ()
     seen: dict[frozenset[str], list[tuple[int, ...]]] = field(default_factory=dict)
-    balance: Balance = field(init=False)  # what the issues so far hold
-    number: dict[str, int] = field(init=False)  # of each issue in it
+    balance: Balance = field(init=False)  # memory after the issues so far
+    number: dict[str, int] = field(init=False)  # issue -> its number in the balance
 
     def __post_init__(self) -> None:
         self.candidates = saveable(self.problem)
@@ -195,9 +195,9 @@ class _Enumeration:
             order.pop()
 
     def known(self, done: frozenset[str], state: _State) -> bool:
-        """Was a beginning of the same issues seen that is as far on every lane?
+        """Was there a beginning with the same issues that is at least as early on every lane?
 
-        It may have had the higher peak; so only where nothing limits memory is it enough.
+        That one may have the higher peak, so this prunes only where nothing limits memory.
         """
         if not self.steady or self.problem.budget_bytes is not None:
             return False
@@ -209,7 +209,7 @@ class _Enumeration:
         return False
 
     def fits(self, text: str) -> bool:
-        """May the issue run next, for all that the budget says?"""
+        """May the issue run next within the budget?"""
         budget = self.problem.budget_bytes
         more = self.balance.flow.allocates[self.number[text]]
         return budget is None or self.balance.held + more <= budget
@@ -217,7 +217,7 @@ class _Enumeration:
 
 @dataclass(frozen=True)
 class _State:
-    """How far a beginning has come, as if nothing slowed anything else."""
+    """The times that a beginning has reached, as if nothing slowed anything else."""
 
     now: int
     left: int  # compute yet to be issued
@@ -229,7 +229,7 @@ class _State:
         op, cost = problem.trace.op[name], problem.cost(name)
         free, ends, ready = self.free, self.ends, 0
         if op.role == "wait":
-            # The start stays: a collective of several outputs is waited for more than once.
+            # Keep the start: a collective of several outputs has several waits.
             ready = ends[issue(problem.trace.start_of[name], recomputed)]
         now = Lane(self.now).put(cost.compute_ns, ready)
         if op.role == "start":

@@ -1,11 +1,11 @@
-"""Windows filled one after the other in an order that fits memory, so that it still fits.
+"""`filled` moves work into the windows of an order that fits memory, so that it still fits.
 
-`list_schedule` is quick and guesses at memory: where the budget is tight it overshoots. Here an
-order that fits, most often recompute on demand, is changed a little at a time, and a change that
-would take more than the budget is not made. What a window takes:
+`list_schedule` is quick but guesses at memory: it exceeds a tight budget. Filling starts from an
+order that fits, mostly recompute on demand, and changes it a little at a time; a change that would
+exceed the budget is not made. A window takes:
 
-    pushed   work that comes before the collective but that nothing needs before its end
-    pulled   work that comes after, with whatever else it needs
+    pushed   work before the collective that nothing needs before the collective's end
+    pulled   work behind the collective, with whatever else it needs
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from overlapc.solvers.work import Work
 
 @dataclass(frozen=True)
 class Taste:
-    """Which work a window takes first: `recompute` or weight gradients; and whether it takes
-    what comes before the collective or what comes after (`pull`). Of "R", "W" and, in merged
-    pieces, "F" only `moves` leave their places. A `seed` other than 0 follows this only roughly."""
+    """Which work a window takes first: `recompute` or weight gradients; and whether it takes work
+    from before the collective or from behind it (`pull`). Only kinds in `moves` leave their places:
+    of "R", "W" and, in merged problems, "F". A `seed` other than 0 deviates at random."""
 
     recompute: bool
     pull: bool
@@ -37,10 +37,10 @@ class Taste:
         return f"{first} {'pulled' if self.pull else 'pushed'}"
 
 
-# A node, a bit for each node that moves with it, the place in the order that the lowest bit stands
-# for, and at most how long they all take:
+# A node, a bit for each node that moves with it, the place in the order of the lowest bit, and the
+# most time that they all take:
 Move = tuple[int, int, int, int]
-Passes = tuple[Taste, ...]  # each goes through all windows, one after the other
+Passes = tuple[Taste, ...]  # each pass goes through all windows in order
 PASSES: tuple[Passes, ...] = (
     (Taste(False, False),),
     (Taste(True, True),),
@@ -54,7 +54,7 @@ PASSES: tuple[Passes, ...] = (
 def filled(
     plan: Plan, work: Work, budget: int, passes: Passes, until: float = float("inf")
 ) -> Plan:
-    """The plan with its windows filled as far as the budget and the clock allow."""
+    """Return the plan with its windows filled as far as the budget and `until` allow."""
     how = "refilled" if passes[0].seed else f"filled {' then '.join(map(str, passes))}"
     found_by = plan.found_by.removesuffix(f", {how}") + f", {how}"
     for taste in passes:
@@ -74,11 +74,11 @@ class _Filling:
         self.letter = {n: work.letter(n) for n in work.nodes}
         self.may_move = {n: letter in "I" + taste.moves for n, letter in self.letter.items()}
         self.role = {n: work.ops[n % work.count].role for n in work.nodes}
-        # What is not pulled for another's sake:
+        # Nodes that are not pulled along with others:
         self.stays = {n: role == "wait" or self.letter[n] == "I" for n, role in self.role.items()}
         self.took = {n: work.compute[n % work.count] for n in work.nodes}
         self.at = {n: i for i, n in enumerate(self.order)}
-        # before the i-th of the order, beside what it makes:
+        # held before the i-th issue of the order:
         self.held = [work.held_bytes, *Balance(self.flow, work.held_bytes).along(self.order)]
 
     def run(self, until: float) -> Plan:
@@ -109,10 +109,10 @@ class _Filling:
                 return
 
     def moves(self, begin: int, end: int) -> Iterator[Move]:
-        """For each node that may run in the window, what has to move with it."""
+        """For each node that may run in the window, the nodes that must move with it."""
         at, order, took, may_move = self.at, self.order, self.took, self.may_move
         low = max(0, begin - REACH + 1)
-        pushed: dict[int, tuple[int, int]] = {}  # with what needs it before the end
+        pushed: dict[int, tuple[int, int]] = {}  # with the nodes that need it before the end
         for i in range(begin - 1, low - 1, -1):
             n = order[i]
             if not may_move[n] or self.role[n] in ("start", "wait"):
@@ -127,7 +127,7 @@ class _Filling:
                 pushed[n] = group, most
                 if took[n]:
                     yield n, group, low, most
-        pulled: dict[int, tuple[int, int]] = {}  # with what it needs
+        pulled: dict[int, tuple[int, int]] = {}  # with the nodes that it needs
         for i in range(end + 1, min(len(order), end + REACH)):
             n = order[i]
             if not may_move[n]:
@@ -187,8 +187,8 @@ class _Filling:
 
 
 class _Readers(dict[int, int]):
-    """How many of a holding's readers stand at place `low` of the order or behind, counted when it
-    is asked for."""
+    """How many readers of each holding stand at place `low` of the order or behind; counted on
+    demand."""
 
     def __init__(self, users: Sequence[Sequence[int]], at: Mapping[int, int], low: int) -> None:
         self.users, self.at, self.low = users, at, low

@@ -1,8 +1,7 @@
-"""HEU: one small integer program for the repeated block, whatever the depth.
+"""HEU: one integer program for the repeated block, whose size does not depend on the model's depth.
 
-Blocks of a trace that are alike take like choices. So a storage of the block is kept in `n` of the
-`L` blocks, an op runs again in `m` of them, both whole numbers, and the program has the size of
-one block:
+Equal blocks take equal choices. So the variables are counts: a storage of the block is kept in `n`
+of the `L` blocks, and an op runs again in `m` of them. The program has the size of one block:
 
     n_s + m_maker >= L        for every storage that the block's backward reads
     n_s + m_maker >= m_o      for every storage that o reads
@@ -10,9 +9,9 @@ one block:
     time      compute and recompute, and what is left of the windows when weight gradients and
               the recompute of all but one block have been put into them
 
-The last n blocks keep: their backward comes first, when there was no window yet to recompute in.
-The repetition is in the trace: recompute of one block may be issued in the windows of those
-whose backward comes before. What it means for the whole trace, list scheduling finds out.
+The last n blocks keep the storage: their backward comes first, before there is a window to
+recompute in. Recompute of one block may run in the windows of blocks whose backward comes before.
+List scheduling then orders the whole trace.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from overlapc.solvers.overlap import steady_plans
 from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True))
-_STEPS = 20  # in which the room is looked for that makes a choice fit
-_AGAIN = (EXPOSED, EXPOSED / 5)  # shares of recomputed collectives that may turn out to be exposed
-_ROOMS = (0.0, 0.015, ROOM**2)  # of the budget, left to the schedule besides
-_MUCH_ROOM = (ROOM / 2, ROOM, 2 * ROOM)  # where nothing would have to run again
+_STEPS = 20  # steps of the search for the room with which a choice fits
+_AGAIN = (EXPOSED, EXPOSED / 5)  # assumed shares of recomputed collectives that stay exposed
+_ROOMS = (0.0, 0.015, ROOM**2)  # shares of the budget that are left to the schedule
+_MUCH_ROOM = (ROOM / 2, ROOM, 2 * ROOM)  # the same where nothing would be recomputed
 _PASSES = (PASSES[0], PASSES[3])
 _SOLVED = (
     highspy.HighsModelStatus.kOptimal,
@@ -52,8 +51,8 @@ _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
 
 
 class Period:
-    """What the program of a trace is made of: its classes of storages and ops. What lies outside
-    of the repeated blocks is a class by itself, of one block."""
+    """The classes of storages and ops that a trace's program has. Each storage and op outside of
+    the repeated blocks is a class of its own, of one block."""
 
     def __init__(
         self, problem: Problem, needs: Needs, repeated: Repetition | None, blocks: int = 1
@@ -61,18 +60,18 @@ class Period:
         trace = problem.trace
         self.name = "whole" if repeated is None else f"period of {blocks}"
         self.class_of: dict[str, int] = {}  # storage -> its class
-        self.block_of: dict[str, int] = {}  # storage -> its block among those of its class
-        self.blocks: list[int] = []  # by class
+        self.block_of: dict[str, int] = {}  # storage -> which block of its class it is in
+        self.blocks: list[int] = []  # by class: how many blocks have it
         self.bytes: list[int] = []
-        self.maker: dict[int, Op] = {}  # class -> an op that makes it and may run again
+        self.maker: dict[int, Op] = {}  # class -> its maker, if that may run again
         size = {value.storage: value.bytes for value in trace.values}
-        numbers: dict[tuple[int, int], int] = {}  # op of the first such block, output -> class
+        numbers: dict[tuple[int, int], int] = {}  # op of the first block, output -> class
         members: list[Op] = []
         for i, op in enumerate(trace.ops):
             if not op.is_forward:
                 continue
             block, kind, count = _place(i, repeated)
-            # The last block but one stands for all: its neighbours are like it.
+            # The last block but one stands for all blocks, since both its neighbours equal it.
             stands = block == max(0, count - 2)
             if stands:
                 members.append(op)
@@ -89,14 +88,14 @@ class Period:
                     self.maker[number] = op
         wanted = {trace.value[name].storage for name in needs.read_by_backward}
         self.wanted = sorted({self.class_of[s] for s in wanted if s in self.class_of})
-        self.reads: dict[str, list[int]] = {}  # op that stands for its like -> classes it reads
+        self.reads: dict[str, list[int]] = {}  # op that stands for its class -> classes it reads
         for op in members:
             read = {trace.value[name].storage for name in op.inputs}
             self.reads[op.name] = sorted({self.class_of[s] for s in read if s in self.class_of})
 
     @property
     def bytes_of_block(self) -> int:
-        """All that the backward of one block reads."""
+        """Bytes that the backward of one block reads."""
         return sum(self.bytes[c] for c in self.wanted if self.blocks[c] > 1)
 
     def choice(self, needs: Needs, keep: dict[int, int], how: str = "") -> Choice:
@@ -109,7 +108,7 @@ class Period:
 
 
 def _place(i: int, repeated: Repetition | None) -> tuple[int, int, int]:
-    """(block, the op of the first such block, how many such blocks) of a forward op."""
+    """(block, the same op of the first block, number of blocks) of a forward op."""
     if repeated is None or not repeated.first <= i < repeated.end:
         return 0, i, 1
     block, kind = divmod(i - repeated.first, repeated.length)
@@ -118,7 +117,7 @@ def _place(i: int, repeated: Repetition | None) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of the backward, in nanoseconds, and bytes that no choice changes."""
+    """Times of the backward, and bytes that no choice changes."""
 
     compute: int
     comm: int
@@ -147,8 +146,8 @@ class Totals:
 class Policy:
     """The program of one period: in how many of its blocks to keep each class of storage.
 
-    `again` is the share of a recomputed collective that is thought to be exposed. Only how many
-    bytes are to stay free changes from one solution to the next.
+    `again` is the assumed share of a recomputed collective that stays exposed. Between solutions
+    only the bytes that must stay free change.
     """
 
     def __init__(
@@ -170,9 +169,9 @@ class Policy:
             cost, blocks = problem.cost(op.name), period.blocks[c]
             compute.append(cost.compute_ns / unit * run[op.name])
             comm.append(cost.comm_ns / unit * run[op.name])
-            # What the last block recomputes has no window before it.
+            # Recompute of the last block has no window before it.
             hidden.append(cost.compute_ns / unit * (blocks - 1) / blocks * run[op.name])
-        # Less recompute and fewer collectives run again, if windows have room for either.
+        # Between equals, prefer less recompute and fewer recomputed collectives.
         program += pulp.lpSum(compute) * 1.02 + pulp.lpSum(comm) * again + idle
         gap = (totals.comm - totals.weights) / unit
         program += idle + pulp.lpSum(hidden) - 2 * again * pulp.lpSum(comm) >= gap
@@ -185,7 +184,7 @@ class Policy:
                 if alike and given in period.maker and period.maker[given].name != op.name:
                     program += keep[given] + run[period.maker[given].name] >= run[op.name]
         self._megabyte = max([1, *period.bytes]) / 100
-        self._left: int | None = None  # of the budget, for what is kept
+        self._left: int | None = None  # bytes of the budget that are left to kept storages
         if problem.budget_bytes is not None:
             self._left = problem.budget_bytes - totals.bytes - period.bytes_of_block
             program += pulp.lpSum(self._kept(problem, period, keep)) <= 0
@@ -193,21 +192,22 @@ class Policy:
         engine.createAndConfigureSolver(program)
         engine.buildSolverModel(program)
         self._highs = program.solverModel
-        # A column that no row and no cost mentions is not in the program, and stays at zero.
+        # A column in no row and without a cost is not in the program, and stays at zero.
         self._columns = [getattr(column, "index", None) for column in keep]
 
     def _kept(self, problem: Problem, period: Period, keep: list[Any]) -> Iterator[Any]:
-        """What is kept, for every microbatch in flight; all of the block at work is there, kept or
-        not."""
+        """Bytes that are kept, for every microbatch in flight; the block at work has all of its
+        storages, kept or not."""
         for c, column in enumerate(keep):
             blocks = period.blocks[c]
             copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
             yield period.bytes[c] / self._megabyte * copies * column
 
     def keep(self, room: int) -> dict[int, int] | None:
-        """How many of each class to keep if `room` bytes are to stay free; None: that cannot be."""
+        """How many of each class to keep if `room` bytes must stay free; None if that is
+        impossible."""
         highs = self._highs
-        highs.clearSolver()  # so that an answer does not depend on those before
+        highs.clearSolver()  # so that a solution does not depend on earlier ones
         highs.setOptionValue("time_limit", highs.getRunTime() + SECONDS)
         if self._left is not None:
             row = highs.getNumRow() - 1
@@ -233,13 +233,13 @@ def heu_plans(
     hopeful: bool = True,
     worth: Callable[[Choice], bool] = lambda _: True,
 ) -> Iterator[Plan]:
-    """Schedules of the choice that just fits when recomputed on demand.
+    """Plans of the choice that just fits when recomputed on demand.
 
-    `thorough` adds choices that leave a schedule more room and, where even blocks' inputs are
-    made again, those of periods of several blocks; `grouped` adds these anyway, or never. Without
-    `defer` weight gradients keep their place. Not `hopeful`: nothing simple fits, so that the
-    choices of many periods are not worth their time unless what knows of no blocks fits. What is
-    not `worth` it is not scheduled.
+    `thorough` adds choices that leave the schedule more room and, where even blocks' inputs are
+    recomputed, choices of periods of several blocks; `grouped` adds the latter always (True) or
+    never (False). Without `defer` weight gradients keep their place. Without `hopeful` no simple
+    plan fits: then many periods are tried only if a choice that ignores blocks fits. Choices that
+    are not `worth` it are not scheduled.
     """
     needs = needs or Needs(problem.trace)
     if len(problem.phases) != 2:
@@ -274,8 +274,8 @@ def heu_plans(
 
 
 def thrifty(problem: Problem, needs: Needs, leaving: Sequence[float]) -> Iterator[Choice]:
-    """The period's choices that leave these shares of the budget to other microbatches or slices,
-    which are held at the same time."""
+    """The period's choices that leave these shares of the budget to other microbatches or slices
+    held at the same time."""
     budget = problem.budget_bytes
     if budget is None:
         return
@@ -297,7 +297,8 @@ def thrifty(problem: Problem, needs: Needs, leaving: Sequence[float]) -> Iterato
 
 
 def _repeated(problem: Problem) -> Repetition | None:
-    """The blocks of a period; of two blocks a program of both knows more."""
+    """The repeated blocks of a problem, unless they are two: a program of both together is
+    better."""
     repeated = repetition(problem.trace)
     return None if repeated is not None and repeated.count < FEW else repeated
 
@@ -305,7 +306,7 @@ def _repeated(problem: Problem) -> Repetition | None:
 def _groups(
     problem: Problem, needs: Needs, repeated: Repetition | None, whole: bool
 ) -> Iterator[Period]:
-    """Periods of several blocks, and the trace as one if it is not too long or it must be."""
+    """Periods of several blocks, and the whole trace as one if that is not too long or `whole`."""
     for blocks in range(2, FEW + 2):
         if repeated is not None and 2 * blocks <= repeated.count:
             yield Period(problem, needs, repeated.grouped(blocks), blocks)
@@ -322,8 +323,8 @@ def _fitting(
     thorough: bool,
     shares: Sequence[float],
 ) -> Iterator[Choice]:
-    """The period's choices that just fit, and if `thorough` those with more room left, for each
-    share of recomputed collectives that may be exposed."""
+    """The period's choices that just fit, and if `thorough` choices that leave more room, for each
+    assumed share of exposed recomputed collectives."""
     exposed = any(problem.cost(op.name).comm_ns for op in period.maker.values())
     for again in shares if thorough and exposed else shares[:1]:
         program = cache(Policy(problem, period, totals, again).keep)
@@ -337,7 +338,7 @@ def _fitting(
             choice = period.choice(needs, keep, f" exposing {again:g} room {more:g}")
             yield choice
             if thorough and i == 0 and not choice.recomputed:
-                rooms += _MUCH_ROOM  # recompute hides what late weight gradients cannot
+                rooms += _MUCH_ROOM  # recompute then hides what late weight gradients cannot
 
 
 def _most_promising(
@@ -347,7 +348,7 @@ def _most_promising(
     defer: bool,
     worth: Callable[[Choice], bool],
 ) -> Iterator[Plan]:
-    """All schedules of the few choices whose first ones are fastest."""
+    """All schedules of the few choices whose first schedules are fastest."""
     found: list[tuple[int, int, Iterator[Plan]]] = []
     for choice in choices:
         more = schedules(problem, choice, budget, defer)
@@ -360,7 +361,7 @@ def _most_promising(
 
 
 def _keeps_borders(problem: Problem, choice: Choice, repeated: Repetition | None) -> bool:
-    """Whether every block's recompute begins at what the block before hands on."""
+    """Does every block's recompute begin with what the block before passes on?"""
     if repeated is None:
         return False
     saved = {problem.trace.value[name].storage for name in choice.saved}
@@ -368,7 +369,7 @@ def _keeps_borders(problem: Problem, choice: Choice, repeated: Repetition | None
 
 
 def _steady(problem: Problem, needs: Needs, budget: int) -> list[Choice]:
-    """The quickest that fit of choices that know of no blocks and no times."""
+    """The fastest that fit among choices that ignore blocks and times."""
     fitting: list[tuple[int, int, Choice]] = []
     for plan in steady_plans(problem):
         if peak_bytes(problem, plan) <= budget:
@@ -383,8 +384,8 @@ def _least_room(
     program: Callable[[int], dict[int, int] | None],
     budget: int,
 ) -> int | None:
-    """The program's guess at memory is put right: the least room, less than none perhaps, with
-    which its choice fits when recomputed on demand."""
+    """Correct the program's guess at memory: find the least room, maybe negative, with which its
+    choice fits when recomputed on demand."""
 
     def over(room: int) -> int | None:
         if (keep := program(room)) is None:
@@ -403,21 +404,21 @@ def _least_room(
         excess = over(middle)
         if excess is not None and excess > 0:
             least = middle
-        else:  # it fits, or nothing leaves as much room
+        else:  # it fits, or no choice leaves so much room
             most = middle
             found = found if excess is None else middle
     return found
 
 
 def _peak(problem: Problem, choice: Choice) -> int:
-    """When recomputed on demand."""
+    """The peak of the choice when recomputed on demand."""
     return peak_bytes(problem, Plan("", "", choice.saved, on_demand(problem, choice)))
 
 
 def schedules(
     problem: Problem, choice: Choice, budget: int | None, defer: bool = True
 ) -> Iterator[Plan]:
-    """Orders of one choice; some may take more than the budget."""
+    """Plans of one choice in several orders; some may exceed the budget."""
     plain = tuple(op.name for op in problem.trace.ops if op.is_forward)
     plan = plan_of(problem, choice, "heu")
     yield plan

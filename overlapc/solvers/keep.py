@@ -1,18 +1,18 @@
-"""Which storages to keep: saved sets from everything down to almost nothing.
+"""`keep_sets` chooses storages to keep: sets from everything down to almost nothing.
 
 At a price per byte, the best choice between keeping a storage and running its maker again is a
-small linear program, because whatever is recomputed only asks for its inputs to be there:
+small linear program, because recompute only needs its inputs to be there:
 
     minimise    sum(time of op * r_op) + price * sum(bytes of storage * y_storage)
     subject to  y + r_maker >= 1      for every storage the backward reads
                 y + r_maker >= r_op   for every storage that an op reads which may run again
 
-It is a minimum cut in other words, so its corners are whole numbers. Views count as their storage.
-Raising the price walks down the convex hull of (recompute time, bytes kept). Between two corners
-of the hull all layers change at once, so sets that take the one's choice for the first part of
-the forward and the other's for the rest are added.
+The program is a minimum cut, so its corners are whole numbers. Views count as their storage.
+Raising the price walks down the convex hull of (recompute time, bytes kept). Between two corners of
+the hull all layers change at once; so sets are added that take one corner's choice for the first
+part of the forward and the other's for the rest.
 
-A byte has its price whether or not it is alive at the peak: when it is, only a plan's ledger knows.
+A byte has its price whether or not it is alive at the peak, which only a plan's ledger knows.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class _Corner:
 def keep_sets(problem: Problem, needs: Needs, at_most: int) -> list[frozenset[str]]:
     """About `at_most` different sets of kept storages.
 
-    Half of them price every byte alike. For the others it is free to keep what the backward
-    reads before its peak (the head's logits, often): that would be back by then anyway.
+    Half of the sets price all bytes equally. In the other half, values that the backward reads
+    before its peak (often the head's logits) cost nothing to keep: they would be recomputed by then
+    anyway.
     """
     found: dict[frozenset[str], None] = {}
     for free in (frozenset[str](), _read_before_peak(problem, needs)):
@@ -64,7 +65,7 @@ def _read_before_peak(problem: Problem, needs: Needs) -> frozenset[str]:
 def _walk(
     problem: Problem, needs: Needs, free: frozenset[str], at_most: int
 ) -> list[frozenset[str]]:
-    """Down the hull, the largest set first."""
+    """Walk down the hull, the largest set first."""
     corners = _hull(problem, needs, free, solves=max(4, at_most // FEW))
     gaps = [a.bytes - b.bytes for a, b in itertools.pairwise(corners)]
     mixes = max(0, at_most - len(corners))
@@ -117,8 +118,8 @@ def _hull(problem: Problem, needs: Needs, free: frozenset[str], solves: int) -> 
 def _between(
     needs: Needs, large: frozenset[str], small: frozenset[str], count: int
 ) -> Iterable[frozenset[str]]:
-    """The smaller set's choice for a growing first part of the forward. What is recomputed late
-    in the backward has more windows before it."""
+    """Take the smaller set's choice for a growing first part of the forward, whose recompute comes
+    late in the backward and has more windows before it."""
     trace = needs.trace
     born: dict[str, int] = {}
     for name, value in trace.value.items():
@@ -138,14 +139,14 @@ class _CutProgram:
         trace = problem.trace
         self.columns: dict[tuple[str, str], int] = {}  # ("keep", storage) or ("run", op)
         rows: list[tuple[list[int], list[float], float]] = []
-        front: list[str] = []  # makers whose own inputs are to be seen to
+        front: list[str] = []  # makers whose own inputs still need rows
         maker: dict[str, str] = {}
         for op in trace.ops:
             for name in op.outputs:
                 maker.setdefault(trace.value[name].storage, op.name)
 
         def ask(names: Iterable[str], asking: str | None) -> None:
-            """The storages of these values must be there, if the asking op runs again."""
+            """Add rows: the storages of these values must be there, if the asking op runs again."""
             for storage in dict.fromkeys(trace.value[name].storage for name in names):
                 made_by = maker.get(storage)
                 if storage in trace.resident or made_by is None:

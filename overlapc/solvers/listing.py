@@ -1,8 +1,8 @@
 """List scheduling of one phase: `list_schedule(work, limit, style)` -> issue order.
 
-Ops on the way to the result come first. When all of them are blocked on a collective, its
-*window* takes recompute with the nearest deadline, as far as the memory ahead allows, and then
-weight gradients. Near the memory limit, weight gradients that free memory run at once.
+Ops on the way to the result come first. When all of them wait for a collective, its *window* takes
+recompute, nearest deadline first, as far as the memory ahead allows, and then weight gradients.
+Near the memory limit, weight gradients that free memory run at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from overlapc.machine import Lane
 from overlapc.solvers.constants import RUNGS, SOON
 from overlapc.solvers.work import NEVER, Work
 
-_LOOK = 2 * RUNGS  # how many spare ops are compared for a window, or for relief
+_LOOK = 2 * RUNGS  # how many spare ops are compared for a window, or to free memory
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Style:
 
 
 def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
-    """An order of all nodes of the work. It aims at `limit` bytes; only `simulate` says what it
-    really takes."""
+    """Return an order of all nodes of the work. It aims at `limit` bytes; only `simulate` says how
+    many it takes."""
     return work.text(Listing(work, limit, style).run())
 
 
 def along(work: Work, chain: Sequence[int]) -> tuple[dict[int, float], dict[int, int]]:
-    """Measure what each node of a chain has before it, as a share of the chain's compute, and
-    how much compute it is until the chain's next collective, in ns."""
+    """For each node of a chain, return the share of the chain's compute that comes before it, and
+    the compute until the chain's next collective, in ns."""
     share: dict[int, float] = {}
     distance: dict[int, int] = {}
     took = {n: work.compute[n % work.count] for n in chain}
@@ -62,9 +62,9 @@ def along(work: Work, chain: Sequence[int]) -> tuple[dict[int, float], dict[int,
 class Listing:
     """The state of one scheduling: time, lanes, bytes alive, and what could run now.
 
-    Time is the machine's where nothing slows anything; else a guess: of an op that begins beside a
-    collective all is slowed, and collectives are not.
-    With `look`, what the plain order of a backward would hold is a guide for going ahead.
+    Its times are the machine's where nothing slows anything. Else they are a guess: an op that
+    begins beside a collective is slowed from begin to end, and collectives are not slowed. With
+    `look`, the memory of the backward's plain order limits how far recompute may run ahead.
     """
 
     def __init__(self, work: Work, limit: int, style: Style, look: bool = True) -> None:
@@ -75,19 +75,19 @@ class Listing:
         self.done: set[int] = set()
         self.clock = Lane()  # of compute
         self.missing = dict(work.needs)
-        self.asked: set[int] = set()  # lazy recompute whose weight gradient lacks nothing else
+        self.asked: set[int] = set()  # lazy recompute whose weight gradient needs nothing else
         self.flow = work.flow
         self.balance = Balance(self.flow, work.held_bytes)
         self.ends: dict[int, int] = {}  # start node -> when its collective ends
         self.lanes: dict[str, Lane] = {}  # of collectives
         # What could run now, by kind:
-        self.views: list[int] = []  # weight gradients' and recompute's that allocate nothing
+        self.views: list[int] = []  # spare ops that allocate nothing
         self.ready: list[tuple[int, int]] = []  # (rank, node) on the way to the result
         self.refill: list[tuple[int, int]] = []  # (deadline, node) recompute
         self.spare: list[
             tuple[tuple[int, bool], int]
-        ] = []  # (age, node) weight gradients and theirs
-        self.largest = 0  # most that one of the spare allocates
+        ] = []  # (age, node) weight gradients and their recompute
+        self.largest = 0  # the most that a spare op allocates
         self.flying: list[tuple[int, int]] = []  # (end, node) waits
         backward = any(n >= work.count or not work.ops[n].is_forward for n in work.nodes)
         self.ahead = _Ahead(work) if look and backward and limit < NEVER else None
@@ -104,7 +104,7 @@ class Listing:
         return self.order
 
     def advance(self) -> None:
-        """Issue the next op, or let time go on."""
+        """Issue the next op, or advance the clock."""
         if self.ready:
             _, n = heapq.heappop(self.ready)
             self.relieve(self.flow.allocates[n])
@@ -127,7 +127,7 @@ class Listing:
             self.clock.put(0, self.flying[0][0])
 
     def consider(self, n: int) -> None:
-        """Take note that the node lacks less than before."""
+        """Note that one of the node's inputs is done."""
         if self.missing[n] == 0:
             if not self.work.is_lazy(n) or n in self.asked:
                 self.arrive(n)
@@ -135,7 +135,7 @@ class Listing:
             self.ask(n)
 
     def ask(self, n: int) -> None:
-        """If all the node lacks is lazy recompute, that may run now."""
+        """If the node lacks only lazy recompute, let that recompute run."""
         wanted = [other for other in self.work.asks[n] if other not in self.done]
         if not wanted or len(wanted) < self.missing[n]:
             return
@@ -178,13 +178,13 @@ class Listing:
             self.consider(user)
 
     def land(self) -> None:
-        """Waits whose collective has ended cost nothing: take them at once."""
+        """Issue waits whose collective has ended: they cost nothing."""
         while self.flying and self.flying[0][0] <= self.clock.free_ns:
             self.issue(heapq.heappop(self.flying)[1])
 
     def relieve(self, more: int) -> None:
-        """Run weight gradients until `more` bytes fit, and what the largest of those left will
-        allocate fits as well; or until none is left that helps."""
+        """Run weight gradients until `more` bytes and the largest allocation of the remaining ones
+        fit, or until none is left that helps."""
         while self.spare:
             if self.balance.held + more > self.limit:
                 oldest = heapq.nsmallest(_LOOK, self.spare)
@@ -210,8 +210,8 @@ class Listing:
             self.largest = max((self.flow.allocates[other] for _, other in self.spare), default=0)
 
     def filler(self, gap_ns: int) -> int | None:
-        """What to run while the result waits `gap_ns` for a collective: recompute that is due
-        soon, else a weight gradient, else recompute that is due later."""
+        """Choose what to run while the result waits `gap_ns` for a collective: recompute that is
+        due soon, else a weight gradient, else recompute that is due later."""
         soon = bool(self.refill) and (self.ahead is None or self.ahead.soon(self.refill[0][0]))
         longest = gap_ns * self.style.overshoot
         if "R" not in self.style.fills:
@@ -234,7 +234,8 @@ class Listing:
         return self.work.compute[n % self.work.count]
 
     def take_refill(self, longest_ns: float) -> int | None:
-        """The recompute that is due first, if it is short enough and there is room to hold it."""
+        """Take the recompute that is due first, if it is short enough and there is room to hold
+        it."""
         if not self.refill:
             return None
         deadline, n = self.refill[0]
@@ -255,11 +256,12 @@ class Listing:
 
 
 class _Ahead:
-    """What the plain order would hold from here to a deadline, as a guide for going ahead."""
+    """The memory that the plain order holds from here to a deadline: it limits how far recompute
+    may run ahead."""
 
     def __init__(self, work: Work) -> None:
         self.at: list[int] = []  # place in the trace of each backward op
-        self.need: list[int] = []  # most bytes from the op before to this one
+        self.need: list[int] = []  # most bytes between the op before and this one
         most = 0
         for text, held in work.plain:
             most = max(most, held)
@@ -278,7 +280,8 @@ class _Ahead:
         return window >= len(self.starts) or deadline <= self.starts[window]
 
     def most(self, deadline: int, memory: int) -> int:
-        """The plain order's most, raised by what is held more than it would hold here."""
+        """The plain order's most, plus the bytes that are held now beyond what it would hold
+        here."""
         first = bisect_right(self.at, self.passed)
         last = bisect_left(self.at, deadline)
         extra = max(0, memory - self.here.get(self.passed, memory))

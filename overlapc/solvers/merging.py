@@ -1,12 +1,12 @@
-"""Merged pieces: the forward of one microbatch in one order with the backward of an earlier one.
+"""Order the forward of one microbatch together with the backward of an earlier one.
 
     merged_order   an issue order of both for one choice and one memory limit
     merged_plans   the best plans for many choices: orders, then their windows filled
     solve_step     plans for a step of several microbatches
 
-Two chains, the forward and the way to the input gradients, take turns on the compute lane: what
-one waits for runs under the other. They keep pace, for as the forward fills memory with what it
-saves, the backward empties it. Weight gradients run when both chains wait.
+Two chains, the forward and the way to the input gradients, take turns on the compute lane: while
+one waits for a collective, the other runs. They advance together, because the forward fills memory
+with saved values and the backward frees them. Weight gradients run when both chains wait.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from overlapc.solvers.work import NEVER, Work, merged_work
 
 @dataclass(frozen=True)
 class Pace:
-    """`lead`: how far the forward runs ahead of the backward, as a share of its work. `hurry`:
-    when a lane is about to fall idle, the chain that comes to a collective first goes on.
-    `ahead`: up to which share of the limit recompute may run before its turn. `overshoot`: a
-    weight gradient may be this many times longer than what is left to wait."""
+    """How two chains advance. `lead`: how far the forward runs ahead of the backward, as a share of
+    its work. `hurry`: when a lane is about to become idle, the chain that reaches a collective
+    first goes on. `ahead`: up to this share of the limit recompute may run before its turn.
+    `overshoot`: a weight gradient may be this many times longer than the time left to wait."""
 
     lead: float = 0.0
     hurry: bool = True
@@ -52,22 +52,22 @@ PACES = tuple(
     for lead, hurry in product((0.0, 0.06, -0.06, 0.15, -0.15, 0.3), (True, False))
 )
 _FEW = (Pace(), Pace(hurry=False), Pace(hurry=False, ahead=0.5), Pace(lead=-0.06))
-_SHARES = (1.0, 0.97, 0.93)  # of the budget, which an order sometimes exceeds
+_SHARES = (1.0, 0.97, 0.93)  # shares of the budget to aim at, since an order may exceed its aim
 _TASTES = tuple(Taste(r, pull, "FRW") for r, pull in product((False, True), repeat=2))
 LEFT = (0.0, 0.03, 0.06, 0.1, 0.14, 0.18, 0.23, 0.28, 0.34, 0.4, 0.48)  # of it, to the other one
-_LONG = 1000  # ops from which on each that is scheduled costs more
-_IDLE = 2 * RUNGS  # seeded fillings in a row that are no better, before it ends
+_LONG = 1000  # from so many ops on each schedule is slower to make
+_IDLE = 2 * RUNGS  # it ends after so many seeded fillings in a row without gain
 
 
 def merged_order(work: Work, limit: int, pace: Pace) -> tuple[str, ...]:
-    """An order of all nodes of a merged work. It aims at `limit` bytes; only `simulate` says what
-    it really takes."""
+    """Return an order of all nodes of a merged work. It aims at `limit` bytes; only `simulate` says
+    how many it takes."""
     return work.text(_Merging(work, limit, pace).run())
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A choice and its best plan, of which `step_ns` is simulated."""
+    """A choice and its best plan, with its simulated `step_ns`."""
 
     step_ns: int
     choice: Choice
@@ -75,8 +75,8 @@ class Merged:
 
 
 def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
-    """The best plans that fit of a problem whose backward lags behind, each of another choice,
-    the fastest first."""
+    """The best plans that fit for a problem whose backward is of an earlier microbatch, one for
+    each choice, the fastest first."""
     search = _MergeSearch(problem)
     found = search.listed_each(list(dict.fromkeys(choices)))
     if search.budget < NEVER:
@@ -125,13 +125,13 @@ class _MergeSearch:
         return min(self.orders[choice].values(), key=_step, default=None)
 
     def may_win(self, choice: Choice) -> bool:
-        """Whether a plan of the choice may fit, and be faster than what is known of others; in
-        endless memory all may, as someone may want to know what they take."""
+        """Could a plan of the choice fit and be faster than the plans of other choices? Without a
+        budget the answer is always yes, since the caller may want the plans of all choices."""
         fits = self.least.bytes(choice) <= self.budget
         return self.budget == NEVER or (fits and self.least.ns(choice) < self.best_ns)
 
     def is_done(self, merged: Merged) -> bool:
-        """Whether no order of the choice is worth a search."""
+        """Is no further order of the choice worth a search?"""
         return merged.step_ns <= self.least.ns(merged.choice) * (1 + GAP)
 
     def listed_each(self, choices: Sequence[Choice]) -> list[Merged]:
@@ -150,7 +150,8 @@ class _MergeSearch:
         return sorted(filter(None, map(self.best, self.orders)), key=_step)
 
     def listed(self, choice: Choice, paces: Sequence[Pace]) -> None:
-        """Schedules of the choice: of the budget, and where one takes more, of less memory."""
+        """Schedules of the choice that aim at the budget and, where one exceeds it, at less
+        memory."""
         if choice not in self.works:
             self.works[choice] = merged_work(self.problem, choice)
             self.orders[choice] = {}
@@ -181,7 +182,7 @@ class _MergeSearch:
         return self.best(merged.choice) or merged
 
     def polished(self, merged: Merged) -> Merged:
-        """Windows filled again and again, a little differently each time."""
+        """Fill windows again and again, a little differently each time."""
         seed = left = _IDLE
         while left and self.effort > 0 and not self.is_done(merged):
             seed, left = seed + 1, left - 1
@@ -209,7 +210,7 @@ class _Merging(Listing):
         number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
         plain = [number[text] for text in on_demand(work.problem, work.choice)]
         self.plain = backward = [n for n in plain if n not in self.forward]
-        self.plain_at = 0  # of these, the first that is still to come
+        self.plain_at = 0  # place of the first of these that has not run
         self.share: dict[int, float] = {}
         self.distance: dict[int, int] = {}
         for chain in (forward, backward):
@@ -241,7 +242,7 @@ class _Merging(Listing):
             self.fill_or_wait()
 
     def go(self, n: int) -> None:
-        """Take the node from where it stands ready, and issue it."""
+        """Remove the node from the ready heaps, and issue it."""
         if self.front and self.front[0] == n:
             heapq.heappop(self.front)
         else:
@@ -254,7 +255,7 @@ class _Merging(Listing):
         self.issue(n)
 
     def take(self, n: int, heaps: Iterable[list[Any]]) -> None:
-        """Take the node from the middle of a heap; at the top of one it is most often."""
+        """Remove the node from a heap; it is mostly at the top."""
         if n in self.front:
             self.front.remove(n)
             heapq.heapify(self.front)
@@ -265,7 +266,7 @@ class _Merging(Listing):
                 heapq.heapify(heap)
 
     def choose(self) -> int | None:
-        """Which chain goes on; None where neither can, or memory forbids it."""
+        """Choose the chain that goes on; None if neither can, or memory forbids it."""
         back = self.next_of_backward()
         front = self.front[0] if self.front else None
         found = [*([] if front is None else [front]), *back]
@@ -274,7 +275,8 @@ class _Merging(Listing):
         return next((n for n in found if self.is_safe(n)), None)
 
     def next_of_backward(self) -> list[int]:
-        """What could go on: of input gradients and recompute, what is due first, then the other."""
+        """The next nodes of the backward: of input gradients and recompute, the one due first, then
+        the other."""
         ready = self.ready[0][1] if self.ready else None
         found = [] if ready is None else [ready]
         if self.refill:
@@ -287,7 +289,7 @@ class _Merging(Listing):
         return found
 
     def in_plain_order(self) -> int | None:
-        """What the backward's plain order, which fits if anything does, has next; None if that
+        """The next node of the backward's plain order, which fits if anything does; None if it
         waits for a collective."""
         while self.plain_at < len(self.plain) and self.plain[self.plain_at] in self.done:
             self.plain_at += 1
@@ -313,7 +315,8 @@ class _Merging(Listing):
         return self.room.suffices(n, self.balance.adds(n), self.limit - self.balance.held)
 
     def fill_or_wait(self) -> None:
-        """No chain can go on: a weight gradient, else time goes on; else what memory forbids."""
+        """No chain can go on: run a weight gradient, else advance the clock, else run what memory
+        forbids."""
         window = [end for end, n in self.flying if not self.is_spare(n)]
         filler = self.filler(min(window) - self.clock.free_ns) if window else None
         if filler is None and not window:
@@ -329,23 +332,24 @@ class _Merging(Listing):
                 self.go(left[0])
 
     def take_refill(self, longest_ns: float) -> int | None:
-        return None  # recompute has its turn among the chains
+        return None  # recompute takes its turn among the chains
 
 
 def solve_step(
     problem: Problem, lone: Plan, microbatches: int, lag: int = 1
 ) -> tuple[Plan, Plan | None]:
-    """Plans for a step of several microbatches: one of `problem`, a microbatch on its own, and one
-    of its merged pieces with the same values saved; or none of these if `lone` alone is as fast.
+    """Plans for a step of several microbatches: a plan of `problem` (one microbatch), and a plan of
+    two merged microbatches with the same saved values; or `lone` and None if running one by one is
+    as fast.
 
-    The first `lag` forwards and the last backwards have nothing to be merged with: they are the
-    lone plan's.
+    The first `lag` forwards and the last backwards have nothing to merge with: they run by the
+    first plan.
     """
     if microbatches <= lag or not problem.trace.lanes:
-        return lone, None  # nothing to be merged with, or nothing to hide
+        return lone, None  # nothing to merge with, or nothing to hide
     both = merge(problem, lag)
     if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
-        return lone, None  # what is merged takes as long
+        return lone, None  # merged microbatches take as long
     needs = Needs(problem.trace)
     kept = keep_sets(problem, needs, 2 * RUNGS)
     known = [choice_of(problem, lone), *thrifty(problem, needs, LEFT)]

@@ -1,8 +1,8 @@
-"""Rows of memory for `program`: what is in memory for certain at moments every plan passes.
+"""Rows of memory for `program`: what is certainly in memory at moments that every plan passes.
 
-A moment is an op on the backward's longest path being issued, so moments come in a fixed order
-and lie between known windows. What has been done by then is certain for the op's ancestors and
-descendants and for what its slot decides; for the rest it is a column between 0 and 1.
+A moment is when an op on the backward's longest path is issued, so moments come in a fixed order
+and lie between known windows. By then the op's ancestors have run, its descendants have not, and
+slots decide some other ops; for each remaining op, how far it has run is a column between 0 and 1.
 
     done_n <= done_maker              nothing runs before what it reads
     done_n <= its value at the next moment
@@ -10,7 +10,8 @@ descendants and for what its slot decides; for the rest it is a column between 0
     bytes of a storage >= done_maker - done_reader   it is there once made, until it is read
 
 The sum of those bytes, and of what the op itself touches, is at most the budget. It is never more
-than what a legal plan's ledger has at that moment: rows ask for what all orders have in common.
+than a legal plan's ledger has at that moment, because it counts only what all orders have in
+common.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
     from overlapc.solvers.program import Program
 
 Terms = dict[int, float]  # column -> factor
-_ONE = -1  # the "column" of a sum's constant
+_ONE = -1  # stands for the constant of a sum
 _DONE: Terms = {_ONE: 1.0}
-_STRETCHES = 2 * RUNGS  # moments in all, where not every window has its own
+_STRETCHES = 2 * RUNGS  # number of moments, unless every window has its own
 
 
 class Moments:
-    """Adds the rows of a program's backward. `during` says in which columns a node (an op, or
-    an op's number plus the count of ops for its recompute) runs in which window; where it is
-    given every window has moments, and work that may be early or late is told apart."""
+    """Adds the rows of memory of a program's backward. `during` maps a node (an op, or an op's
+    number plus the count of ops for its recompute) to its columns by window; if given, every window
+    has moments, and early or late work has columns of its own."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Moments:
         self._edges()
         self._leaves()
         self.held = {s: self._held(s) for s in program.keep}
-        self.before: dict[int, Terms] = {}  # what was done at the last moment
+        self.before: dict[int, Terms] = {}  # how far nodes had run at the last moment
 
     def add(self) -> None:
         for m in self._choose():
@@ -64,7 +65,8 @@ class Moments:
     # ------------------------------------------------------------------ the graph
 
     def _edges(self) -> None:
-        """Ancestors and descendants of backward ops as bits; who makes and reads storages."""
+        """Compute ancestors and descendants of backward ops as bits, and who makes and reads
+        storages."""
         trace, program = self.trace, self.program
         self.place = {i: n for n, i in enumerate(self.slots.members)}
         forward = {trace.value[n].storage for op in trace.ops if op.is_forward for n in op.outputs}
@@ -103,7 +105,7 @@ class Moments:
                 self.rereaders[storage].append(i)
 
     def _leaves(self) -> None:
-        """For each kept storage its values that are read as such, not to make a view."""
+        """For each storage that may be kept, its values that are read other than to make a view."""
         trace, program = self.trace, self.program
         self.leaves: dict[str, set[str]] = defaultdict(set)
         for op in trace.ops:
@@ -116,9 +118,9 @@ class Moments:
                     self.leaves[storage].add(name)
 
     def _held(self, storage: str) -> Terms:
-        """If saved, it is there as long as anyone reads it: `keep`, but where several values of
-        the storage are read. One of them may be saved and another recomputed, as storages of
-        their own."""
+        """The column that says that a storage is held while it has readers: `keep`, unless several
+        values of the storage are read. Then one value may be saved and another recomputed, as
+        separate storages."""
         keep = {self.program.keep[storage]: 1.0}
         run = self._run_of(storage)
         if len(self.leaves[storage]) <= 1 or run is None:
@@ -131,8 +133,8 @@ class Moments:
     # ------------------------------------------------------------------ moments
 
     def _choose(self) -> list[int]:
-        """Ops of the longest path: the heaviest of each stretch, and where windows are told
-        apart, the start and wait of each."""
+        """Choose ops of the longest path: the heaviest of each stretch, or, if every window has
+        moments, also the start and the wait of each."""
         path = [i for i in self.slots.path if i in self.place]
         if not self.fine:
             stretch = max(1, -(-len(path) // _STRETCHES))
@@ -146,7 +148,8 @@ class Moments:
         return [i for i in path if i in chosen]
 
     def _weight(self, m: int) -> int:
-        """Bytes certain to be there for the op's sake or made and waiting."""
+        """Bytes that are certainly there when the op runs: those that it touches, and those made
+        and not yet read."""
         n = self.place[m]
         there = self._touched_bytes(m, self._touched(m))
         for storage, maker in self.made.items():
@@ -196,8 +199,8 @@ class Moments:
         program.limit_at({c: f / program.bytes for c, f in terms.items()}, there)
 
     def _done(self, m: int) -> dict[int, Terms]:
-        """How far each node is. Nodes of the backward of which nothing is known are missing,
-        unless windows are told apart."""
+        """How far each node has run. Backward nodes of which nothing is known are missing, unless
+        every window has moments."""
         slots, slot, n = self.slots, self.slots.first[m], self.place[m]
         found: dict[int, Terms] = {}
         for i in self.again:
@@ -225,7 +228,7 @@ class Moments:
         return found
 
     def _order(self, m: int, done: dict[int, Terms]) -> None:
-        """Nothing has run before what it reads."""
+        """Add rows: nothing runs before what it reads."""
         program, run = self.program, self.program.run
         for i in self.again:
             for storage in program.read_by(self.ops[i]):
@@ -255,7 +258,7 @@ class Moments:
             self._not_below(_minus({self.program.keep[storage]: 1.0, **maker}, now))
 
     def _windows(self, m: int, done: dict[int, Terms]) -> None:
-        """What is hidden in windows up to here has been done, what is hidden later has not."""
+        """Add rows: work in windows up to here has run, work in later windows has not."""
         slot = self.slots.first[m]
         for node, columns in self.during.items():
             now = done[node]
@@ -270,12 +273,12 @@ class Moments:
                 self._not_below(_minus({run: 1.0}, now, late))
 
     def _alive_of_forward(self, storage: str, n: int, done: dict[int, Terms]) -> list[Terms]:
-        """Amounts that add up to what there is of a storage: as saved and as recomputed."""
+        """Sums that add up to what exists of a storage: its saved and its recomputed copy."""
         keep = {self.program.keep[storage]: 1.0}
         maker = self.program.maker[storage]
         again = done.get(self.index[maker.name] + self.count, {})
         leaves = self.leaves[storage]
-        if again and len(maker.outputs) > 1:  # it may run again for the sake of another output
+        if again and len(maker.outputs) > 1:  # it may run again for another output
             again = self._at_least(_minus(again, keep))
         if self._later(self.readers.get(storage, []), n):
             sure = len(leaves) <= 1 or all(self._later(self.values[v], n) for v in leaves)
@@ -309,14 +312,14 @@ class Moments:
     # ------------------------------------------------------------------ sums
 
     def _at_least(self, *lows: Terms) -> Terms:
-        """A column between 0 and 1 that is none of these sums' less."""
+        """Add a column between 0 and 1 that is at least each of these sums."""
         column = self.model.column(upper=1.0)
         for low in lows:
             self._not_below(_minus({column: 1.0}, low))
         return {column: 1.0}
 
     def _not_below(self, terms: Terms) -> None:
-        """The sum is at least 0."""
+        """Add a row: the sum is at least 0."""
         low = -terms.get(_ONE, 0.0)
         self.model.at_least({c: f for c, f in terms.items() if c != _ONE and f}, low)
 

@@ -1,6 +1,7 @@
-"""OPT: the best plan that can be found and a proof of how much better any other could be.
+"""OPT: the best plan found in the time given, with a proven bound on how much better any plan could
+be.
 
-Small problems are searched through (`exact`). For others two threads work until they meet:
+Small problems are searched exhaustively (`exact`). For others two threads work until they meet:
 
     proof     the mixed integer program of `program`, coarse and then fine: a rising lower bound
     search    the same program with a little thrift, for the budget and ever less than it, says
@@ -33,8 +34,8 @@ from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 
 _MARGINS = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.3)
-_GROUPED = 0.1  # the most of them that groups of blocks are tried with
-_LIMITS = (1.0, 0.95)  # of the budget, for the list scheduler to aim at
+_GROUPED = 0.1  # the largest margin with which groups of blocks are tried
+_LIMITS = (1.0, 0.95)  # shares of the budget for the list scheduler to aim at
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True), Style(1.0, True))
 _SEEDS, _IDLE = (
     2 * FEW,
@@ -44,7 +45,7 @@ _SEEDS, _IDLE = (
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands. `step_ns` is that of the best plan so far, 0 if there is none."""
+    """The state of a search. `step_ns` is that of the best plan so far, 0 if there is none."""
 
     seconds: float
     step_ns: int
@@ -53,7 +54,7 @@ class Progress:
 
     @property
     def gap(self) -> float:
-        """How much of the best plan's time is not proven to be needed."""
+        """The share of the best plan's time that is above the bound."""
         return 1 - self.bound_ns / self.step_ns if self.step_ns else 1.0
 
 
@@ -69,9 +70,9 @@ def opt(
 ) -> Plan:
     """The best plan found until the gap is closed or time is up, with the proven bound in it.
 
-    `known` are legal plans that the answer is no worse than; while time is left `menu` is tried to
-    start from, and `others` at the end. Ctrl-C or SIGTERM ends the search and keeps its best.
-    Infeasible if nothing fits, which is certain only for small problems.
+    The result is never worse than the legal plans in `known`. While time is left, the search tries
+    `menu` first and `others` at the end. Ctrl-C or SIGTERM ends the search and keeps its best. It
+    raises Infeasible if nothing fits, which is certain only for small problems.
     """
     search = _OptSearch(problem, time_limit_s, gap, progress)
     try:
@@ -110,7 +111,7 @@ class _Proof(threading.Thread):
             try:
                 found = program.solve(left, self.gap, watch=self.watch)
             except Infeasible:
-                return  # then so is every plan, and the search says so
+                return  # no plan fits, and the search says so
             self.watch(found.bound_ns)
 
     def watch(self, bound_ns: int) -> bool:
@@ -136,8 +137,8 @@ class _OptSearch:
         self.here: tuple[tuple[int, int], Plan] | None = None  # the best of the choice at hand
         self.smallest = NEVER
         self.offered = 0
-        self.tried: set[frozenset[str]] = set()  # kept storages
-        self.swept: dict[float, bool] = {}  # margin -> was it better than all before?
+        self.tried: set[frozenset[str]] = set()  # sets of kept storages
+        self.swept: dict[float, bool] = {}  # margin -> did it beat all before?
 
     @property
     def best(self) -> Plan | None:
@@ -171,7 +172,7 @@ class _OptSearch:
         self.progress(Progress(seconds, self.step, self.bound, doing))
 
     def offer(self, plan: Plan) -> bool:
-        """Take the plan if it fits and is better; whether it fits."""
+        """Take the plan if it fits and is better; return whether it fits."""
         self.offered += 1
         peak = peak_bytes(self.problem, plan)
         self.smallest = min(self.smallest, peak)
@@ -231,7 +232,7 @@ class _OptSearch:
                 break
 
     def sweep(self, needs: Needs, program: Program, margins: Iterable[float]) -> None:
-        """Schedule the program's choices with this share of the budget left free."""
+        """Schedule the program's choices that leave these shares of the budget free."""
         for margin in margins:
             if self.done() or (self.budget >= NEVER and margin):
                 return
@@ -251,9 +252,9 @@ class _OptSearch:
             self.tell(f"{margin:.1%} of the budget left free")
 
     def groups(self, needs: Needs, margin: float) -> None:
-        """HEU's plans with this share of the budget left free and several blocks taken as one:
-        where little is kept, what a few blocks hold while they are made again decides, which
-        the program's slots do not see."""
+        """Try HEU's plans that leave this share of the budget free and take several blocks as one.
+        Where little is kept, the memory of a few blocks while they are recomputed decides, and the
+        program's slots do not show it."""
         if self.done() or self.budget >= NEVER or margin > _GROUPED:
             return
         less = replace(self.problem, budget_bytes=int(self.budget * (1 - margin)))
@@ -271,8 +272,8 @@ class _OptSearch:
             self.tell("windows filled anew")
 
     def refill(self, work: Work, idle: int) -> None:
-        """Fill the windows of the best plan of the choice at hand, a little differently each time,
-        until so many times in a row were no better."""
+        """Fill the windows of the best plan of the current choice, a little differently each time,
+        until `idle` times in a row bring no gain."""
         seed, left = 0, idle if self.budget < NEVER else 0
         while left and self.here is not None and not self.done():
             seed, left, (before, plan) = seed + 1, left - 1, self.here
@@ -282,7 +283,8 @@ class _OptSearch:
                 left = idle
 
     def vary(self, needs: Needs) -> None:
-        """Keep one storage more of those that the best plan makes again, the dearest first."""
+        """Keep one more storage of those that the best plan recomputes, the most expensive
+        first."""
         trace, tried = self.problem.trace, self.tried
         better = True
         while better and self.best is not None and self.budget < NEVER:
@@ -304,7 +306,7 @@ class _OptSearch:
                     break
 
     def _dearest(self, plan: Plan) -> list[str]:
-        """Recomputed ops, those that take longest for what they hold first."""
+        """Recomputed ops, sorted by time for each byte that they make, the largest first."""
         trace, problem = self.problem.trace, self.problem
 
         def worth(name: str) -> float:
@@ -315,7 +317,7 @@ class _OptSearch:
         return sorted(timed, key=worth, reverse=True)
 
     def small(self) -> bool:
-        """Try to go through all plans; whether that came to an end."""
+        """Try the exhaustive search; return whether it finished."""
         try:
             found = exact(self.problem, best=self.best)
         except TooLarge as too_large:
@@ -329,7 +331,7 @@ class _OptSearch:
         return True
 
     def closer(self) -> Iterator[float]:
-        """Margins ever closer around the last that was better than all before it."""
+        """Margins closer and closer around the last one that beat all before it."""
         for _ in range(5):
             centre = max((m for m, better in self.swept.items() if better), default=0.0)
             near = sorted({*self.swept, centre})

@@ -1,13 +1,13 @@
-"""The first solver: keep what is dear to recompute, and fill communication windows jointly with
-recompute and weight gradients.
+"""The default solver: keep what is expensive to recompute, and fill windows with recompute and
+weight gradients together.
 
     keep_sets      which storages to save, for less and less memory
     list_schedule  for one choice and one memory limit, an issue order
     overlap_plans  a menu of both, the same for every budget
 
-Recompute has a deadline and raises memory until its use; a weight gradient can wait but keeps
-its inputs alive until it runs. So a window takes recompute first (it is lost as a filler once
-its deadline comes) and weight gradients after.
+Recompute has a deadline and takes memory until its use. A weight gradient can wait but keeps its
+inputs alive until it runs. So a window takes recompute first (after its deadline it can fill no
+window) and then weight gradients.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def overlap_plans(
     own: bool = True,
     worth: Callable[[Choice], bool] = lambda _: True,
 ) -> Iterator[Plan]:
-    """Candidate plans over the whole range of memory, whatever the budget is, for more memory
-    first. `choices` are others' saved sets to schedule as well, or instead of its `own`; what is
-    not `worth` it is not scheduled."""
+    """Candidate plans over the whole range of memory, whatever the budget is, the largest first.
+    `choices` are other solvers' saved sets to schedule besides its `own`, or instead of them;
+    choices that are not `worth` it are not scheduled."""
     needs = Needs(problem.trace)
     effort = max(1, EVALUATIONS // max(1, len(problem.trace.ops)))
     sets = min(4 * RUNGS, max(2 * RUNGS, effort // FEW))
@@ -54,7 +54,7 @@ def overlap_plans(
     for point in points:
         yield plan_of(problem, point.choice, "overlap")
     if len(problem.phases) != 2:
-        return  # merged pieces: list scheduling splits the forward from the backward
+        return  # not for merged microbatches: this scheduling separates forward and backward
     forward = _forward_orders(problem)
     work = cache(partial(backward_work, problem))
     for level in sorted(levels, reverse=True):
@@ -77,8 +77,8 @@ def overlap_plans(
 
 
 def steady_plans(problem: Problem) -> list[Plan]:
-    """Plans for less and less memory that depend on sizes alone, not on times: what fits in one
-    run fits in the next, though its measurements differ."""
+    """Plans for less and less memory that depend on sizes alone, not on times: a plan that fits in
+    one run fits in the next, although measured times differ."""
     costs = {
         op.name: replace(problem.cost(op.name), compute_ns=1000, comm_ns=0)
         for op in problem.trace.ops
@@ -92,13 +92,13 @@ def steady_plans(problem: Problem) -> list[Plan]:
 @dataclass(frozen=True)
 class _Point:
     choice: Choice
-    peak_bytes: int  # of the plain order
+    peak_bytes: int  # peak of the plain order
     recompute_ns: int
 
 
 def _points(problem: Problem, choices: Iterable[Choice]) -> list[_Point]:
-    """The choices that no other beats in both peak and recompute time; peaks falling, so that
-    the first that fits a level recomputes least."""
+    """The choices that no other beats in both peak and recompute time, by falling peak: the first
+    that fits recomputes least."""
     points = []
     for choice in choices:
         plan = plan_of(problem, choice, "overlap")
@@ -113,8 +113,8 @@ def _points(problem: Problem, choices: Iterable[Choice]) -> list[_Point]:
 
 
 def _forward_orders(problem: Problem) -> dict[str, tuple[str, ...]]:
-    """The trace's own forward order, and one that starts collectives as early as it can, if that
-    is any faster; each by what it is called."""
+    """The trace's own forward order, and the order that starts collectives as early as possible, if
+    that is faster; each with its name."""
     plain = plan_on_demand(problem, Needs(problem.trace).storages, "plain")
     first = tuple(op.name for op in problem.trace.ops if op.is_forward)
     early = list_schedule(forward_work(problem), NEVER, Style(1.0, True))

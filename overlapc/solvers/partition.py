@@ -1,15 +1,15 @@
-"""Layers to the stages of a pipeline, so that the slowest stage is as fast as can be.
+"""`best_partition` gives layers to the stages of a pipeline so that the slowest stage is as fast as
+possible.
 
-What a stage takes is what its *own best plan* takes, under its own memory and with as many
-microbatches in flight as its place asks for: early stages hold more, so they recompute more, so
-they should have fewer layers. Who asks gives that as a function, and bounds on it that take less
-to tell.
+The time of a stage is that of its *own best plan*, in its own memory and with the microbatches in
+flight of its place: early stages hold more microbatches, so they recompute more and should have
+fewer layers. The caller gives this time as a function, and cheaper lower bounds on it.
 
-    best_partition   exact, by dynamic programming over borders, again with each new answer until
-                     the best partition is one of answers alone
-    moved            layers moved one at a time from the slowest stage to another: all there is
-                     where segments are too many, or nothing fits
-    even             as many layers for each stage, as they come
+    best_partition   exact, by dynamic programming over borders, repeated after each new time until
+                     all times of the best partition are known
+    moved            moves layers one at a time from the slowest stage to another: the fallback for
+                     too many segments, or if nothing fits
+    even             equally many layers for each stage
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from overlapc.solvers.constants import EXACT
 
 # (stage, first layer, the layer behind its last) -> ns, or None if no plan fits
 StageTime = Callable[[int, int, int], "int | None"]
-Run = Callable[..., Iterable["int | None"]]  # as `map`, which asks for one after the other
+Run = Callable[..., Iterable["int | None"]]  # like `map`, which computes one after the other
 _Segment = tuple[int, ...]
 _Weight = tuple[int, int]
-TOGETHER = 2  # asked for at a time
+TOGETHER = 2  # segments computed at a time
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage n has the layers from borders[n] to before borders[n + 1]. A stage for which no plan
-    fits has None for its time."""
+    """A partition: stage n has the layers from borders[n] to before borders[n + 1]. A stage for
+    which no plan fits has the time None."""
 
     borders: tuple[int, ...]
     stage_ns: tuple[int | None, ...]
@@ -41,18 +41,18 @@ class Partition:
 
     @cached_property
     def key(self) -> tuple[int, int, int]:
-        """How bad it is: stages that do not fit, the slowest stage, all of them."""
+        """Sort key: stages that do not fit, then the slowest stage, then the sum of all."""
         times = [ns for ns in self.stage_ns if ns is not None]
         return len(self.stage_ns) - len(times), max(times, default=0), sum(times)
 
     @property
     def slowest_ns(self) -> int | None:
-        """None if a stage does not fit."""
+        """The time of the slowest stage; None if a stage does not fit."""
         return None if self.key[0] else self.key[1]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """How many each stage has."""
+        """The number of layers of each stage."""
         return tuple(b - a for a, b in pairwise(self.borders))
 
     @property
@@ -70,7 +70,8 @@ def layout(counts: Sequence[int]) -> str:
 
 
 def even(layers: int, stages: int, time: StageTime, run: Run = map) -> Partition:
-    """What is left over goes to the stages in the middle, away from embedding and head."""
+    """The even split. Leftover layers go to the stages in the middle, away from embedding and
+    head."""
     _check(layers, stages)
     more = layers % stages
     first = (stages - more) // 2
@@ -79,8 +80,8 @@ def even(layers: int, stages: int, time: StageTime, run: Run = map) -> Partition
 
 
 def moved(layers: int, stages: int, time: StageTime) -> Partition:
-    """From the even split on, a layer at a time from the slowest stage towards another, for as
-    long as that helps."""
+    """Start from the even split and move one layer at a time from the slowest stage towards
+    another, as long as that helps."""
     best = even(layers, stages, time)
     while True:
         counts = list(best.layers)
@@ -101,19 +102,20 @@ def moved(layers: int, stages: int, time: StageTime) -> Partition:
 def best_partition(
     layers: int, stages: int, time: StageTime, *bounds: StageTime, run: Run = map
 ) -> Partition:
-    """The partition whose slowest stage is fastest; of equals, the least time in all.
+    """The partition whose slowest stage is fastest; among equals, the one with the least sum.
 
-    Every stage has at least one layer. With too many segments it is that of `moved`, not proven.
-    `bounds`, the quickest to tell first, are at most what the next and at last `time` tells, and
-    None only where that is: a segment is asked for only while a partition with it could be the
-    best. Equals are then those of which all segments were asked for.
+    Every stage has at least one layer. With too many segments the result is that of `moved`, which
+    is not proven. `bounds` are lower bounds on `time`, from the cheapest to the closest, and None
+    only where `time` is None. A segment's time is computed only while a partition with that segment
+    could be the best; ties count only among partitions whose times are all known.
     """
     _check(layers, stages)
     room = layers - stages + 1  # most layers of one stage
     if stages * room * (room + 1) // 2 > EXACT:
         return moved(layers, stages, time)
     ways = (*bounds, time)
-    known: dict[_Segment, tuple[int, int | None]] = {}  # how many ways were asked, and the answer
+    # how many of bounds and time were computed, and the last result
+    known: dict[_Segment, tuple[int, int | None]] = {}
 
     def ask(*segment: int) -> int | None:
         if segment not in known:
@@ -128,12 +130,13 @@ def best_partition(
         took = ask(*segment)
         if took is None or took > limit:
             return None
-        return int(known[segment][0] < len(ways)), took  # as few guesses as can be, then time
+        # Fewest segments known by bounds alone, then time.
+        return int(known[segment][0] < len(ways)), took
 
     while True:
         quickest = _lightest(layers, stages, slowest, lambda a, b: max(a, b))
         if quickest is None:
-            return moved(layers, stages, time)  # nothing fits: what fits best
+            return moved(layers, stages, time)  # nothing fits: the nearest to it
         (limit, _), _ = quickest
         found = _lightest(layers, stages, in_all, lambda a, b: (a[0] + b[0], a[1] + b[1]))
         assert found is not None
@@ -153,8 +156,8 @@ def _lightest(
     weigh: Callable[..., _Weight | None],
     join: Callable[[_Weight, _Weight], _Weight],
 ) -> tuple[_Weight, tuple[int, ...]] | None:
-    """The least joined weight of all stages, and its borders."""
-    # the layer behind -> the best way to give the layers before it to the stages so far
+    """The borders with the least weight of all stages together, where `join` combines weights."""
+    # layer -> the best split of the layers before it over the stages so far
     reached: dict[int, tuple[_Weight, tuple[int, ...]]] = {0: ((0, 0), (0,))}
     for stage in range(stages):
         left = stages - stage - 1

@@ -1,17 +1,17 @@
-"""What to recompute as a mixed integer program over slots: its optimum is a lower bound on every
-legal plan, and its solution says which storages to keep.
+"""A mixed integer program over slots that chooses what to recompute: its optimum is a lower bound
+on every legal plan, and its solution says which storages to keep.
 
     keep_s, run_o in {0, 1}      storage s is saved; forward op o runs again
     keep + run_maker >= 1        for every storage the backward reads
     keep + run_maker >= run_o    for every storage that o reads
 
     time     of each phase: its compute, recompute included, and the idle rest of each window.
-             Windows hold what may run in them (`slots`), as a fluid: whole ops, but divisible
+             Windows hold the work that may run in them (`slots`), as a fluid: ops are divisible
     memory   at chosen moments that every plan passes through: what is saved and certainly
              still needed, what the op of that moment touches, and what lasts
 
-Whatever a legal plan does satisfies these, so nothing it leaves out (the order within a slot,
-buffers of early recompute and late weight gradients) can make the optimum too high.
+Every legal plan satisfies these rows. What they leave out (the order within a slot, buffers of
+early recompute and late weight gradients) can only lower the optimum.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Model:
         return len(self.rows) - 1
 
     def highs(self, whole: bool, extra: dict[int, float] | None = None) -> highspy.Highs:
-        """The program, loaded; `whole` asks for integers, else it is relaxed. `extra` adds to
-        the costs of columns."""
+        """Load the program into HiGHS. `whole` asks for integers, else it is relaxed; `extra` adds
+        to the costs of columns."""
         lp = highspy.HighsLp()
         count = len(self.cost)
         lp.num_col_, lp.num_row_ = count, len(self.rows)
@@ -109,7 +109,7 @@ class Program:
             for name in op.outputs:
                 self.maker.setdefault(trace.value[name].storage, op)
         self.lasting = {trace.value[name].storage for name in trace.outputs} - trace.resident
-        self.forced: set[str] = set()  # storages that cannot be made again
+        self.forced: set[str] = set()  # storages that cannot be recomputed
         self._choices()
         self.slots = slots_of(problem, self.needs)
         for slots in self.slots:
@@ -202,9 +202,9 @@ class Program:
         idle: list[int],
         drag: float,
     ) -> None:
-        """No phase is shorter than the work of any of its lanes; and each collective of a lane,
-        recomputed or not, costs a share `drag` of its time: it slows the compute beside it, or
-        the compute stands still."""
+        """Add rows: no phase is shorter than the work of any of its lanes. Each collective of a
+        lane, recomputed or not, also costs a share `drag` of its time: either it slows the compute
+        beside it, or compute waits."""
         ops = self.problem.trace.ops
         busy: dict[str, float] = defaultdict(float)
         slowing: dict[str, float] = defaultdict(float)
@@ -226,10 +226,10 @@ class Program:
             self.model.at_least(_plus(worked, terms), total + slowing[lane])
 
     def _hide(self, slots: Slots) -> list[dict[int, float]]:
-        """For each window the work hidden in it, as terms.
+        """Return the work hidden in each window, as terms.
 
-        Work free to run from the first slot on is one fluid, bound by its deadlines; work free
-        to run up to the end another, bound by its releases; the rest has columns by range.
+        Work that may run from the first slot on is one fluid, bound by its deadlines. Work that may
+        run up to the last slot is another, bound by its releases. Other work has columns by range.
         """
         if self.during is not None and slots.phase == 1:
             return self._hide_each(slots, self.during)
@@ -247,7 +247,7 @@ class Program:
         hidden: list[dict[int, float]] = [{} for _ in range(windows)]
         ranges = sorted({*amounts, *tasks})
         both = [span for span in ranges if span[0] > 0 and span[1] < final]
-        if len(both) > CLASSES:  # let them run up to the end: that only lowers the bound
+        if len(both) > CLASSES:  # let them run up to the last slot, which only lowers the bound
             widened = {span: (span[0], final) for span in both}
             both = []
         else:
@@ -284,7 +284,8 @@ class Program:
         return hidden
 
     def _hide_each(self, slots: Slots, during: dict[int, dict[int, int]]) -> list[dict[int, float]]:
-        """As `_hide`, each op by itself: the share of it that is hidden in a window."""
+        """Like `_hide`, with a column for each op and window: the share of the op that is hidden
+        there."""
         ops = self.problem.trace.ops
         hidden: list[dict[int, float]] = [{} for _ in slots.starts]
 
@@ -323,7 +324,7 @@ class Program:
         Moments(self, self.slots[1], lasting, self.during).add()
 
     def limit_at(self, terms: dict[int, float], there: int) -> None:
-        """A row of memory: the terms, `there` bytes besides, what lasts, and what later
+        """Add a row of memory: the terms, `there` more bytes, lasting values, and what later
         microbatches hold."""
         problem = self.problem
         if copies := float(problem.in_flight - 1):
@@ -334,7 +335,7 @@ class Program:
         self.rows_of_memory.append((number, there))
 
     def read_by(self, op: Op) -> list[str]:
-        """Storages that the op reads and that could be kept or made again."""
+        """Storages that the op reads and that may be kept or recomputed."""
         found = dict.fromkeys(self.problem.trace.value[name].storage for name in op.inputs)
         return [
             s
@@ -354,7 +355,8 @@ class Program:
         highs: highspy.Highs | None = None,
         watch: Callable[[int], bool] | None = None,
     ) -> Solution:
-        """`watch` is told the bound now and then, and ends the search by returning True."""
+        """Solve. `watch` is called with the bound now and then, and ends the search by returning
+        True."""
         highs = highs or self.model.highs(whole=True)
         highs.setOptionValue("time_limit", float(time_limit_s))
         highs.setOptionValue("mip_rel_gap", float(gap))
@@ -368,8 +370,8 @@ class Program:
         return self._solve(highs)
 
     def thrifty(self, budget_bytes: int) -> highspy.Highs:
-        """The program with a smaller budget, and a little less time for less recompute: where
-        windows have room to spare, what fills them is not all the same to the schedule."""
+        """The program with a smaller budget, in which hidden recompute costs a little, too: less
+        recompute leaves the schedule more freedom."""
         costs = self.problem.profile.costs
         extra = {
             column: (THRIFT * costs[name].compute_ns + EXPOSED * costs[name].comm_ns) / self.ns
@@ -402,7 +404,7 @@ class Program:
         return Solution(kept, self._whole_ns(bound))
 
     def _whole_ns(self, bound: float) -> int:
-        """Nanoseconds that are certain, of a bound with the engine's tolerance."""
+        """Whole nanoseconds that are certainly below a bound, given the engine's tolerance."""
         if not math.isfinite(bound):
             return 0
         return max(0, math.ceil(bound * self.ns * (1 - 1e-6) - 1e-3))

@@ -1,4 +1,5 @@
-"""Whether a forward and a backward that are merged can both still come to their ends in memory."""
+"""`Room` says whether a merged forward and backward can both still reach their ends within
+memory."""
 
 from __future__ import annotations
 
@@ -11,27 +12,27 @@ from overlapc.solvers.work import NEVER, Place, Work
 
 
 class Room:
-    """How much memory the chains still need, as a guide: each in its plain order.
+    """A guide to the memory that both chains still need, each in its plain order.
 
-    It looks ahead of the balance: what weight gradients that were passed over hold is added to what
-    the plain order would hold, whoever else reads it.
-    Things are safe while the forward can go on to some place of its own, and the backward then
-    to its end. (What the forward needs after that is the less for what the backward has freed.)
+    It looks further ahead than the balance: to what the plain order would hold it adds what delayed
+    weight gradients hold, whoever else reads it. A state is safe if the forward can go on to some
+    place, and the backward from there to its end. (After that the forward needs less than the
+    backward has freed.)
     """
 
     def __init__(self, work: Work, forward: Sequence[int], backward: Sequence[int]) -> None:
         self.chains = forward, backward
         self.is_forward = set(forward)
         self.done: set[int] = set()
-        self.late: set[int] = set()  # passed over
-        self.held_by: dict[Place, int] = {}  # place -> how many of these hold it
+        self.late: set[int] = set()  # delayed weight gradients
+        self.held_by: dict[Place, int] = {}  # place -> how many delayed ones hold it
         self.late_bytes = 0
         self.work = work
         self.spare = {n for n in backward if work.deadline[n] == NEVER}
-        self.at, self.back_at = 0, 0  # the first of each chain that is still to come
+        self.at, self.back_at = 0, 0  # the first of each chain that has not run
         self.held = Balance(work.flow).along(forward)
         self.during = work.flow.during(forward, [0, *self.held])
-        self.back_now = 0  # what the backward really holds, more or less than at the start
+        self.back_now = 0  # what the backward holds beyond the start
         self.back_held = [0, *Balance(work.flow).along(backward)]
         during = work.flow.during(backward, self.back_held)
         self.back_most = [*[*accumulate(reversed(during), max)][::-1], -NEVER]
@@ -41,7 +42,7 @@ class Room:
             for i in range(len(forward))
             if i == last or (self.held[i] < self.held[i + 1] and self.held[i] <= self.held[i - 1])
         ]
-        self.most_to_low = list(self.during)  # from each place on to the next low
+        self.most_to_low = list(self.during)  # the most from each place to the next low
         lows = set(self.lows)
         for i in range(last - 1, -1, -1):
             if i not in lows:
@@ -62,7 +63,7 @@ class Room:
         self.back_at = back_at
 
     def count(self, n: int, change: int) -> None:
-        """One more (or less) of those passed over holds what the node reads."""
+        """Count one more (or less) delayed node that holds what the node reads."""
         for place in self.work.reads[n]:
             before = self.held_by.get(place, 0)
             self.held_by[place] = before + change
@@ -76,14 +77,15 @@ class Room:
         return at
 
     def first_back(self, at: int) -> int:
-        """Weight gradients may be late: what they hold is in what memory is taken."""
+        """The first node of the backward that has not run, passing over weight gradients, which may
+        be late."""
         backward = self.chains[1]
         while at < len(backward) and (backward[at] in self.done or backward[at] in self.spare):
             at += 1
         return at
 
     def held_late(self, back_at: int, n: int) -> int:
-        """What weight gradients that have been passed over hold until they run."""
+        """Bytes that delayed weight gradients hold until they run."""
         coming = self.chains[1][self.back_at : back_at]
         changes = [(other, 1) for other in coming if other not in self.done and other != n]
         if n in self.late:
@@ -96,7 +98,7 @@ class Room:
         return held
 
     def suffices(self, n: int, growth: int, left: int) -> bool:
-        """With `left` bytes free before the node runs, is all safe after it?"""
+        """Is the state safe after the node, if `left` bytes are free before it runs?"""
         self.done.add(n)
         at, back_at = self.first(self.at), self.first_back(self.back_at)
         self.done.discard(n)

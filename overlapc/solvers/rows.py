@@ -1,10 +1,10 @@
-"""The rows of a pipeline from what its stages take: `placed`.
+"""`placed` places recompute and weight gradients in a pipeline's rows, by what its stages take.
 
-Stages stay on their ranks. Forwards and backwards keep the order of the rows as they are, or take
-one that comes from going through time: input gradients first, then forwards as memory allows.
-Recompute and weight gradients go where a rank would wait: recompute for its next backward
-first, then weight gradients it still owes. The rows are simulated, the stalls found, filled, and
-simulated again; then single moves are tried.
+Stages stay on their ranks. Forwards and backwards keep their order in the given rows, or take the
+order of rows that are made by going through time: input gradients first, then forwards as memory
+allows. Recompute and weight gradients go where a rank would wait: first recompute for its next
+backward, then weight gradients that are left. The rows are simulated, their stalls filled, and the
+result simulated again; then single moves are tried.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from overlapc.schedule import Action, Schedule, Step, steps_of
 from overlapc.solvers.constants import ACTIONS
 
 _ROUNDS = 8
-_POLISHED = 2  # of the rows found
-_SHARES = (1.0, 0.93, 0.86, 0.78, 0.68, 0.55)  # of the limits: more memory may mislead
-PATIENCE = (0.0, 0.5, 2.0)  # how much longer than a stall a weight gradient in it may be, by parts
-_LARGE = 300  # stages times microbatches up to which rows are made from scratch
+_POLISHED = 2  # so many of the rows found are polished
+# shares of the limits: less memory may give better rows
+_SHARES = (1.0, 0.93, 0.86, 0.78, 0.68, 0.55)
+PATIENCE = (0.0, 0.5, 2.0)  # a weight gradient may exceed its stall by so many parts of it
+_LARGE = 300  # rows are made from scratch up to so many stages times microbatches
 
 
 def placed(
@@ -34,9 +35,10 @@ def placed(
     limits: Sequence[int] | None = None,
     keep_order: bool = False,
 ) -> Schedule:
-    """The fastest rows found in which no rank holds more than its limit, by default the most that
-    any rank holds of the schedule as it is. Rows with merged steps stay as they are, and gradients
-    add up in the order of microbatches as before. `keep_order`: of all forwards and backwards."""
+    """Return the fastest rows found in which no rank holds more than its limit, by default the most
+    that any rank holds under the given schedule. Rows with merged steps do not change, and
+    gradients add up in the same order of microbatches. `keep_order` fixes the order of all forwards
+    and backwards."""
     given = simulate_pipeline(schedule, costs)
     if any(len(step) > 1 for row in schedule.rows for step in row):
         return schedule
@@ -59,8 +61,8 @@ def placed(
 def through_time(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], patience: float
 ) -> Schedule | None:
-    """Rows for the same stages on the same ranks from scratch, in the time that one simulation
-    takes; none where memory lets nobody go on, or a rank would hold more than its limit."""
+    """Make rows for the same stages on the same ranks from scratch, in the time of one simulation;
+    None if memory blocks all ranks, or a rank would exceed its limit."""
     rows = _Clock(schedule, costs, limits, patience).run()
     if rows is None:
         return None
@@ -72,7 +74,7 @@ def through_time(
 def _through_time(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int]
 ) -> Iterator[Schedule]:
-    """Rows for the same stages on the same ranks from scratch, a few of them."""
+    """Make a few rows for the same stages on the same ranks from scratch."""
     if schedule.stages * schedule.microbatches > _LARGE:
         return
     for patience, share in product(PATIENCE, _SHARES):
@@ -83,11 +85,11 @@ def _through_time(
 
 
 class _Clock:
-    """Goes through time: a rank that is free takes input gradients, a forward that fits, or a
-    weight gradient, unless something better comes within what `patience` allows.
+    """Makes rows by going through time: a free rank takes input gradients, a forward that fits, or
+    a weight gradient, unless a better action arrives within what `patience` allows.
 
-    Its time is a guess: what a rank sends waits for nothing that was sent before, and goes when I
-    ends, also where W joins that.
+    Its times are a guess: a transfer waits for no earlier transfer, and begins when I ends, even if
+    W joins that I.
     """
 
     def __init__(
@@ -106,11 +108,12 @@ class _Clock:
         self.rows: list[list[Action]] = [[] for _ in schedule.rows]
         self.ranks = [Rank(costs) for _ in schedule.rows]
         self.next = {(s, kind): 0 for s in schedule.rank_of for kind in "FIW"}
-        self.there: dict[tuple[int, str, int], int] = {}  # when an action's inputs have come
-        self.coming: list[list[int]] = [[] for _ in schedule.rows]  # when any will, a heap
+        self.there: dict[tuple[int, str, int], int] = {}  # when an action's inputs have arrived
+        # by rank: a heap of arrival times
+        self.coming: list[list[int]] = [[] for _ in schedule.rows]
 
     def run(self) -> tuple[tuple[Step, ...], ...] | None:
-        """The rows; None where memory lets nobody go on."""
+        """Return the rows; None if memory blocks all ranks."""
         schedule = self.schedule
         for microbatch in range(schedule.microbatches):
             self.there[0, "F", microbatch] = 0
@@ -159,7 +162,7 @@ class _Clock:
         if not late:
             return None
         oldest = min(late, key=lambda w: w.microbatch)
-        # What runs on other ranks now tells when the next input comes.
+        # The actions that other ranks run now tell when the next input arrives.
         coming = self.coming[rank]
         while coming and coming[0] <= now:
             heapq.heappop(coming)
@@ -174,7 +177,7 @@ class _Clock:
         return oldest if self.fits(rank, oldest) else None
 
     def first(self, stage: int, kind: str) -> Action | None:
-        """The next of that kind, if the rank itself has done what comes before."""
+        """The stage's next action of that kind, if the rank has done its own earlier actions."""
         microbatch = self.next[stage, kind]
         before = {"F": self.schedule.microbatches, "I": self.next[stage, "F"]}
         if microbatch >= before.get(kind, self.next[stage, "I"]):
@@ -186,13 +189,13 @@ class _Clock:
 
     def fits(self, rank: int, action: Action) -> bool:
         during = self.ranks[rank].during(action)
-        if action.kind == "F":  # a later stage of this rank must be able to follow
+        if action.kind == "F":  # leave room for the later stages of this rank
             during += sum(self.costs[s].saved for s in self.stages[rank] if s > action.stage)
         return during <= self.limits[rank]
 
 
 class _RowSearch:
-    """Rows that were simulated, and the best of those that fit."""
+    """Simulates rows and keeps the best that fit."""
 
     def __init__(self, name: str, costs: Sequence[StageCost], limits: Sequence[int]) -> None:
         self.name, self.costs, self.limits = name, costs, limits
@@ -201,7 +204,7 @@ class _RowSearch:
         self.best_ns = 0
 
     def offer(self, rows: Schedule, timeline: PipelineTimeline) -> bool:
-        """Take note of the rows; says whether they fit."""
+        """Note the rows; return whether they fit."""
         self.known[rows.rows] = timeline.step_ns
         peaks = zip(timeline.peak_bytes, self.limits, strict=True)
         if not all(peak <= limit for peak, limit in peaks):
@@ -213,7 +216,7 @@ class _RowSearch:
     def refill(
         self, start: Schedule, timeline: PipelineTimeline, split: bool, early: bool
     ) -> list[Schedule]:
-        """Rows in which the stalls that were seen are filled, again and again; those that fit."""
+        """Fill the stalls that were simulated, again and again, and note the rows that fit."""
         rows, found = start, []
         for _ in range(_ROUNDS):
             arrivals = _arrivals(rows, timeline)
@@ -230,7 +233,7 @@ class _RowSearch:
         return found
 
     def polish(self, start: Schedule) -> None:
-        """Move one weight gradient or recompute at a time, for as long as that helps."""
+        """Move one weight gradient or recompute at a time, as long as that helps."""
         rows = [_apart(row) for row in start.rows]
         now = self.known[start.rows]
         effort = ACTIONS // max(1, sum(map(len, rows)))
@@ -252,8 +255,8 @@ class _RowSearch:
                     break
 
     def moves(self, row: list[Action]) -> Iterator[list[Action]]:
-        """The row with one action elsewhere: W behind its I, each in its turn, R
-        between its F and its I, or gone."""
+        """The row with one action moved: W to a place behind its I, in the order of W's; R to a
+        place between its F and its I, or removed."""
         at = {action: i for i, action in enumerate(row)}
         in_turn: dict[int, list[Action]] = {}
         for action in row:
@@ -281,7 +284,7 @@ class _RowSearch:
 
 
 def _apart(row: Sequence[Step]) -> list[Action]:
-    """Every B as I and W."""
+    """The schedule with every B split into I and W."""
     found: list[Action] = []
     for step in row:
         for a in step:
@@ -293,9 +296,10 @@ def _apart(row: Sequence[Step]) -> list[Action]:
 
 
 def _arrivals(schedule: Schedule, timeline: PipelineTimeline) -> dict[tuple[int, str, int], int]:
-    """(stage, F or I, microbatch) -> when what another stage makes for it is there."""
+    """(stage, F or I, microbatch) -> when its input from another stage arrives."""
     ends = {action: ran.end_ns for row in timeline.ran for ran in row for action in ran.step}
-    ends |= {sent.step[0]: sent.end_ns for sent in timeline.transfers}  # each to one rank only
+    # each result goes to one rank only
+    ends |= {sent.step[0]: sent.end_ns for sent in timeline.transfers}
     found = {}
     for action in schedule.actions:
         if action.kind in "FBI":
@@ -350,7 +354,7 @@ class _Row:
         return tuple((action,) for action in joined(self.row))
 
     def fill(self, gap: int, backward: Sequence[Action]) -> bool:
-        """Run something in a stall this long, or say that nothing fits."""
+        """Run an action in a stall of this length; return whether one fitted."""
         if self.early:
             for i, action in enumerate(backward[:2]):
                 cost = self.costs[action.stage]
@@ -362,7 +366,7 @@ class _Row:
                     self.do(again)
                     self.remade.add(action)
                     return True
-        # Gradients add up in one order, so a stage's weight gradients keep theirs.
+        # A stage's weight gradients keep their order, so gradients add up in the same order.
         for late in {late.stage: late for late in reversed(self.owed)}.values():
             if self.costs[late.stage].weight_ns <= gap and self.fits(late):
                 self.owed.remove(late)
@@ -384,7 +388,8 @@ class _Row:
 
 
 def joined(row: Sequence[Action]) -> list[Action]:
-    """I with its W behind it is B; R right before needs no action of its own."""
+    """Join I and the W right behind it to B; an R right before it is dropped, since B
+    recomputes."""
     found: list[Action] = []
     for action in row:
         last = found[-1] if found else None

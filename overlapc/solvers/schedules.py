@@ -1,4 +1,4 @@
-"""Rows of actions that are known to be good, for any number of ranks and microbatches.
+"""Known schedules of pipelines, for any number of ranks and microbatches.
 
 gpipe             all forwards, then all backwards
 one_f_one_b       as many forwards as ranks follow, then forward and backward in turn
@@ -10,8 +10,8 @@ merged            1F1B with more microbatches under way, so that each forward ca
 zero_bubble_v     zero_bubble with two stages on a rank, placed as a V, so that the last stage is on
                   the first rank
 
-The last is found by going through time with unit costs: a rank takes input gradients if it can,
-else a forward if memory allows, else a weight gradient that waits.
+`zero_bubble_v` is made by going through time with unit costs: a rank takes input gradients if it
+can, else a forward if memory allows, else a weight gradient that waits.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs its weight gradients r microbatches late, so that the input gradients, which the
-    ranks before wait for, come early."""
+    """Rank r runs its weight gradients r microbatches late, so that input gradients, for which
+    earlier ranks wait, come early."""
     _positive(ranks, microbatches)
     rows = []
     for r in range(ranks):
@@ -92,7 +92,7 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def merged(ranks: int, microbatches: int) -> Schedule:
-    """A microbatch is a step on every rank on its way there, and a step on its way back."""
+    """A microbatch takes one step on every rank on its way forward, and one on its way back."""
     _positive(ranks, microbatches)
     rows = []
     for r in range(ranks):
@@ -116,9 +116,9 @@ def _in_turn(order: Sequence[Action], back: Sequence[Action], warmup: int) -> li
 def _through_time(
     name: str, placement: Mapping[int, int], microbatches: int, limit: int
 ) -> Schedule:
-    """Every action takes one unit, so that ranks go on in rounds. A rank holds at most `limit`
-    microbatches of any of its stages whose weight gradients are not done; those that could block
-    the others are held back."""
+    """Make rows in rounds, where every action takes one unit. A rank holds at most `limit`
+    microbatches of each of its stages until their weight gradients are done; forwards that could
+    block later stages wait."""
     stages, ranks = len(placement), max(placement.values()) + 1
     mine = [[s for s in placement if placement[s] == r] for r in range(ranks)]
     rows: list[list[Action]] = [[] for _ in range(ranks)]
@@ -137,7 +137,7 @@ def _through_time(
 
 
 class _Done:
-    """How many microbatches of each stage are through: every kind takes them in turn."""
+    """How many microbatches of each stage are done, by kind; every kind takes them in order."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self.stages, self.microbatches = stages, microbatches
@@ -145,8 +145,8 @@ class _Done:
         self.inputs_at: list[list[int]] = [[] for _ in range(stages)]  # place in its row of each I
 
     def next_of(self, mine: Sequence[int], limit: int) -> Action | None:
-        """What a rank does now: input gradients of its last stage first, then forwards of its last,
-        then the weight gradient that has waited longest."""
+        """What a rank runs now: input gradients of its last stage first, then forwards of its last
+        stage, then the weight gradient that has waited longest."""
         forwards, inputs, weights = (self.count[kind] for kind in "FIW")
         for stage in reversed(mine):
             m = inputs[stage]
@@ -156,7 +156,8 @@ class _Done:
         held = sum(forwards[s] - weights[s] for s in mine)
         for stage in reversed(mine):
             m = forwards[stage]
-            # A later stage of this rank needs room for what is already under way in an earlier one.
+            # A later stage of this rank needs room for the microbatches in flight in an earlier
+            # one.
             others = [s for s in mine if s > stage]
             later = sum(m - forwards[s] for s in others)
             ready = m < (self.microbatches if stage == 0 else forwards[stage - 1])
@@ -178,7 +179,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "me
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """A schedule by its name."""
+    """Make a schedule by its name."""
     if name == "gpipe":
         return gpipe(ranks, microbatches)
     if name == "1f1b":

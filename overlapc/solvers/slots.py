@@ -1,4 +1,4 @@
-"""How collectives cut a phase into slots, and in which of them each op may run.
+"""`slots_of` cuts a phase at its collectives into slots, and says in which slots each op may run.
 
 The *chain* of a phase is its longest dependent path. Its collectives c1, c2, … happen one after
 the other in every plan, so they cut the phase into slots, whatever the order of the rest:
@@ -6,9 +6,9 @@ the other in every plan, so they cut the phase into slots, whatever the order of
     slot 0      slot 1         slot 2      slot 3         slot 4
     before c1   while c1 runs  in between  while c2 runs  after c2
 
-Odd slots are *windows*: they last at least as long as their collective. An op that leads to a
-collective's start runs in an earlier slot, one that hangs on its wait in a later one. This is
-all that lower bounds and the choice of what to recompute need to know of the order.
+Odd slots are *windows*: they last at least as long as their collective. An op that a collective's
+start depends on runs in an earlier slot; an op that depends on its wait runs in a later one. Lower
+bounds and the choice of what to recompute need to know no more of the order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slots:
 
     phase: int
     members: tuple[int, ...]  # ops of the phase
-    path: tuple[int, ...]  # those on the chain, which every plan issues in this order
+    path: tuple[int, ...]  # ops on the chain; every plan issues them in this order
     starts: tuple[int, ...]  # of the chain's collectives; window k is slot 2k + 1
     first: dict[int, int]  # op -> first slot it may run in
     last: dict[int, int]
@@ -121,11 +121,11 @@ def _again(
     final: int,
     readers: Sequence[Sequence[int]],
 ) -> dict[int, tuple[int, int]]:
-    """Where forward ops may be recomputed, if that is in this phase.
+    """The slots in which forward ops may be recomputed, if they are recomputed in this phase.
 
-    The only output of an op that runs again is not saved, so every backward op that reads it
-    waits for the recompute. Where none does, or an op has several outputs, the last of those
-    that may read it decides.
+    If a recomputed op has one output, that output is not saved, so every backward op that reads it
+    waits for the recompute. If no op reads it, or the op has several outputs, the last possible
+    reader decides.
     """
     ops = problem.trace.ops
     found: dict[int, tuple[int, int]] = {}

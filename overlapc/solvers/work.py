@@ -1,8 +1,9 @@
-"""One phase of a problem under one choice, as a graph of numbered nodes for list scheduling.
+"""`Work` is one phase of a problem under one choice, as a graph of numbered nodes for list
+scheduling.
 
-Node n < count is op n of the trace; node n + count is that op run again. A *place* is a storage
-as one node made it (or as the forward left it), so that a recomputed storage is told from the
-saved one.
+Node n < count is op n of the trace; node n + count is its recompute. A *place* is a storage
+together with the node that made it (or the forward), so a recomputed storage differs from a saved
+one.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from overlapc.solvers.choice import Choice, on_demand
 
 NEVER = 1 << 60
 Place = tuple[str, int]
-_FORWARD = -1  # the maker of what the forward left, in a Place
+_FORWARD = -1  # in a Place: the forward made it
 
 
 @dataclass
 class Work:
-    """Built by `forward_work`, `backward_work` or `merged_work`; schedulers read it and change
-    nothing."""
+    """The nodes and their dependences. `forward_work`, `backward_work` or `merged_work` builds it;
+    schedulers only read it."""
 
     problem: Problem
     choice: Choice
     nodes: list[int]
-    needs: dict[int, int] = field(default_factory=dict)  # how many nodes come before
+    needs: dict[int, int] = field(default_factory=dict)  # how many nodes must come before
     after: dict[int, list[int]] = field(default_factory=dict)
     reads: dict[int, set[Place]] = field(default_factory=dict)
     makes: dict[int, set[Place]] = field(default_factory=dict)
     deadline: dict[int, int] = field(default_factory=dict)  # place in the trace, or NEVER
-    tail: dict[int, int] = field(default_factory=dict)  # longest way to the end, ns
-    # A weight gradient and the recompute that only it needs run one after the other:
+    tail: dict[int, int] = field(default_factory=dict)  # longest path to the end, ns
+    # A weight gradient runs right after the recompute that only it needs:
     age: dict[int, int] = field(default_factory=dict)  # place in the trace of that weight gradient
     asks: dict[int, list[int]] = field(default_factory=dict)  # node -> lazy recompute it needs
-    held_bytes: int = 0  # alive when the phase begins
+    held_bytes: int = 0  # bytes alive when the phase begins
 
     def __post_init__(self) -> None:
         trace = self.problem.trace
@@ -58,7 +59,7 @@ class Work:
         self.space = [cost.workspace_bytes for cost in costs]
 
     def lasts(self, place: Place) -> bool:
-        """Whether it stays to the end, whoever reads it."""
+        """Does the place stay to the end, whoever reads it?"""
         storage, maker = place
         if maker >= self.count:
             return False
@@ -68,21 +69,21 @@ class Work:
         return passed_on or storage in self.lasting
 
     def text(self, nodes: Iterable[int]) -> tuple[str, ...]:
-        """Nodes as the issues of a plan."""
+        """Write nodes as the issues of a plan."""
         return tuple(issue(self.ops[n % self.count].name, n >= self.count) for n in nodes)
 
     def start_of(self, wait: int) -> int:
-        """The node whose collective a wait node waits for, in the same instance."""
+        """The start node that a wait node waits for: recompute waits for recompute."""
         again = self.count if wait >= self.count else 0
         return self.index[self.problem.trace.start_of[self.ops[wait % self.count].name]] + again
 
     def is_lazy(self, n: int) -> bool:
-        """Recompute that only weight gradients need."""
+        """Is the node recompute that only weight gradients need?"""
         return n >= self.count and self.deadline[n] == NEVER
 
     @cached_property
     def before(self) -> dict[int, list[int]]:
-        """The other way round than `after`."""
+        """Node -> the nodes before it: the reverse of `after`."""
         found: dict[int, list[int]] = {n: [] for n in self.nodes}
         for n in self.nodes:
             for user in self.after[n]:
@@ -91,14 +92,14 @@ class Work:
 
     @cached_property
     def flow(self) -> Flow:
-        """Of the nodes. Generators' states are not in it: `held_bytes` has room for the most that
-        they may take."""
+        """The memory flow of the nodes, without random generators' states: `held_bytes` has room
+        for the most that they may take."""
         issues = [(n, self.space[n % self.count], self.makes[n], self.reads[n]) for n in self.nodes]
         return Flow.of(2 * self.count, issues, lambda place: self.size[place[0]], self.lasts)
 
     @cached_property
     def plain(self) -> list[tuple[str, int]]:
-        """The plain order of the whole, with what is held while each of it runs."""
+        """The plain order of the whole problem, with the bytes alive while each issue runs."""
         order = on_demand(self.problem, self.choice)
         curve = memory_curve(self.problem, Plan("", "", self.choice.saved, order))
         return list(zip(order, curve, strict=True))
@@ -114,8 +115,8 @@ def forward_work(problem: Problem) -> Work:
 
 
 def backward_work(problem: Problem, choice: Choice, defer: bool = True) -> Work:
-    """The backward with the recompute that the choice asks for. Without `defer`, weight gradients
-    keep their place among the input gradients."""
+    """The backward with the recompute of the choice. Without `defer`, weight gradients keep their
+    place among the input gradients."""
     ops = problem.trace.ops
     again = set(choice.recomputed)
     nodes = [len(ops) + i for i, op in enumerate(ops) if op.name in again]
@@ -134,7 +135,7 @@ def backward_work(problem: Problem, choice: Choice, defer: bool = True) -> Work:
 
 
 def merged_work(problem: Problem, choice: Choice) -> Work:
-    """A forward, and the backward of an earlier one with the recompute that the choice asks for."""
+    """A forward, and the backward of an earlier microbatch with the recompute of the choice."""
     ops = problem.trace.ops
     again = set(choice.recomputed)
     nodes = [len(ops) + i for i, op in enumerate(ops) if op.name in again]
@@ -148,19 +149,19 @@ def merged_work(problem: Problem, choice: Choice) -> Work:
 
 
 def _states(problem: Problem, choice: Choice, copies: int | Fraction) -> int:
-    """At most what the generator's states take that recompute of random ops needs: a copy of each
-    for every microbatch, and one put aside."""
+    """The most bytes that the random generator's states take: a copy for each recomputed random op
+    of every microbatch, and one put aside."""
     count = sum(problem.trace.op[name].random for name in choice.recomputed)
     return ceil(RNG_STATE_BYTES * (count * copies + (count > 0)))
 
 
 def _link(work: Work) -> dict[int, set[int]]:
-    """Fill in who comes after whom, and what is read and made; returns who comes before."""
+    """Fill in `after`, `reads` and `makes`; return the nodes before each node."""
     trace, count = work.problem.trace, work.count
     saved = set(work.choice.saved)
     mine = set(work.nodes)
     before: dict[int, set[int]] = {n: set() for n in mine}
-    home: dict[tuple[str, int], Place] = {}  # a value as a node made it -> its place
+    home: dict[tuple[str, int], Place] = {}  # (value, node that made it) -> its place
     for n in work.nodes:
         work.after[n], work.reads[n], work.makes[n] = [], set(), set()
     for n in work.nodes:
@@ -185,8 +186,7 @@ def _link(work: Work) -> dict[int, set[int]]:
             home[name, n] = alias or (storage, n)
             if alias is None:
                 work.makes[n].add((storage, n))
-    # Ops that draw random numbers or may run only once keep their order; the latter among those of
-    # their microbatch.
+    # Random ops keep their order, and so do ops of a microbatch that may run only once.
     single: dict[tuple[bool, int], list[int]] = {}
     for n in work.nodes:
         op = work.ops[n % count]
@@ -202,8 +202,8 @@ def _link(work: Work) -> dict[int, set[int]]:
 
 
 def _measure(work: Work, before: dict[int, set[int]], defer: bool = True) -> Work:
-    """Deadlines and tails. Recompute inherits the earliest place in the trace that needs it;
-    weight gradients, and recompute that only they need, have no deadline."""
+    """Compute deadlines and tails. The deadline of recompute is the earliest place in the trace
+    that needs it; weight gradients, and recompute that only they need, have none."""
     count = work.count
     for n in reversed(work.nodes):
         op = work.ops[n % count]

@@ -74,13 +74,13 @@ def page(found: dict[str, list[Outcome]]) -> str:
         [
             "# Models",
             "",
-            f"{len(found)} public architectures at toy sizes, each trained as its library writes "
-            "it and compared bit by bit with eager PyTorch in the same process: results, "
+            f"{len(found)} public architectures at toy sizes. Each is trained as its library "
+            "writes it and compared bit by bit with eager PyTorch in the same process: results, "
             "gradients, buffers and random state (`python -m tests.zoo_public.table`; torch "
-            f"{torch.__version__.split('+')[0]}, {versions}, CPU). “Named” is a difference that "
-            "PyTorch's tracing makes, in lines that the report names, among others that only "
-            "might (`optimize(..., check=True)` says which op it is). “Plain PyTorch” ran "
-            "unchanged, with a warning that says why.",
+            f"{torch.__version__.split('+')[0]}, {versions}, CPU). “Named”: PyTorch's tracing "
+            "makes a difference, in a line that the report names. The report may name more lines "
+            "than differ; `optimize(..., check=True)` says which op differs. “Plain PyTorch”: the "
+            "model ran unchanged, with a warning that says why.",
             "",
             f"Of {len(every)} trainings: {counts}, {len(others)} anything else.",
             "",
