@@ -29,7 +29,7 @@ from overlapc.planning.report import Report
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.foreign import FIRST_CALL, refuse_megatron, refuse_unmade, unmade
+from overlapc.runtime.foreign import FIRST_CALL, TWIN, refuse_foreign, refuse_unmade, unmade
 from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
 
@@ -48,10 +48,6 @@ _END_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_o
 # Newer releases keep the graphs of each `torch.compile` call apart.
 _APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _OF_ITS_OWN: dict[str, Any] = {"isolate_recompiles": True} if _APART else {}
-_IN_THE_MIDDLE = (
-    "overlapc: Dynamo failed behind a graph break, where the model cannot be begun again; if eager "
-    "PyTorch runs it, keep that part from Dynamo: @torch.compiler.disable"
-)
 _CAST_AGAIN = (
     "several calls in one region of autocast: eager casts a parameter once for all of them and "
     "adds its gradients in the lower precision, here each call casts it"
@@ -76,14 +72,7 @@ def optimize(model: Model, **options: Any) -> Model:
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"optimize expects an nn.Module, found {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise OptionError(
-            "optimize expects a module of Python code, found a ScriptModule, which torch.compile "
-            "does not trace; pass the module that it was scripted from"
-        )
-    if isinstance(model, Optimized):
-        raise OptionError("this model is optimized already; pass the original to optimize again")
-    refuse_megatron("optimize", model)
+    refuse_foreign("optimize", model)
     hidden = [name for name in _SHOWN if hasattr(model, name)]
     if hidden:
         warnings.warn(
@@ -251,13 +240,11 @@ class _Engine:
                 self.backend.steps.name_sums(tree_leaves(results))
         except (InternalTorchDynamoError, TorchRuntimeError, GuardOnDataDependentSymNode) as error:
             reason = why_untraced(error)
-            if reason and not self.settings and isinstance(error, GuardOnDataDependentSymNode):
+            if reason and not self.settings:
                 self.settings = _END_AT_DATA
                 with dynamo_config.patch(_END_AT_DATA):
                     return self._run(*args, **kwargs)
             if not reason:
-                if hasattr(error, "add_note"):
-                    error.add_note(_IN_THE_MIDDLE)
                 raise
             results = self.model(*args, **kwargs)  # raises if the model itself fails
             self.fails = True
@@ -281,20 +268,19 @@ class _Engine:
 
 _SHOWN = [name for name in vars(Optimized) if not name.startswith("_")]
 # The engine lives beside the twin, not in the __dict__ it shares with its model.
-_SLOT = "_overlapc_engine"
 
 
 def _engine(twin: Any) -> _Engine:
-    engine: _Engine = object.__getattribute__(twin, _SLOT)
+    engine: _Engine = object.__getattribute__(twin, TWIN)
     return engine
 
 
 def _twin(model: Any, options: Options) -> Any:
     base = type(model)
     kind = type(
-        base.__name__, (Optimized, base), {"__slots__": (_SLOT,), "__module__": base.__module__}
+        base.__name__, (Optimized, base), {"__slots__": (TWIN,), "__module__": base.__module__}
     )
     twin: Any = object.__new__(kind)
     object.__setattr__(twin, "__dict__", model.__dict__)
-    object.__setattr__(twin, _SLOT, _Engine(model, options))
+    object.__setattr__(twin, TWIN, _Engine(model, options))
     return twin

@@ -17,6 +17,7 @@ the model or from Dynamo and can only be named:
   None (`left_out`);
 - numpy, which Dynamo traces as torch;
 - custom Functions that call `set_materialize_grads`, which Dynamo ignores (`asked`, too);
+- functions of TorchScript, which eager runs by an executor of its own (`asked`, too);
 - functions whose gradient or cast has another formula when PyTorch traces (`_FORMULAS`).
 """
 
@@ -29,8 +30,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._dynamo.variables import torch as torch_functions
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from overlapc.passes.nodes import line_of
@@ -62,6 +65,7 @@ def asked(lines: list[str]) -> Iterator[None]:
 def _noting() -> Iterator[None]:
     answers = getattr(torch_functions, _TABLE, None)
     apply = AutogradFunctionVariable.call_apply
+    call = WrapperUserFunctionVariable.call_function
 
     def noted(function: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         if _wants_no_zeros(function.fn_cls):
@@ -70,10 +74,17 @@ def _noting() -> Iterator[None]:
             )
         return apply(function, frame, *args, **kwargs)
 
+    def compiled(function: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function.wrapper_obj, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+            name = getattr(function.wrapper_obj, "name", type(function.wrapper_obj).__name__)
+            _note(_place(frame), f"{name} is TorchScript's, which fuses ops and derives them anew")
+        return call(function, frame, *args, **kwargs)
+
     with contextlib.ExitStack() as stack:
         if answers is not None:
             stack.enter_context(replaced(torch_functions, _TABLE, lambda: _Answers(answers())))
         stack.enter_context(replaced(AutogradFunctionVariable, "call_apply", noted))
+        stack.enter_context(replaced(WrapperUserFunctionVariable, "call_function", compiled))
         yield
 
 

@@ -98,7 +98,7 @@ class Options:
             raise OptionError(f"timeout_s={self.timeout_s!r}: expected more than 0 seconds")
         if not isinstance(self.cache, (bool, str, os.PathLike, type(None))):
             raise OptionError(f"cache={self.cache!r}: expected True, False, None or a file's path")
-        if self.dynamic not in (None, True, False):
+        if not isinstance(self.dynamic, (bool, type(None))):
             raise OptionError(f"dynamic={self.dynamic!r}: expected True, False or None")
         if not isinstance(self.check, bool):
             raise OptionError(f"check={self.check!r}: expected True or False")
@@ -179,11 +179,14 @@ def _word(value: Any) -> str:
 
 def _read(text: str) -> Iterator[tuple[str, Any]]:
     """Parse `name=value name=value`; values with spaces are quoted."""
-    place, text = 0, text.strip()
+    place, text, seen = 0, text.strip(), set[str]()
     while place < len(text):
         found = _GIVEN.match(text, place)
         if found is None:
             raise OptionError(f"options {text[place:]!r}: expected name=value, spaces between")
+        if found[1] in seen:
+            raise OptionError(f"options {text!r}: found {found[1]} twice, expected it once")
+        seen.add(found[1])
         yield found[1], value_of(found[2])
         place = found.end()
 

@@ -1,26 +1,39 @@
-"""Models that a front door does not plan: `refuse_megatron` points Megatron's to
-`overlapc.megatron`, `unmade` finds those whose parameters the first call makes."""
+"""Models that a front door does not plan: `refuse_foreign` says what to pass instead, `unmade`
+finds those whose parameters the first call makes."""
 
 from __future__ import annotations
 
 from itertools import chain
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from overlapc.errors import OptionError
 
 FIRST_CALL = "as plain PyTorch, and plans at the next"
+TWIN = "_overlapc_engine"  # the slot of what `optimize` returns, beside its model's __dict__
 _MODELS = ("megatron.core.models.", "megatron.core.transformer.", "megatron.core.ssm.")
 
 
-def refuse_megatron(door: str, model: nn.Module) -> None:
-    """Raise for a model with layers of Megatron's: these share scratch memory, caches and random
-    streams, at which Dynamo's graphs break or which they do not see."""
+def refuse_foreign(door: str, model: nn.Module) -> None:
+    """Raise for a scripted module, for one that is optimized already, and for a model with layers
+    of Megatron's: these share scratch memory, caches and random streams, at which Dynamo's graphs
+    break or which they do not see."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise OptionError(
+            f"{door} expects a module of Python code, found a ScriptModule, which torch.compile "
+            "does not trace; pass the module that it was scripted from"
+        )
     for name, module in model.named_modules():
+        where = f" ({name})" if name else ""
+        if hasattr(type(module), TWIN):
+            raise OptionError(
+                f"{door} was given what overlapc.optimize returned{where}, which is optimized "
+                "already; expected the model that was passed to it"
+            )
         for kind in type(module).__mro__:
             if kind.__module__.startswith(_MODELS):
-                where = f" ({name})" if name else ""
                 raise OptionError(
                     f"{door} was given Megatron's {kind.__name__}{where}, which shares scratch "
                     "memory and random streams between layers; expected it in Megatron's own "

@@ -29,7 +29,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.runtime.exchange import Exchange, busy
-from overlapc.runtime.foreign import refuse_megatron, refuse_unmade
+from overlapc.runtime.foreign import refuse_foreign, refuse_unmade
 from overlapc.runtime.link_times import averaging_ns, sent_ns
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
@@ -330,7 +330,7 @@ def _by_stage(
 
 def _check_modules(stages: Mapping[int, nn.Module]) -> None:
     for stage, module in stages.items():
-        refuse_megatron("Pipeline", module)
+        refuse_foreign("Pipeline", module)
         refuse_unmade("Pipeline", module)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if tensor.device.type != "cpu":

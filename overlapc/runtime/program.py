@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import CaptureError
+from overlapc.errors import CaptureError, OptionError
 from overlapc.passes.joint import Joint, owner_of
 from overlapc.passes.parts import Part, Parts, accumulate, cut
 from overlapc.passes.trace import changed_with_gradient
@@ -131,6 +131,8 @@ def check_loss(joint: Joint) -> None:
             f"the model returns, or keeps, {len(shapes)} results that require a gradient, of "
             f"shapes {shapes}; expected one number, the loss: detach the others"
         )
+    if any(value.is_complex() for value in _tangents(joint).values()):
+        raise OptionError("the loss is complex; expected a real number: its .real or .abs(), say")
 
 
 def loss_gradient(joint: Joint) -> State:

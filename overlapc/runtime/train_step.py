@@ -30,7 +30,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.foreign import FIRST_CALL, refuse_megatron, unmade
+from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade
 from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
@@ -104,7 +104,9 @@ class TrainStep:
             raise OptionError(
                 f"loss={loss!r}: expected a function of the model and a microbatch, or None"
             )
-        refuse_megatron("TrainStep", model)
+        if not isinstance(merge, bool):
+            raise OptionError(f"merge={merge!r}: expected True or False")
+        refuse_foreign("TrainStep", model)
         self._merge = merge
         self.model = model
         self._loss = loss

@@ -113,6 +113,8 @@ def test_a_train_step_takes_slices_alone() -> None:
     assert str(Options.parse("slices=2", "TrainStep")) == "slices=2"
     with pytest.raises(OptionError, match="slices=2: optimize cuts no batch, TrainStep does"):
         Options.parse("slices=2")
+    with pytest.raises(OptionError, match="found solver twice"):
+        Options.parse("solver=heu solver=opt", "TrainStep")
 
 
 def test_a_plan_is_one_or_its_text_or_a_file_of_it(tmp_path: Path) -> None:

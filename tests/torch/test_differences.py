@@ -354,3 +354,25 @@ def test_numpy_is_named_where_it_is_no_number() -> None:
     x = torch.randn(4, 8)
     assert planned(Numpys(False), x).differences == []
     assert any("numpy is traced as torch" in line for line in planned(Numpys(True), x).differences)
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Scripts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scripted(self.linear(x))
+
+
+def test_a_function_of_torchscript() -> None:
+    twin = overlapc.optimize(Scripts(), profile="estimate")
+    twin(torch.randn(4, 8)).sum().backward()
+    (line,) = twin.differences
+    assert "scripted is TorchScript's" in line
+    assert "test_differences.py" in line

@@ -155,6 +155,8 @@ def test_an_error_that_the_model_catches() -> None:
     twin = optimized(model)
     (said,) = trained(twin, 2, 2)
     assert "the whole model unchanged" in said
+    assert "view(" in said
+    assert "test_given_up.py" in said
     assert torch.equal(twin(x), model(x))
 
 
@@ -280,6 +282,43 @@ def test_a_scripted_module_is_refused() -> None:
         overlapc.optimize(torch.jit.script(nn.Linear(2, 2)))
 
 
+def test_a_twin_is_not_optimized_again() -> None:
+    twin = overlapc.optimize(Layer())
+    for door, model in [(overlapc.optimize, twin), (overlapc.TrainStep, nn.Sequential(twin))]:
+        with pytest.raises(errors.OptionError, match="expected the model that was passed"):
+            door(model)
+
+
+class Combines(Layer):
+    """Dynamo fails at the pairs of what is known only as it runs, here behind a graph break."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.combinations(x[0])
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_where_dynamo_fails_behind_a_break_the_rest_runs_unchanged(breaks: bool) -> None:
+    model, x = Combines(breaks), torch.randn(3, 8)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    twin = overlapc.optimize(model, profile="estimate")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twin(x).sum().backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+    assert twin.reports
+    assert not breaks or any("Dynamo failed" in str(each.message) for each in caught)
+    assert not breaks or "test_given_up.py" in twin.unchanged[0]
+
+
 class DynamoFails(Layer):
     """Dynamo knows no `context_fn` that is a function of PyTorch's own."""
 
@@ -300,7 +339,14 @@ def test_where_dynamo_fails_the_model_runs_unchanged() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"timeout_s": "7"}, {"timeout_s": -1}, {"hardware": 5}, {"cache": 5}, {"dynamic": "no"}],
+    [
+        {"timeout_s": "7"},
+        {"timeout_s": -1},
+        {"hardware": 5},
+        {"cache": 5},
+        {"dynamic": "no"},
+        {"dynamic": 1},
+    ],
 )
 def test_an_option_of_another_kind(given: dict[str, Any]) -> None:
     (name,) = given

@@ -565,3 +565,9 @@ def test_a_model_that_is_another_each_time_is_said(monkeypatch):
         "overlapc runs the step as plain PyTorch:"[:40]
     ]
     assert len(step.unchanged) == 1
+
+
+def test_a_complex_loss_is_refused_as_eager_refuses_it() -> None:
+    step = TrainStep(nn.Linear(4, 4), lambda model, x: model(x).sum() * 1j, profile="estimate")
+    with pytest.raises(OptionError, match="the loss is complex"):
+        step([torch.randn(2, 4)])
