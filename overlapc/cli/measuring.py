@@ -41,14 +41,14 @@ def declare_profile(command: Declare) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports each start
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler logs each start
     from overlapc.planning.options import value_of
     from overlapc.runtime.verify import verify
 
     memory = None if args.memory is None else value_of(args.memory)
     verified = verify(args.model, memory_budget=memory, solver=args.solver, plan=args.plan)
     if os.environ.get("RANK", "0") != "0":
-        pass  # the first rank tells
+        pass  # only the first rank prints
     elif args.json:
         print(json.dumps(asdict(verified), indent=1))
     else:
@@ -88,7 +88,7 @@ def _profile(args: argparse.Namespace) -> int:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        with Exchange(range(ranks)) as exchange:  # a rank that is lost is an error on all
+        with Exchange(range(ranks)) as exchange:  # a lost rank is an error on all ranks
             machine = exchange.during(
                 "measuring", lambda: measure_machine(args.out.stem, base, args.seconds)
             )
@@ -96,7 +96,7 @@ def _profile(args: argparse.Namespace) -> int:
         if ranks > 1:
             dist.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
-        return GOOD  # the first rank tells
+        return GOOD  # only the first rank prints
     write_file(args.out, format_hardware(machine))
     guessed = [key for key, source in machine.sources.items() if source.startswith("not measured")]
     figures = {

@@ -53,7 +53,7 @@ def _explain(args: argparse.Namespace) -> int:
 
     problem, plan = load_problem(args.problem), load_plan(args.plan)
     report = judged(args.plan, problem, plan, given=True)
-    report = replace(report, given=False)  # the bound in the file is of these costs
+    report = replace(report, given=False)  # the file's bound is for these costs
     if args.json:
         ops = {"ops": [asdict(fate) for fate in op_fates(report)]} if args.ops else {}
         print(json.dumps(_figures(report) | ops, indent=1))
@@ -140,7 +140,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _moved(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """What is in both orders but not in what they have in common."""
+    """Issues that are in both orders, but not in their longest common subsequence."""
     from difflib import SequenceMatcher
 
     both = set(first) & set(second)

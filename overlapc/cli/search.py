@@ -1,4 +1,4 @@
-"""`overlapc search` takes these arguments; `search_run.py` runs it."""
+"""The arguments of `overlapc search`; `search_run.py` runs the command."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> Any:
-    """The timeline of the plan of a problem, or of a schedule with its stages' costs."""
+    """The timeline of a problem's plan, or of a schedule with its stages' costs."""
     from overlapc.files import load_plan, load_problem, read_json, read_text
     from overlapc.pipeline import StageCost, simulate_pipeline
     from overlapc.planning.road import judged

@@ -1,4 +1,4 @@
-"""`overlapc trace` says what a recorded run spent its time on."""
+"""`overlapc trace` shows where a recorded run spent its time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _print(run: Run, top: int) -> None:
-    each = 1000 * run.steps  # microseconds of all steps to milliseconds of one
+    each = 1000 * run.steps  # from microseconds of all steps to milliseconds of one
     stalled = run.span - run.compute - run.traffic + run.both
     print(
         f"{run.name}: {run.steps} step{'s' * (run.steps > 1)} of {run.span / each:.1f} ms: "

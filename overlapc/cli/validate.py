@@ -1,4 +1,4 @@
-"""`overlapc validate` predicts published measurements and prints how far off it is."""
+"""`overlapc validate` predicts published measurements and prints the errors."""
 
 from __future__ import annotations
 
