@@ -1,4 +1,4 @@
-"""One rank computes here what N ranks that hold the same data would compute.
+"""Results of collectives among N ranks with the same data, computed on one rank.
 
 One function for each operation of `EmulatedGroup`, under its name. `rank` and `ranks` come
 first, then c10d's own arguments. Results go into c10d's output tensors, in place, with no
@@ -120,7 +120,7 @@ def all_to_all_single(
     input_splits: Sequence[int],
     opts: Any,
 ) -> None:
-    """Every rank sends this one what this one sends itself."""
+    """Every rank sends to this one what this one sends to itself."""
     mine = (input.split(list(input_splits)) if input_splits else input.chunk(ranks))[rank]
     slots = output.split(list(output_splits)) if output_splits else output.chunk(ranks)
     for slot in slots:
@@ -182,7 +182,7 @@ def scatter(
 
 
 def barrier(rank: int, ranks: int, opts: Any) -> None:
-    """One rank is always there."""
+    """The only rank is always there."""
 
 
 def _tiles(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
