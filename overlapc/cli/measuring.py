@@ -21,23 +21,28 @@ from overlapc.errors import OptionError
 
 def declare_verify(command: Declare) -> None:
     verify = command(
-        "verify", _verify, "run a plan here against eager PyTorch: gradients, time, peak"
+        "verify",
+        _verify,
+        "compare a plan with eager PyTorch on this machine: gradients, time, peak",
     )
     add = verify.add_argument
     add("model", help="module:function that returns a model and a tuple of inputs")
-    add("--memory", help='budget of a step, as "8GB", or a fraction of eager\'s, as 0.5')
+    add("--memory", help='budget of a step, such as "8GB", or a fraction of eager\'s, such as 0.5')
     add("--solver", default="overlap")
     add("--plan", help="a plan file to apply instead of solving")
 
 
 def declare_profile(command: Declare) -> None:
     profile = command(
-        "profile", _profile, "measure this machine, under torchrun its links too, into a file"
+        "profile", _profile, "measure this machine into a file; under torchrun also its links"
     )
     add = profile.add_argument
     add("--out", type=Path, required=True, help="the profile, a .toml for `search --hardware`")
-    add("--base", help="a profile for what is not measured; by default one of the same kind")
-    add("--seconds", type=seconds, default=30.0, help="to measure for, about")
+    add(
+        "--base",
+        help="a profile for figures that are not measured; by default one of the same kind",
+    )
+    add("--seconds", type=seconds, default=30.0, help="about how long to measure")
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -22,12 +22,14 @@ from overlapc.cli.shared import (
 
 def declare_explain(command: Declare) -> None:
     explain = command(
-        "explain", _explain, "say what hides each collective of a plan, and why not more"
+        "explain", _explain, "say what hides each collective of a plan, and why the rest is exposed"
     )
     explain.add_argument("problem", help="a problem file")
     explain.add_argument("plan", help="a plan file for it")
     explain.add_argument(
-        "--ops", action="store_true", help="say of each op, too, what is saved, or made again where"
+        "--ops",
+        action="store_true",
+        help="also say for each op whether its result is saved or recomputed, and where",
     )
 
 
@@ -35,8 +37,8 @@ def declare_plan(command: Declare) -> None:
     plan = command("plan", _plan, "solve a problem file")
     plan.add_argument("problem", help="a problem file")
     plan.add_argument("--solver", default="overlap")
-    plan.add_argument("--memory", help='the budget, as "8GB"; by default the problem\'s own')
-    plan.add_argument("--seconds", type=seconds, default=60.0, help="limit of solver opt")
+    plan.add_argument("--memory", help='the budget, such as "8GB"; by default the problem\'s own')
+    plan.add_argument("--seconds", type=seconds, default=60.0, help="time limit of solver opt")
     plan.add_argument("--out", type=Path, help="write the plan here instead of to stdout")
 
 

@@ -16,7 +16,7 @@ def declare_simulate(command: Declare) -> None:
     simulate.add_argument("file", help="a problem file, or a schedule file")
     simulate.add_argument("plan", nargs="?", help="the plan, for a problem")
     simulate.add_argument(
-        "--costs", type=Path, help="for a schedule: JSON, a list of stages' costs"
+        "--costs", type=Path, help="for a schedule: a JSON list of the stages' costs"
     )
     simulate.add_argument("--trace", type=Path, help="write a Perfetto trace here")
 

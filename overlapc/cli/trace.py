@@ -13,12 +13,12 @@ from overlapc.report.kineto import Exposure, Run, read_run
 
 
 def declare_trace(command: Declare) -> None:
-    trace = command("trace", _trace, "what a run recorded by torch.profiler spent its time on")
+    trace = command("trace", _trace, "show where a run recorded by torch.profiler spent its time")
     add = trace.add_argument
     add(
         "files", nargs="+", type=Path, help="Chrome trace JSON of torch.profiler, one for each rank"
     )
-    add("--top", type=positive, default=10, help="collectives, stalls and ops to list")
+    add("--top", type=positive, default=10, help="number of collectives, stalls and ops to list")
 
 
 def _trace(args: argparse.Namespace) -> int:
