@@ -131,7 +131,7 @@ class _Timed(EmulatedWork):
         return time.monotonic_ns() >= self._end_ns
 
 
-class _OnStream(dist.Work):
+class _OnStream(EmulatedWork):
     """A transfer on a CUDA device.
 
     Its tensors stay alive until some stream has waited for the end, as NCCL's do; a transfer
@@ -146,11 +146,10 @@ class _OnStream(dist.Work):
         result: Any,
         settle: _Settle | None,
     ) -> None:
-        super().__init__()
+        super().__init__(result)
         self._end = end
         self._stream = stream
         self._tensors = tensors
-        self._result = result
         self._settle = settle
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -162,15 +161,6 @@ class _OnStream(dist.Work):
 
     def is_completed(self) -> bool:
         return self._end.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
         """The future carries the end of the transfer to whichever stream waits for it."""

@@ -10,7 +10,7 @@ temporaries as large as a tensor, so that a GPU's memory peak stays that of real
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,22 @@ def _reduce(tensor: torch.Tensor, op: Any, ranks: int) -> None:
 def _name(op: Any) -> str:
     kinds = dist.ReduceOp.RedOpType.__members__
     return next((name for name, kind in kinds.items() if op == kind), str(op))
+
+
+def _one_by_one(single: Callable[..., None]) -> Callable[..., None]:
+    """Make the coalesced form of an operation: one `single` for each pair of tensors."""
+
+    def coalesced(
+        rank: int,
+        ranks: int,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any,
+    ) -> None:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            single(rank, ranks, output, tensor, opts)
+
+    return coalesced
 
 
 @torch.no_grad()
@@ -67,15 +83,7 @@ def all_gather_single(
     _tiles(output, ranks).copy_(input.reshape(-1))
 
 
-def all_gather_single_coalesced(
-    rank: int,
-    ranks: int,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    opts: Any,
-) -> None:
-    for output, tensor in zip(outputs, inputs, strict=True):
-        all_gather_single(rank, ranks, output, tensor, opts)
+all_gather_single_coalesced = _one_by_one(all_gather_single)
 
 
 @torch.no_grad()
@@ -99,15 +107,7 @@ def reduce_scatter_single(
     _reduce(output, opts.reduceOp, ranks)
 
 
-def reduce_scatter_single_coalesced(
-    rank: int,
-    ranks: int,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    opts: Any,
-) -> None:
-    for output, tensor in zip(outputs, inputs, strict=True):
-        reduce_scatter_single(rank, ranks, output, tensor, opts)
+reduce_scatter_single_coalesced = _one_by_one(reduce_scatter_single)
 
 
 @torch.no_grad()
