@@ -29,7 +29,6 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import argparse
 import contextlib
-import copy
 import faulthandler
 import gc
 import json
@@ -49,6 +48,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
+from benchmarks.measuring import gradients, twin
 from examples.common import Text, checkpoint_blocks
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
@@ -146,8 +146,7 @@ class Bench:
         self.clock = Clock(device)
 
     def twin(self) -> nn.Module:
-        """A module of its own around the same parameters, so that only one copy exists."""
-        return copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        return twin(self.model)
 
     def run(self, variant: Variant) -> None:
         self.model.zero_grad()
@@ -167,7 +166,7 @@ class Bench:
 
     def gradients(self, variant: Variant) -> list[Tensor]:
         self.run(variant)
-        return [p.grad.clone() for p in self.model.parameters()]
+        return gradients(self.model)
 
 
 def make_model(config: GPTConfig | MoEConfig, group: Any, device: torch.device) -> nn.Module:

@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TextIO, TypeVar
@@ -184,6 +184,19 @@ def run_at_rates(
                 pair.run(script, quiet)
     except NotPermitted as missing:
         print(f"skipped: the shaped link is not possible here: {missing}", file=where)
+
+
+def as_two_ranks(
+    rank_main: Callable[[argparse.Namespace], None],
+    args: argparse.Namespace,
+    rates: Sequence[float | None],
+    title: str = "",
+) -> None:
+    """Run `rank_main` if this process is a rank, else this program as two ranks at each rate."""
+    if "RANK" in os.environ:
+        rank_main(args)
+    else:
+        run_at_rates(sys.argv, rates, title)
 
 
 def write_results(stem: str, document: Mapping[str, Any]) -> None:

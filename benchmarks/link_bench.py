@@ -19,7 +19,6 @@ just before it. The second tells the model's error apart from the machine's chan
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import platform
 import statistics
@@ -38,7 +37,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
+from benchmarks.lab import as_two_ranks, interleaved, parse_rates, ratio, write_results
+from benchmarks.measuring import gradients, least_peak, timed_ms, twin
 from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
@@ -47,7 +47,6 @@ from overlapc.passes.trace import Captured
 from overlapc.planning import road
 from overlapc.planning.report import Report, StepPlan
 from overlapc.profiler.measure import retime
-from overlapc.profiler.memory import measure_peak
 from overlapc.simulate import simulate
 
 EAGER, CHECKPOINT = "eager", "checkpoint_sync"
@@ -99,8 +98,7 @@ class Bench:
     batch: tuple[Tensor, Tensor]
 
     def twin(self) -> nn.Module:
-        """A module of its own around the same parameters, so that only one copy exists."""
-        return copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        return twin(self.model)
 
     def run(self, variant: Variant) -> None:
         self.model.zero_grad()
@@ -108,30 +106,14 @@ class Bench:
         variant.model(*self.batch).backward()
 
     def timed_ms(self, variant: Variant) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        self.run(variant)
-        return slowest(time.perf_counter() - start) * 1e3
+        return timed_ms(lambda: self.run(variant))
 
     def peak(self, variant: Variant) -> int:
-        """The least of three measurements: one can be too high by a buffer, never too low."""
-
-        def once() -> int:
-            self.model.zero_grad()
-            return measure_peak(lambda: self.run(variant))
-
-        return int(slowest(min(once() for _ in range(3))))
+        return least_peak(self.model, lambda: self.run(variant))
 
     def gradients(self, variant: Variant) -> list[Tensor]:
         self.run(variant)
-        return [p.grad.clone() for p in self.model.parameters()]
-
-
-def slowest(value: float) -> float:
-    """The greatest of the ranks' values, on every rank."""
-    agreed = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    return agreed.item()
+        return gradients(self.model)
 
 
 def make_bench(name: str, width: int | None = None) -> Bench:
@@ -326,10 +308,7 @@ def main() -> None:
         help="activation_memory_budget settings to choose PyTorch's best from",
     )
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(args)
-        return
-    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), f"{args.model}, ")
+    as_two_ranks(rank_main, args, parse_rates(args.rates), f"{args.model}, ")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
-from benchmarks.link_bench import slowest
+from benchmarks.measuring import slowest, timed_ms
 from examples.common import connect, launch, leave, same, say
 from overlapc.errors import Infeasible
 from overlapc.planning.report import Report
@@ -103,10 +103,7 @@ class Variant:
             seams.remove()
 
     def timed(self) -> None:
-        dist.barrier()
-        start = time.perf_counter()
-        self.step()
-        self.step_ms.append(slowest(time.perf_counter() - start) * 1e3)
+        self.step_ms.append(timed_ms(self.step))
 
 
 def own(layout: Layout, name: str) -> Variant:

@@ -13,11 +13,9 @@ same processes.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +28,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.duplex import init_duplex
-from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
-from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench, slowest
-from examples.common import Text, leave, measure_exposed, same, say
-from overlapc.profiler.memory import measure_peak
+from benchmarks.lab import as_two_ranks, interleaved, parse_rates, ratio, write_results
+from benchmarks.link_bench import BATCH, SEQ, Bench, conditions, make_bench
+from benchmarks.measuring import exposed_ms, gradients, least_peak, timed_ms
+from examples.common import Text, leave, same, say
 from overlapc.runtime.train_step import TrainStep
 
 BASE = "megatron"
@@ -77,10 +75,6 @@ def run(bench: Bench, variant: Variant, batches: list[tuple[Tensor, Tensor]]) ->
     variant.step(batches)
 
 
-def gradients(bench: Bench) -> list[Tensor]:
-    return [p.grad.clone() for p in bench.model.parameters()]
-
-
 def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     init_duplex()
@@ -92,18 +86,14 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     for batch in batches:
         bench.model(*batch).backward()
-    reference = gradients(bench)
+    reference = gradients(bench.model)
 
     def made(name: str, **options: Any) -> Variant:
         say(f"planning {name}")
         variant = Variant(name, TrainStep(bench.model, cache=cache, **options))
         run(bench, variant, batches)
-        variant.bitwise_equal = same(reference, gradients(bench))
-        peaks = []
-        for _ in range(3):  # one can be too high by a buffer, never too low
-            bench.model.zero_grad()
-            peaks.append(measure_peak(lambda: variant.step(batches)))
-        variant.peak_bytes = int(slowest(min(peaks)))
+        variant.bitwise_equal = same(reference, gradients(bench.model))
+        variant.peak_bytes = least_peak(bench.model, lambda: variant.step(batches))
         return variant
 
     cache = str(Path(tempfile.mkdtemp()) / "costs")  # measured once
@@ -116,13 +106,9 @@ def rank_main(args: argparse.Namespace) -> None:
             options = {"merge": merge, "solver": args.solver}
             variants.append(fitting(made, f"{name}@{level}", most, budget, options))
     for variant in variants:
-        seen = [measure_exposed(lambda v=variant: run(bench, v, batches)) for _ in range(3)]
-        mine = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        mine[dist.get_rank()] = statistics.median(seen) * 1e3
-        dist.all_reduce(mine)
-        variant.exposed_ms = mine.tolist()
+        variant.exposed_ms = exposed_ms(lambda v=variant: run(bench, v, batches))
     for variant in interleaved(variants, args.reps):
-        variant.step_ms.append(timed_ms(bench, variant, batches))
+        variant.step_ms.append(timed_ms(lambda v=variant: run(bench, v, batches)))
     if dist.get_rank() == 0:
         print_table(variants)
         rows = [
@@ -165,13 +151,6 @@ def fitting(
     return found
 
 
-def timed_ms(bench: Bench, variant: Variant, batches: list[tuple[Tensor, Tensor]]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    run(bench, variant, batches)
-    return slowest(time.perf_counter() - start) * 1e3
-
-
 def print_table(variants: list[Variant]) -> None:
     base = next(v for v in variants if v.name == BASE)
     print("exposed: on the rank that waits least; the other waits for this one, too")
@@ -207,10 +186,7 @@ def main() -> None:
     add("--levels", default="1.0,1.3", help="peaks, relative to full recompute's")
     add("--solver", default="overlap")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(args)
-        return
-    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), f"{args.model}, ")
+    as_two_ranks(rank_main, args, parse_rates(args.rates), f"{args.model}, ")
 
 
 if __name__ == "__main__":

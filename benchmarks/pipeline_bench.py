@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +35,8 @@ from torch.distributed.pipelining import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
-from benchmarks.link_bench import slowest
+from benchmarks.lab import as_two_ranks, interleaved, parse_rates, ratio, write_results
+from benchmarks.measuring import slowest, timed_ms
 from examples.common import Text, checkpoint_blocks, leave, same, say
 from examples.gpt.model import GPT, GPTConfig, cross_entropy
 from examples.pipeline import cut_into_stages
@@ -196,10 +195,7 @@ def rank_main(args: argparse.Namespace) -> None:
         near = all(torch.allclose(a, b, 1e-4, 1e-6) for a, b in zip(expected, found, strict=True))
         variant.close = slowest(float(not near)) == 0
     for variant in interleaved(variants, args.reps):
-        dist.barrier()
-        start = time.perf_counter()
-        variant.run()
-        variant.step_ms.append(slowest(time.perf_counter() - start) * 1e3)
+        variant.step_ms.append(timed_ms(variant.run))
     if dist.get_rank() == 0:
         print_table(variants)
         save(variants, args)
@@ -305,10 +301,7 @@ def main() -> None:
     add("--levels", default="1.5", help="further peaks, relative to the first rival's")
     add("--show", action="store_true", help="the predicted pictures")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(args)
-        return
-    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), "")
+    as_two_ranks(rank_main, args, parse_rates(args.rates))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
-from benchmarks.lab import run_at_rates, write_results
+from benchmarks.lab import as_two_ranks, write_results
 from benchmarks.link_bench import (
     CHECKPOINT,
     Bench,
@@ -228,10 +228,7 @@ def main() -> None:
     add("--reps", type=int, default=5)
     add("--opt-seconds", type=float, default=30.0)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(args)
-        return
-    run_at_rates([__file__, *sys.argv[1:]], [args.rate], f"{args.model}, ")
+    as_two_ranks(rank_main, args, [args.rate], f"{args.model}, ")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.duplex import init_duplex
 from benchmarks.lab import NotPermitted, ShapedPair, interleaved, parse_rates, ratio, write_results
-from benchmarks.link_bench import slowest
+from benchmarks.measuring import timed_ms
 from examples.common import Text, leave, say
 from examples.gpt.model import Block, GPTConfig, Shard, cross_entropy
 from overlapc import Repeats
@@ -174,15 +174,6 @@ def known_of(report: Report) -> float:
     return sum(cost.source == "measured" for cost in costs) / len(costs)
 
 
-def timed_ms(variant: Variant) -> float:
-    for module in variant.modules:
-        module.zero_grad()
-    dist.barrier()
-    start = time.perf_counter()
-    variant.run()
-    return slowest(time.perf_counter() - start) * 1e3
-
-
 def run_layouts(args: argparse.Namespace) -> None:
     documents = json.loads((args.folder / "found.json").read_text())
     plain = dist.new_group([0, 1], backend="gloo")
@@ -201,7 +192,9 @@ def run_layouts(args: argparse.Namespace) -> None:
     for variant in variants:
         variant.run()
     for variant in interleaved(variants, args.reps):
-        variant.step_ms.append(timed_ms(variant))
+        for module in variant.modules:
+            module.zero_grad()
+        variant.step_ms.append(timed_ms(variant.run))
     if dist.get_rank() == 0:
         for row, variant in zip(rows, variants, strict=True):
             row["step_ms"] = variant.step_ms

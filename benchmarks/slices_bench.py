@@ -12,7 +12,6 @@ every variant once, in turn and in the same processes.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -30,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlapc
 from benchmarks.duplex import init_duplex
-from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
-from benchmarks.link_bench import conditions, slowest
-from examples.common import Text, apart, leave, measure_exposed, same, say
+from benchmarks.lab import as_two_ranks, interleaved, parse_rates, ratio, write_results
+from benchmarks.link_bench import conditions
+from benchmarks.measuring import exposed_ms, gradients, least_peak, timed_ms
+from examples.common import Text, apart, leave, same, say
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
-from overlapc.profiler.memory import measure_peak
 
 BASE = "optimize"
 GPT_SIZE = GPTConfig(layers=4, width=512, heads=8, max_seq=256)
@@ -78,7 +77,7 @@ class Bench:
     def gradients(self, run: Callable[[], object]) -> list[Tensor]:
         self.model.zero_grad()
         run()
-        return [p.grad.clone() for p in self.model.parameters()]
+        return gradients(self.model)
 
     def plainly(self, count: int) -> None:
         for piece in self.pieces(count):
@@ -109,23 +108,12 @@ class Bench:
         found, whole = self.gradients(variant.run), self.expected[1]
         variant.bitwise_equal = same(self.expected[variant.pieces], found)
         variant.off_whole = apart(whole, found)
-        variant.peak_bytes = int(slowest(min(self.peak(variant.run) for _ in range(3))))
-        seen = [measure_exposed(variant.run) for _ in range(3)]
-        mine = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        mine[dist.get_rank()] = statistics.median(seen) * 1e3
-        dist.all_reduce(mine)
-        variant.exposed_ms = mine.tolist()
-
-    def peak(self, run: Callable[[], object]) -> int:
-        self.model.zero_grad()
-        return measure_peak(run)
+        variant.peak_bytes = least_peak(self.model, variant.run)
+        variant.exposed_ms = exposed_ms(variant.run)
 
     def timed_ms(self, run: Callable[[], object]) -> float:
         self.model.zero_grad()
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        return slowest(time.perf_counter() - start) * 1e3
+        return timed_ms(run)
 
 
 def make_bench(args: argparse.Namespace) -> Bench:
@@ -145,7 +133,7 @@ def rank_main(args: argparse.Namespace) -> None:
     for count in (1, *counts):
         bench.expected[count] = bench.gradients(lambda c=count: bench.plainly(c))
     if bench.budget is None:  # all have what the whole batch takes in eager
-        bench.budget = int(slowest(min(bench.peak(lambda: bench.plainly(1)) for _ in range(3))))
+        bench.budget = least_peak(bench.model, lambda: bench.plainly(1))
     makes = [bench.optimize]
     for count in counts:
         makes.append(lambda c=count: bench.microbatches(c))
@@ -205,10 +193,7 @@ def main() -> None:
     add("--reps", type=int, default=7)
     add("--budget", type=float, help="a fraction of eager's activation memory; all of its peak")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(args)
-        return
-    run_at_rates([__file__, *sys.argv[1:]], parse_rates(args.rates), f"{args.model}, ")
+    as_two_ranks(rank_main, args, parse_rates(args.rates), f"{args.model}, ")
 
 
 if __name__ == "__main__":

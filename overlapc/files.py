@@ -35,34 +35,42 @@ _T = TypeVar("_T")
 
 
 def load_plan(path: StrPath) -> Plan:
+    """Load a plan from a file; a FileError says what is wrong with it."""
     return _load(path, "plan", parse_plan)
 
 
 def save_plan(path: StrPath, plan: Plan) -> None:
+    """Save a plan to a file that `load_plan` reads."""
     _save(path, "plan", plan, format_plan, parse_plan)
 
 
 def load_profile(path: StrPath) -> Profile:
+    """Load a profile from a file; a FileError says what is wrong with it."""
     return _load(path, "profile", parse_profile)
 
 
 def save_profile(path: StrPath, profile: Profile) -> None:
+    """Save a profile to a file that `load_profile` reads."""
     _save(path, "profile", profile, format_profile, parse_profile)
 
 
 def load_trace(path: StrPath) -> Trace:
+    """Load a trace from a file; a FileError says what is wrong with it."""
     return _load(path, "trace", parse_trace)
 
 
 def save_trace(path: StrPath, trace: Trace) -> None:
+    """Save a trace to a file that `load_trace` reads."""
     _save(path, "trace", trace, format_trace, parse_trace)
 
 
 def load_problem(path: StrPath) -> Problem:
+    """Load a problem from a file; a FileError says what is wrong with it."""
     return _load(path, "problem", parse_problem)
 
 
 def save_problem(path: StrPath, problem: Problem) -> None:
+    """Save a problem to a file that `load_problem` reads."""
     _save(path, "problem", problem, format_problem, parse_problem)
 
 

@@ -1,8 +1,8 @@
-"""`overlapc COMMAND` runs one command and sets the exit code. Data goes to stdout, talk to stderr.
+"""`overlapc COMMAND` runs one command. Data goes to stdout, messages to stderr.
 
-Exit codes: 0 good, 1 nothing fits or a check failed, 2 wrong use. Each file beside this one
-declares the arguments of a few commands and runs them. What needs torch is imported when a command
-needs it, so that `--help` is instant.
+Exit codes: 0 good, 1 nothing fits or a check failed, 2 wrong use. Each file of this folder declares
+the arguments of a few commands and runs them. Commands import torch only when they run, so `--help`
+is instant.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _COMMANDS = (  # in the order of --help
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     parser = _parser()
-    for stream in (sys.stdout, sys.stderr):  # no name in a file is a reason to fall over
+    for stream in (sys.stdout, sys.stderr):  # any name in a file can be printed
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OverlapcError as error:
         say(f"overlapc: {error}")
         return USAGE
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         _write_no_more()
         return GOOD
     except OSError as error:  # most often a full disk behind `> file`
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """Drop what is still in stdout's buffer: it must not fail again when the process ends."""
+    """Drop the rest of stdout's buffer, which would fail again when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -21,34 +21,39 @@ from overlapc.errors import OptionError
 
 def declare_verify(command: Declare) -> None:
     verify = command(
-        "verify", _verify, "run a plan here against eager PyTorch: gradients, time, peak"
+        "verify",
+        _verify,
+        "compare a plan with eager PyTorch on this machine: gradients, time, peak",
     )
     add = verify.add_argument
     add("model", help="module:function that returns a model and a tuple of inputs")
-    add("--memory", help='budget of a step, as "8GB", or a fraction of eager\'s, as 0.5')
+    add("--memory", help='budget of a step, such as "8GB", or a fraction of eager\'s, such as 0.5')
     add("--solver", default="overlap")
     add("--plan", help="a plan file to apply instead of solving")
 
 
 def declare_profile(command: Declare) -> None:
     profile = command(
-        "profile", _profile, "measure this machine, under torchrun its links too, into a file"
+        "profile", _profile, "measure this machine into a file; under torchrun also its links"
     )
     add = profile.add_argument
     add("--out", type=Path, required=True, help="the profile, a .toml for `search --hardware`")
-    add("--base", help="a profile for what is not measured; by default one of the same kind")
-    add("--seconds", type=seconds, default=30.0, help="to measure for, about")
+    add(
+        "--base",
+        help="a profile for figures that are not measured; by default one of the same kind",
+    )
+    add("--seconds", type=seconds, default=30.0, help="about how long to measure")
 
 
 def _verify(args: argparse.Namespace) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports each start
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler logs each start
     from overlapc.planning.options import value_of
     from overlapc.runtime.verify import verify
 
     memory = None if args.memory is None else value_of(args.memory)
     verified = verify(args.model, memory_budget=memory, solver=args.solver, plan=args.plan)
     if os.environ.get("RANK", "0") != "0":
-        pass  # the first rank tells
+        pass  # only the first rank prints
     elif args.json:
         print(json.dumps(asdict(verified), indent=1))
     else:
@@ -88,7 +93,7 @@ def _profile(args: argparse.Namespace) -> int:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if cuda else "gloo")
     try:
-        with Exchange(range(ranks)) as exchange:  # a rank that is lost is an error on all
+        with Exchange(range(ranks)) as exchange:  # a lost rank is an error on all ranks
             machine = exchange.during(
                 "measuring", lambda: measure_machine(args.out.stem, base, args.seconds)
             )
@@ -96,7 +101,7 @@ def _profile(args: argparse.Namespace) -> int:
         if ranks > 1:
             dist.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
-        return GOOD  # the first rank tells
+        return GOOD  # only the first rank prints
     write_file(args.out, format_hardware(machine))
     guessed = [key for key, source in machine.sources.items() if source.startswith("not measured")]
     figures = {

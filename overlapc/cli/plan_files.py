@@ -22,12 +22,14 @@ from overlapc.cli.shared import (
 
 def declare_explain(command: Declare) -> None:
     explain = command(
-        "explain", _explain, "say what hides each collective of a plan, and why not more"
+        "explain", _explain, "say what hides each collective of a plan, and why the rest is exposed"
     )
     explain.add_argument("problem", help="a problem file")
     explain.add_argument("plan", help="a plan file for it")
     explain.add_argument(
-        "--ops", action="store_true", help="say of each op, too, what is saved, or made again where"
+        "--ops",
+        action="store_true",
+        help="also say for each op whether its result is saved or recomputed, and where",
     )
 
 
@@ -35,8 +37,8 @@ def declare_plan(command: Declare) -> None:
     plan = command("plan", _plan, "solve a problem file")
     plan.add_argument("problem", help="a problem file")
     plan.add_argument("--solver", default="overlap")
-    plan.add_argument("--memory", help='the budget, as "8GB"; by default the problem\'s own')
-    plan.add_argument("--seconds", type=seconds, default=60.0, help="limit of solver opt")
+    plan.add_argument("--memory", help='the budget, such as "8GB"; by default the problem\'s own')
+    plan.add_argument("--seconds", type=seconds, default=60.0, help="time limit of solver opt")
     plan.add_argument("--out", type=Path, help="write the plan here instead of to stdout")
 
 
@@ -53,7 +55,7 @@ def _explain(args: argparse.Namespace) -> int:
 
     problem, plan = load_problem(args.problem), load_plan(args.plan)
     report = judged(args.plan, problem, plan, given=True)
-    report = replace(report, given=False)  # the bound in the file is of these costs
+    report = replace(report, given=False)  # the file's bound is for these costs
     if args.json:
         ops = {"ops": [asdict(fate) for fate in op_fates(report)]} if args.ops else {}
         print(json.dumps(_figures(report) | ops, indent=1))
@@ -140,7 +142,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _moved(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """What is in both orders but not in what they have in common."""
+    """Issues that are in both orders, but not in their longest common subsequence."""
     from difflib import SequenceMatcher
 
     both = set(first) & set(second)

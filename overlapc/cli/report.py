@@ -11,11 +11,11 @@ from overlapc.errors import OptionError
 
 
 def declare_report(command: Declare) -> None:
-    report = command("report", _page, "make an HTML page, or pictures, of what a search found")
-    report.add_argument("search", help="what `overlapc search --json` printed")
+    report = command("report", _page, "make an HTML page, or pictures, of the result of a search")
+    report.add_argument("search", help="the JSON that `overlapc search --json` printed")
     report.add_argument("--out", type=Path, help="the page, a .html file")
     report.add_argument(
-        "--pictures", type=Path, help="folder for PNGs and SVGs of it, drawn by matplotlib"
+        "--pictures", type=Path, help="folder for PNGs and SVGs, drawn by matplotlib"
     )
 
 

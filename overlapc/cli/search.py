@@ -1,4 +1,4 @@
-"""`overlapc search` takes these arguments; `search_run.py` runs it."""
+"""The arguments of `overlapc search`; `search_run.py` runs the command."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ def declare_search(command: Declare) -> None:
     add = search.add_argument
     add(
         "model",
-        help="a preset (see `overlapc models`), a HuggingFace config.json, or module:function that "
-        "returns an overlapc.Repeats: a block of your own",
+        help="a preset (see `overlapc models`), a HuggingFace config.json, or module:function, "
+        "which returns your own block as an overlapc.Repeats",
     )
-    add("--gpus", type=positive, required=True, help="how many there are")
-    add("--hardware", default="a100-sxm-80", help="a profile (see `overlapc hardware`) or a .toml")
+    add("--gpus", type=positive, required=True, help="number of GPUs")
+    add("--hardware", default="a100-sxm-80", help="a preset (see `overlapc hardware`) or a .toml")
     add(
         "--costs",
         type=Path,
-        help="file of op times measured on this hardware, as training keeps them with cache=FILE: "
-        "they take the place of estimates",
+        help="file of op times measured on this hardware, used instead of estimates; training "
+        "writes it with cache=FILE",
     )
     add(
         "--framework",
         default="overlapc",
-        help="that runs the model: overlapc, megatron, megatron-2021 ... (docs/validation.md)",
+        help="framework that runs the model: overlapc, megatron, megatron-2021 ... "
+        "(docs/validation.md)",
     )
-    add("--memory", help='of one GPU that may be used, as "72GB"; by default 92%% of what it has')
-    add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 a GPU")
+    add("--memory", help='usable memory of one GPU, such as "72GB"; by default 92%% of it')
+    add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 for each GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         add(f"--{name}", type=positive, default=0, help=f"{what}-parallel ranks; open by default")
@@ -41,30 +42,34 @@ def declare_search(command: Declare) -> None:
         "--schedule",
         default="",
         choices=["", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"],
-        help="open by default",
+        help="schedule of the pipeline; open by default",
     )
     add(
         "--chunks",
         type=positive,
         default=0,
-        help="stages of a rank where they are interleaved; open by default: 2, and up to 8 where "
-        "all are of as many layers",
+        help="interleaved stages of a rank; open by default: 2, and up to 8 if all stages have "
+        "equally many layers",
     )
     add(
         "--no-sequence-parallel",
         action="store_true",
-        help="tensor-parallel ranks have whole sequences between the matrices, not a part of each",
+        help="between the matrices each tensor-parallel rank has whole sequences, not parts",
     )
-    add("--solver", default="heu", help="that plans the stages (heu, overlap, opt or a baseline)")
+    add("--solver", default="heu", help="solver of the stages: heu, overlap, opt or a baseline")
     add(
         "--compare",
         default=COMPARED,
-        help=f"solvers to compare on the winner ({COMPARED}); opt within seconds",
+        help=f"solvers to compare with the winner ({COMPARED}); opt gets seconds",
     )
-    add("--top", type=positive, default=5, help="layouts to list")
-    add("--exhaustive", action="store_true", help="plan every layout, leave none out by its bound")
-    add("--cache", type=Path, help="folder that keeps what was planned (~/.cache/overlapc)")
-    add("--no-cache", action="store_true", help="plan everything anew and keep nothing")
+    add("--top", type=positive, default=5, help="number of layouts to list")
+    add(
+        "--exhaustive",
+        action="store_true",
+        help="plan every layout, also those whose bound rules them out",
+    )
+    add("--cache", type=Path, help="folder that keeps planned layouts (~/.cache/overlapc)")
+    add("--no-cache", action="store_true", help="plan everything again and keep nothing")
     add("--out", type=Path, help="folder for the report, schedule, plan and Perfetto trace")
 
 

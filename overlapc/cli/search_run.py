@@ -1,6 +1,6 @@
 """`overlapc search` reads its options, searches, prints, and writes the files of `--out`.
 
-Apart from `search.py`, since what it needs takes long to import.
+Separate from `search.py`, because its imports take long.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from overlapc.solvers import FIELD, SOLVERS
 
 
 def run(args: argparse.Namespace, memory: int | str | None) -> bool:
-    """Search, print, then write; return whether anything fits. A full disk costs no verdict."""
+    """Search, print, then write; return whether anything fits. A full disk loses no verdict."""
     model = find_model(args.model)
     if args.seq:
         model = replace(model, seq=args.seq)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
-        cache = None  # nobody knows whether the user's code is the same as then
+        cache = None  # the user's code may have changed since
     if args.out is not None:
         make_folder(args.out)
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
             print(json.dumps(document, indent=1), flush=True)
         else:
             print(verdict(model, cluster, machine, result, rows, timeline, args.top), flush=True)
-    finally:  # whichever of the two cannot be written, the other has the verdict
+    finally:  # write the files even if stdout fails
         if args.out is not None:
             _write(args.out, document, outcome)
     if args.out is not None and not args.json:
@@ -104,7 +104,7 @@ def _best(progress: Progress) -> str:
 def _judged(
     model: Model, cluster: Cluster, result: Result, solver: str, compared: Sequence[str]
 ) -> tuple[Outcome | None, list[Found]]:
-    """The winner once more, with all that came about, and with the plans of other solvers."""
+    """Plan the winner again for its details, and with other solvers."""
     outcome: Outcome | None = None
     rows: list[Found] = []
     best, unit = result.best, result.unit
@@ -115,7 +115,7 @@ def _judged(
                 outcome = result.outcome or evaluate(*where, layers=best.layers, known=best.rows)
                 rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
     except KeyboardInterrupt:
-        result.interrupted = True  # what was found is told
+        result.interrupted = True  # report the results so far
     return outcome, rows
 
 
@@ -127,10 +127,10 @@ def _document(
     rows: Sequence[Found],
     outcome: Outcome | None,
 ) -> dict[str, Any]:
-    """All of it as JSON, for the page and for scripts."""
+    """Everything as JSON, for the page and for scripts."""
     best, pipeline, why = result.best, None, ""
     if outcome is not None:
-        why = replace(outcome.slowest.report, microbatches=1).explain()  # alone
+        why = replace(outcome.slowest.report, microbatches=1).explain()  # of a lone microbatch
         pipeline = None if outcome.timeline is None else pipeline_json(outcome.timeline)
     return {
         "overlapc_search": VERSION,

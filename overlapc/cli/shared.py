@@ -1,6 +1,7 @@
-"""All commands share these exit codes, kinds of arguments, and ways to print.
+"""Exit codes, argument types and printing that all commands share.
 
-Nothing here imports torch, nor what takes long: `--help` declares the arguments of every command.
+Nothing here imports torch or other slow modules, because `--help` declares the arguments of every
+command.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from overlapc.report.table import table
 GOOD, FAILED, USAGE = 0, 1, 2
 _MOST = 1_000_000
 
-# Declares a command by its name, what runs it and one line of help; returns its argument parser.
+# Declares a command: its name, the function that runs it, one line of help; returns its parser.
 Declare = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 
@@ -36,13 +37,13 @@ def seconds(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number <= _MOST:  # NaN neither
+    if not 0 < number <= _MOST:  # refuses NaN, too
         raise argparse.ArgumentTypeError(f"{text!r}: expected more than 0 and at most {_MOST}")
     return number
 
 
 def bytes_or_text(text: str) -> int | str:
-    """Return a budget as a number of bytes where it is a whole number, else as the user's text."""
+    """Return a budget as a number of bytes if it is a whole number, else as the user's text."""
     return int(text) if text.strip().isdigit() and len(text) < 20 else text
 
 
@@ -59,7 +60,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print text with the names that files give, whatever these hold."""
+    """Print text with names from files, whatever characters they have."""
     print("\n".join(map(printable, text.split("\n"))))
 
 

@@ -16,7 +16,7 @@ def declare_simulate(command: Declare) -> None:
     simulate.add_argument("file", help="a problem file, or a schedule file")
     simulate.add_argument("plan", nargs="?", help="the plan, for a problem")
     simulate.add_argument(
-        "--costs", type=Path, help="for a schedule: JSON, a list of stages' costs"
+        "--costs", type=Path, help="for a schedule: a JSON list of the stages' costs"
     )
     simulate.add_argument("--trace", type=Path, help="write a Perfetto trace here")
 
@@ -64,7 +64,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> Any:
-    """The timeline of the plan of a problem, or of a schedule with its stages' costs."""
+    """The timeline of a problem's plan, or of a schedule with its stages' costs."""
     from overlapc.files import load_plan, load_problem, read_json, read_text
     from overlapc.pipeline import StageCost, simulate_pipeline
     from overlapc.planning.road import judged

@@ -1,4 +1,4 @@
-"""`overlapc trace` says what a recorded run spent its time on."""
+"""`overlapc trace` shows where a recorded run spent its time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from overlapc.report.kineto import Exposure, Run, read_run
 
 
 def declare_trace(command: Declare) -> None:
-    trace = command("trace", _trace, "what a run recorded by torch.profiler spent its time on")
+    trace = command("trace", _trace, "show where a run recorded by torch.profiler spent its time")
     add = trace.add_argument
     add(
         "files", nargs="+", type=Path, help="Chrome trace JSON of torch.profiler, one for each rank"
     )
-    add("--top", type=positive, default=10, help="collectives, stalls and ops to list")
+    add("--top", type=positive, default=10, help="number of collectives, stalls and ops to list")
 
 
 def _trace(args: argparse.Namespace) -> int:
@@ -34,7 +34,7 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _print(run: Run, top: int) -> None:
-    each = 1000 * run.steps  # microseconds of all steps to milliseconds of one
+    each = 1000 * run.steps  # from microseconds of all steps to milliseconds of one
     stalled = run.span - run.compute - run.traffic + run.both
     print(
         f"{run.name}: {run.steps} step{'s' * (run.steps > 1)} of {run.span / each:.1f} ms: "

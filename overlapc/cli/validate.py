@@ -1,4 +1,4 @@
-"""`overlapc validate` predicts published measurements and prints how far off it is."""
+"""`overlapc validate` predicts published measurements and prints the errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _HERE = Path("benchmarks/public")  # in the project's folder
 
 
 def declare_validate(command: Declare) -> None:
-    validate = command("validate", _validate, "hold predictions against published measurements")
+    validate = command("validate", _validate, "compare predictions with published measurements")
     add = validate.add_argument
     add(
         "tables",
         nargs="*",
         type=Path,
-        help=f"tables or folders of them ({_HERE}, as the project's sources have it)",
+        help=f"tables or folders of them; by default {_HERE} of the project's sources",
     )
-    add("--every", type=positive, default=1, help="predict only each such row, for a quick look")
-    add("--workers", type=positive, help="processes that predict")
+    add("--every", type=positive, default=1, help="predict only every N-th row, for a quick look")
+    add("--workers", type=positive, help="number of processes")
 
 
 def _validate(args: argparse.Namespace) -> int:

@@ -114,7 +114,7 @@ class FabricGroup(EmulatedGroup):
 
 
 class _Timed(EmulatedWork):
-    """A transfer on CPU: its values are ready, its time has yet to pass."""
+    """A transfer on CPU: its values are ready, and `wait` sleeps until its end."""
 
     def __init__(self, end_ns: int, result: Any, settle: _Settle | None) -> None:
         super().__init__(result)
@@ -131,7 +131,7 @@ class _Timed(EmulatedWork):
         return time.monotonic_ns() >= self._end_ns
 
 
-class _OnStream(dist.Work):
+class _OnStream(EmulatedWork):
     """A transfer on a CUDA device.
 
     Its tensors stay alive until some stream has waited for the end, as NCCL's do; a transfer
@@ -146,11 +146,10 @@ class _OnStream(dist.Work):
         result: Any,
         settle: _Settle | None,
     ) -> None:
-        super().__init__()
+        super().__init__(result)
         self._end = end
         self._stream = stream
         self._tensors = tensors
-        self._result = result
         self._settle = settle
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -162,15 +161,6 @@ class _OnStream(dist.Work):
 
     def is_completed(self) -> bool:
         return self._end.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
         """The future carries the end of the transfer to whichever stream waits for it."""
@@ -199,18 +189,17 @@ class _Letter:
 
 
 class _Mail:
-    """Sends and receives of ranks that all do the same.
+    """Matches sends and receives of ranks that all do the same.
 
-    When this rank sends to rank + d, so does rank - d: to this one. A receive from rank - d
-    thus gets what this rank sends to rank + d, whichever is posted first, as long as neither
-    has been waited for. A receive without such a send (a pipeline's, whose ranks do not do the
-    same) gets zeros.
+    When this rank sends to rank + d, rank - d sends to this one. So a receive from rank - d gets
+    the tensors that this rank sends to rank + d, whichever is posted first, as long as neither has
+    been waited for. A receive without such a send (in a pipeline, whose ranks differ) gets zeros.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._ranks = ranks
-        # Those in one queue miss the same side; the other side takes the oldest.
+        # All letters of a queue lack the same side; the next post of that side takes the oldest.
         self._open: defaultdict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
 
     def post(self, call: str, tensors: list[torch.Tensor], peer: int, tag: int) -> _Settle:
@@ -249,7 +238,7 @@ def _tensors(args: Any) -> Iterator[torch.Tensor]:
 
 
 def _default_device() -> torch.device:
-    """Where a barrier happens."""
+    """The device of a barrier."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`GpuLane` runs modelled collectives on a CUDA device, asynchronously for the host as NCCL does.
+"""`GpuLane` runs modelled collectives on a CUDA device, asynchronously to the host, as NCCL does.
 
     launch: the lane's stream waits for the current stream, then two things run side by side,
             the *delay* (as long as the link would take) and the *values* (real kernels)
@@ -42,7 +42,8 @@ class GpuLane:
         self._mode = mode
         self._blocks = blocks
         self.stream = torch.cuda.Stream(device)
-        # What runs beside the delay: the values, then what leaves the GPU; and what enters it.
+        # Streams beside the delay: one for the values and for bytes that leave the GPU, one for
+        # bytes that enter it.
         self._outbound = torch.cuda.Stream(device)
         self._inbound = torch.cuda.Stream(device)
         # Compile and allocate now, not inside a measurement.
@@ -59,7 +60,7 @@ class GpuLane:
         """
         with torch.cuda.device(self._device):
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._outbound.wait_stream(self.stream)  # also after all earlier transfers
+            self._outbound.wait_stream(self.stream)  # after all earlier transfers, too
             self._inbound.wait_stream(self.stream)
             with torch.cuda.stream(self._outbound):
                 values()
@@ -91,7 +92,7 @@ class GpuLane:
         )
 
     def _through_host(self, wire_bytes: float) -> None:
-        """Both directions at once, in stages, so that pinned memory stays small."""
+        """Copy in both directions at once, in pieces, so that pinned memory stays small."""
         source, target = _scratch(self._device)
         outbox, inbox = _stage(self._device)
         left = math.ceil(wire_bytes / _WORD_BYTES)
@@ -132,7 +133,7 @@ def _paced_copy(source, target, duration_ns, pieces, SLOTS: tl.constexpr, WORDS:
 
 @lru_cache
 def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to copy and a place to copy them to. Their content means nothing."""
+    """Scratch memory: bytes to copy and a place to copy them to."""
     return (
         torch.zeros(_SCRATCH_BYTES // _WORD_BYTES, dtype=torch.int32, device=device),
         torch.zeros(_SCRATCH_BYTES // _WORD_BYTES, dtype=torch.int32, device=device),

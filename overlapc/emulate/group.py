@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import OptionError
 
-SPIN_NS = 200_000  # the last stretch of a wait; a plain sleep may overshoot by about this
+SPIN_NS = 200_000  # a plain sleep may overshoot by about this; so long before the end a wait spins
 
 
 def sleep_until(deadline_ns: int) -> None:
@@ -189,7 +189,7 @@ class EmulatedGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
-        """The wire carries what leaves for, or arrives from, *other* ranks, the larger."""
+        """The wire carries the bytes to, or from, *other* ranks, whichever are more."""
         opts = opts or c10d.AllToAllOptions()
         output_splits, input_splits = (  # which may be numpy's
             [] if splits is None else [int(rows) for rows in splits]

@@ -1,4 +1,5 @@
-"""Gloo moves the data, and `wait()` ends when the modelled alpha-beta link would have moved it.
+"""`LinkGroup` emulates an alpha-beta link: gloo moves the data, and `wait()` ends when the link
+would have moved it.
 
     begin of a transfer = the later of: launch on the last rank · end of the one before it
     end of a transfer   = begin + alpha + wire bytes / bandwidth
@@ -56,7 +57,7 @@ def init_link(link: Link, **init: Any) -> None:
 
 
 class LinkGroup(EmulatedGroup):
-    """Real ranks over gloo, on a link that takes its time."""
+    """Real ranks over gloo, with waits as long as on the modelled link."""
 
     backend_name = BACKEND
 
@@ -98,7 +99,7 @@ class _Board:
     `(number + 1, launch ns, duration ns)`, the first word written last.
     """
 
-    RING = 512  # transfers of one row that may be in flight
+    RING = 512  # most transfers of one row in flight
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -132,7 +133,8 @@ class _Board:
         self._words[at] = number + 1
 
     def read(self, row: int, number: int, block: bool) -> tuple[int, int] | None:
-        """(launch, duration), once they are written; None if not yet and `block` is false.
+        """Return (launch, duration) once they are written; None if they are not yet and `block` is
+        false.
 
         Gloo has usually had to wait for the other ranks anyway, so a read rarely polls.
         """
@@ -159,8 +161,8 @@ class _Board:
 
 @dataclass(eq=False)
 class _Transfer:
-    number: int  # within its lane
-    end_ns: int | None = None  # known once all ranks concerned have launched
+    number: int  # its number within the lane
+    end_ns: int | None = None  # known once all its ranks have launched
 
 
 class _Lane:
@@ -183,7 +185,7 @@ class _Lane:
         self._board.write(self._mine, transfer.number, launched_ns, duration_ns)
         self._open.append(transfer)
         self._launched += 1
-        # Works that nobody waits for must not fill the ring. Whoever holds the lock does this.
+        # Works that nobody waits for must not fill the ring; the holder of the lock removes them.
         if self._lock.acquire(blocking=False):
             try:
                 self._settle(transfer, block=False)
@@ -202,7 +204,7 @@ class _Lane:
             known = [entry for entry in entries if entry is not None]
             if len(known) < len(entries):
                 return None
-            # Uneven splits take as long as they take the rank with most to carry.
+            # Uneven splits take as long as the rank with the most bytes.
             launched_ns, duration_ns = (max(column) for column in zip(*known, strict=True))
             first.end_ns = self._free_ns = max(self._free_ns, launched_ns) + duration_ns
             self._open.popleft()
@@ -258,7 +260,7 @@ _GLOO_NAME = (
 
 
 def gloo_call(gloo: dist.ProcessGroup, call: str, *args: Any) -> dist.Work:
-    """An operation of the wrapped group, by its name of torch 2.13."""
+    """Find an operation of the wrapped group by its name of torch 2.13."""
     work: dist.Work = getattr(gloo, _GLOO_NAME.get(call, call))(*args)
     return work
 
@@ -279,7 +281,7 @@ def in_order_gloo(
 
 
 def _machine() -> str:
-    """A name of this machine, of this boot where the system tells."""
+    """A name of this machine, and of this boot if the system gives one."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 

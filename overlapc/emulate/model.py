@@ -1,4 +1,4 @@
-"""`Link` says what a collective costs on an alpha-beta link, in one place and without torch.
+"""`Link` gives the time of a collective on an alpha-beta link, without torch.
 
     seconds = alpha_s + wire_bytes / bytes_per_s
 

@@ -1,4 +1,4 @@
-"""One rank computes here what N ranks that hold the same data would compute.
+"""Results of collectives among N ranks with the same data, computed on one rank.
 
 One function for each operation of `EmulatedGroup`, under its name. `rank` and `ranks` come
 first, then c10d's own arguments. Results go into c10d's output tensors, in place, with no
@@ -10,7 +10,7 @@ temporaries as large as a tensor, so that a GPU's memory peak stays that of real
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,22 @@ def _reduce(tensor: torch.Tensor, op: Any, ranks: int) -> None:
 def _name(op: Any) -> str:
     kinds = dist.ReduceOp.RedOpType.__members__
     return next((name for name, kind in kinds.items() if op == kind), str(op))
+
+
+def _one_by_one(single: Callable[..., None]) -> Callable[..., None]:
+    """Make the coalesced form of an operation: one `single` for each pair of tensors."""
+
+    def coalesced(
+        rank: int,
+        ranks: int,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any,
+    ) -> None:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            single(rank, ranks, output, tensor, opts)
+
+    return coalesced
 
 
 @torch.no_grad()
@@ -67,15 +83,7 @@ def all_gather_single(
     _tiles(output, ranks).copy_(input.reshape(-1))
 
 
-def all_gather_single_coalesced(
-    rank: int,
-    ranks: int,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    opts: Any,
-) -> None:
-    for output, tensor in zip(outputs, inputs, strict=True):
-        all_gather_single(rank, ranks, output, tensor, opts)
+all_gather_single_coalesced = _one_by_one(all_gather_single)
 
 
 @torch.no_grad()
@@ -99,15 +107,7 @@ def reduce_scatter_single(
     _reduce(output, opts.reduceOp, ranks)
 
 
-def reduce_scatter_single_coalesced(
-    rank: int,
-    ranks: int,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    opts: Any,
-) -> None:
-    for output, tensor in zip(outputs, inputs, strict=True):
-        reduce_scatter_single(rank, ranks, output, tensor, opts)
+reduce_scatter_single_coalesced = _one_by_one(reduce_scatter_single)
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def all_to_all_single(
     input_splits: Sequence[int],
     opts: Any,
 ) -> None:
-    """Every rank sends this one what this one sends itself."""
+    """Every rank sends to this one what this one sends to itself."""
     mine = (input.split(list(input_splits)) if input_splits else input.chunk(ranks))[rank]
     slots = output.split(list(output_splits)) if output_splits else output.chunk(ranks)
     for slot in slots:
@@ -182,7 +182,7 @@ def scatter(
 
 
 def barrier(rank: int, ranks: int, opts: Any) -> None:
-    """One rank is always there."""
+    """The only rank is always there."""
 
 
 def _tiles(tensor: torch.Tensor, ranks: int) -> torch.Tensor:

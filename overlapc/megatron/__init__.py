@@ -1,12 +1,12 @@
-"""overlapc under Megatron: its own training script, with planned model chunks in it.
+"""overlapc under Megatron: Megatron's own training script runs, with planned model chunks in it.
 
     import overlapc.megatron
     overlapc.megatron.patch(memory_budget="8GB")     # before or after Megatron is imported
 
-Data, loss, DDP, optimizer, checkpoints and pipeline communication stay Megatron's. What is saved
-or made again, the order of ops, and when weight gradients are made are planned. Losses, gradients
-and weights stay bitwise those of Megatron alone. What cannot be planned runs as plain Megatron,
-with one warning that says why.
+Data, loss, DDP, optimizer, checkpoints and pipeline communication stay Megatron's. overlapc plans
+which values are saved or recomputed, the order of ops, and when weight gradients run. Losses,
+gradients and weights stay bitwise those of Megatron alone. A chunk that cannot be planned runs as
+plain Megatron, with one warning that says why.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def patch(
                 are used, and the first step raises an OptionError if its layout is not the
                 script's
 
-    Other options are those of `overlapc.Options`; the memory budget is for what a step allocates at
-    its peak, by default what it would with the script's own recompute arguments, which are not
-    followed. A second call replaces the first.
+    Other options are those of `overlapc.Options`. The memory budget is for the most that a step
+    allocates; the default is what the script's own recompute arguments would take (they are not
+    followed). A second call replaces the first.
     """
     global _steps
     from overlapc.errors import OptionError
@@ -72,5 +72,5 @@ def unpatch() -> None:
 
 
 def explain() -> str:
-    """What was planned for each model chunk of this rank, and what ran as plain Megatron."""
+    """Say what was planned for each model chunk of this rank, and what ran as plain Megatron."""
     return "overlapc.megatron: not patched" if _steps is None else _steps.explain()

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node 8 -m overlapc.megatron --memory-budget 40GB pretrain_gpt.py ...
 
-The script runs as `python script.py ...` would, its arguments behind its name. The options before
-it are those of `overlapc.megatron.patch`: `--solver heu` or `--solver=heu` is `solver="heu"`.
+The script runs as `python script.py ...` runs it, with its arguments behind its name. The options
+before its name are those of `overlapc.megatron.patch`: `--solver heu` or `--solver=heu` is
+`solver="heu"`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def split(arguments: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
-    """Split the command line: options of overlapc, the script, and what the script is given."""
+    """Split the command line: options of overlapc, the script, and the script's arguments."""
     options: dict[str, Any] = {}
     left = list(arguments)
     while left and left[0].startswith("-"):

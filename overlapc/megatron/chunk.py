@@ -1,10 +1,10 @@
-"""A model chunk of this rank, from tokens to the loss of each token: `Chunk`.
+"""`Chunk` runs a model chunk of this rank, from tokens to the loss of each token, by a plan.
 
-It stands in the place of the model's innermost `forward` while Megatron runs a step. The first call
-captures and plans the chunk; each call runs its planned forward, and hands Megatron a result whose
-backward is the planned one. Where a backward strictly alternates with a forward, a backward that
-is asked for is laid by, and runs merged with the next forward; the last runs at once. In a pipeline
-parts of a backward are laid by until Megatron waits for another stage.
+It replaces the model's innermost `forward` while Megatron runs a step. The first call captures and
+plans the chunk. Each call runs its planned forward, and returns a result whose backward is the
+planned one. Where forwards and backwards strictly alternate, a backward that Megatron asks for is
+deferred and runs merged with the next forward; the last one runs at once. In a pipeline parts of a
+backward are deferred until Megatron waits for another stage.
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ _OUT_OF_ORDER = (
     "a step of Megatron ended, and a backward that was laid by did not run; expected one forward "
     "and one backward of each microbatch: pass merge=False"
 )
-_STATES = 16  # of the model's Python side, after which it runs plain
+_STATES = 16  # Python states of the model, after which it runs plain
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a chunk is to know of the step that begins."""
+    """What a chunk knows of the step that begins."""
 
-    ranks: Sequence[int]  # that run the same chunk
-    peers: Sequence[int]  # of them, that run it on the same microbatches
+    ranks: Sequence[int]  # ranks that run the same chunk
+    peers: Sequence[int]  # those that run it on the same microbatches
     microbatches: int
-    in_flight: int  # microbatches that are held at a time
-    lag: int  # a backward may run with the forward so many microbatches on; 0: with none
-    hands: bool  # gradients of what the stage was given are asked for by `gradient_of`
-    first: bool  # stage of the pipeline
-    waits: Waits | None  # of a pipeline
+    in_flight: int  # microbatches held at a time
+    lag: int  # a backward may merge with the forward so many microbatches later; 0: none
+    hands: bool  # Megatron takes gradients of the stage's inputs by `gradient_of`
+    first: bool  # is it the pipeline's first stage?
+    waits: Waits | None  # set in a pipeline
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """The plan of all ranks that run the same chunk, for the shapes that came to the first."""
+    """The plan of all ranks that run the same chunk, for the shapes of the first rank's
+    microbatch."""
 
     planned: Planned
     shapes: Any
@@ -83,12 +84,12 @@ class Agreed:
 
 @dataclass
 class Backward:
-    """A backward that was asked for."""
+    """A backward that Megatron has asked for."""
 
     planned: Planned
     flight: Flight
     tangent: Tensor
-    scales: list[Tensor]  # as they are when it is asked for
+    scales: list[Tensor]  # as they are at the time of asking
     reduces: list[bool]  # whether its gradients let DDP reduce buckets
 
     def begin(self) -> None:
@@ -100,7 +101,7 @@ class Backward:
 
 
 class _Run(torch.autograd.Function):
-    """The planned forward, under autograd: its backward asks for the planned one."""
+    """The autograd Function of the planned forward: its backward asks for the planned backward."""
 
     @staticmethod
     def forward(ctx: Any, chunk: Chunk, planned: Planned, call: Call, *tensors: Tensor) -> Tensor:
@@ -116,30 +117,31 @@ class _Run(torch.autograd.Function):
 
 
 class Chunk:
-    """One model chunk, for as long as Megatron is patched."""
+    """One model chunk while Megatron is patched."""
 
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
         self.original: Callable[..., Any] = module.forward
         self.why_plain: list[str] = []
-        # Forwards by a plan, those merged with a backward, those that ran plain; recompute and
-        # weight gradients that ran where Megatron waits.
+        # Counts: planned forwards, merged ones, plain ones; recompute and weight gradients that ran
+        # while Megatron waited.
         self.ran = {"planned": 0, "merged": 0, "plain": 0, "early": 0, "late": 0}
         self._options = options
         self._planned: dict[Any, Planned | None] = {}
         self._reports: dict[Any, Report] = {}  # by digest and step
-        # By all that calls have in common but shapes; None: all ranks run these as plain Megatron.
+        # By the form of calls, without shapes; None: all ranks run these calls as plain Megatron.
         self._agreed: dict[Any, Agreed | None] = {}
-        self._states: dict[Any, list[Any]] = {}  # states so far, and what must live with them
-        self._anchor = torch.zeros((), requires_grad=True)  # makes results require a gradient
+        self._states: dict[Any, list[Any]] = {}  # states so far, and objects that must live as long
+        # an input that makes results require a gradient
+        self._anchor = torch.zeros((), requires_grad=True)
         self._pending: Backward | None
-        self._flights: list[Flight] = []  # whose parts run apart, the oldest first
+        self._flights: list[Flight] = []  # flights whose parts run apart, the oldest first
         self._step: Step
 
     def begin(self, step: Step) -> None:
         self._step = step
         self._started = self._ended = 0
-        self._gradient: Tensor | None = None  # that a merged backward made
+        self._gradient: Tensor | None = None  # of the stage's input, made by a merged backward
         self._flights.clear()
         self._pending = None
         self._state, held = state_of(self.module)
@@ -148,7 +150,7 @@ class Chunk:
         self._lasting = [*self.module.parameters(), *self.module.buffers()]
 
     def gradient_of(self, given: Tensor) -> Tensor | None:
-        """The gradient of what a stage was given, of the backward that ran last."""
+        """The gradient of the stage's input that the last backward made."""
         found, self._gradient = self._gradient, None
         return given.grad if found is None else found
 
@@ -166,7 +168,7 @@ class Chunk:
         return "\n\n".join([f"ran: {counts}", *reports, *plain])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of `forward`."""
+        """Run in the place of the model's `forward`."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
@@ -184,8 +186,8 @@ class Chunk:
         return _Run.apply(self, planned, call, self._anchor, *call.tensors)
 
     def _scales(self) -> list[Tensor]:
-        """What the backward multiplies auxiliary losses by, now. (Before the first forward nobody
-        has said.)"""
+        """The current factors of auxiliary losses in the backward. (Before the first forward they
+        are not set.)"""
         config = self.module.config
         count = 2 if getattr(config, "mtp_num_layers", None) else 0
         if getattr(config, "num_moe_experts", None):
@@ -200,15 +202,15 @@ class Chunk:
     # Planning
 
     def _prepare(self, call: Call, form: Any) -> Planned | None:
-        """What runs calls of these shapes: the plan of all ranks that run this chunk. None, on all
-        of them, if one of them cannot capture it."""
+        """Return what runs calls of these shapes, by the plan of all ranks that run this chunk;
+        None on all of them if one cannot capture it."""
         if form not in self._agreed:
             self._agreed[form] = self._agree(call)
         agreed = self._agreed[form]
         if agreed is None or agreed.shapes == call.shapes():
             return None if agreed is None else agreed.planned
         made = self._carried(agreed, call)
-        if made is None:  # then it needs a plan of its own, which all ranks must come for
+        if made is None:  # it needs a new plan, which all ranks must make together
             other = self._agree(call)
             if other is not None and other.shapes != call.shapes():
                 raise OverlapcError(
@@ -220,7 +222,7 @@ class Chunk:
         return made
 
     def _agree(self, call: Call) -> Agreed | None:
-        """Plan the shapes that came to the first of the ranks that run this chunk, together."""
+        """Plan together with all ranks that run this chunk, for the shapes of the first rank."""
         made: Planned | CaptureError
         try:
             with exchange_of(self._step.ranks, self._options.timeout_s) as exchange:
@@ -258,8 +260,9 @@ class Chunk:
             return error
 
     def _carried(self, agreed: Agreed, call: Call) -> Planned | None:
-        """What runs a call of other shapes by the agreed plan. The ranks of the same microbatches
-        decide whether it can; the others may have the plan's own shapes now, and do not wait."""
+        """Return what runs a call of other shapes by the agreed plan. The ranks of the same
+        microbatches decide together whether that is possible; other ranks may have the plan's own
+        shapes now, and do not wait."""
         made, digest = None, b""
         whole = Whole(self.module, self.original, call)
         found = self._captured(whole, call)
@@ -279,7 +282,7 @@ class Chunk:
         return made
 
     def _goes_with(self, agreed: Report, moved: Report) -> bool:
-        """Can other ranks run by the one plan while this one does by the other?"""
+        """Can other ranks run by the agreed plan while this rank runs by the carried one?"""
         apart = set(ranks_of(moved.problem.trace.lanes)) - set(self._step.peers)
         orders = [each.merged and each.merged.plan.order for each in (agreed, moved)]
         return not apart or orders[0] == orders[1]
@@ -298,7 +301,7 @@ class Chunk:
             )
 
     def _refuse(self) -> None:
-        """Leave to Megatron what a trace would not see or would freeze."""
+        """Refuse a chunk with state that a trace would miss or freeze: it stays Megatron's."""
         if hook := next(foreign_hooks(self.module), ""):
             raise CaptureError(f"it has a hook that is not Megatron's: {hook}")
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
@@ -317,7 +320,8 @@ class Chunk:
         return planned.report
 
     def _training_step(self, captured: Captured, call: Call) -> TrainingStep:
-        lag = self._step.lag if captured.trace.lanes else 0  # with nothing to hide under it
+        # without collectives merging gains nothing
+        lag = self._step.lag if captured.trace.lanes else 0
         return TrainingStep(
             "one microbatch",
             max(self._step.microbatches, 2 * lag),
@@ -326,12 +330,12 @@ class Chunk:
             beside_bytes=self._beside(captured, call),
             gradients=tuple(parameter_gradients(captured)),
             add_ns_per_kib=adding(self.module, self._options),
-            sums=self.ddp is None,  # which has allocated them
+            sums=self.ddp is None,  # DDP has allocated the sums
         )
 
     def _beside(self, captured: Captured, call: Call) -> int:
-        """Bytes that Megatron holds of microbatches in flight, whatever the plan: what a stage was
-        given, and what it gave, unless that is freed when it is sent."""
+        """Bytes that Megatron holds for microbatches in flight under any plan: a stage's inputs,
+        and its results unless they are freed when they are sent."""
         given = call.tensors[0].nbytes if call.has_input else 0
         freed = getattr(self.module.config, "deallocate_pipeline_outputs", False)
         return self._step.in_flight * (given + (0 if freed else tangent_bytes(captured.trace)))
@@ -339,7 +343,7 @@ class Chunk:
     # Running
 
     def run_forward(self, planned: Planned, call: Call) -> tuple[Flight, Tensor]:
-        """F, merged with a backward that was laid by, if there is one."""
+        """Run F, merged with a deferred backward, if there is one."""
         before, self._pending = self._pending, None
         flat = [*self._lasting, *call.tensors]
         state: State = dict(zip(planned.program.joint.inputs, flat, strict=True))
@@ -367,7 +371,7 @@ class Chunk:
     def ask_backward(
         self, planned: Planned, flight: Flight, tangent: Tensor
     ) -> list[Tensor | None]:
-        """B, now or merged with the next forward; gradients of the call's tensors."""
+        """Run B now, or defer it to the next forward; return gradients of the call's tensors."""
         scales = self._scales() if planned.scales else []
         asked = Backward(planned, flight, tangent, scales, reduces(self.ddp))
         if self._may_wait(planned):
@@ -385,20 +389,20 @@ class Chunk:
         return [flight.state.pop(name, None) if name else None for name in planned.gradients]
 
     def again(self) -> None:
-        """R of the microbatch whose gradient is waited for."""
+        """Run R of the microbatch whose gradient Megatron waits for."""
         for flight in self._flights[:1]:
             if not flight.again:
                 flight.run("R")
                 self.ran["early"] += 1
 
     def _weights(self, asked: Backward) -> None:
-        """W, late."""
+        """Run a deferred W."""
         with as_then(self.ddp, asked.reduces):
             asked.flight.run("W")
         self.ran["late"] += 1
 
     def _may_wait(self, planned: Planned) -> bool:
-        """Whether a forward follows to run a backward with."""
+        """Does a forward follow with which a backward can run?"""
         follows = self._started < self._step.microbatches
         in_order = self._started == self._ended + self._step.lag
         merges = self._step.lag and planned.program.merged is not None
@@ -407,7 +411,7 @@ class Chunk:
         )
 
     def _run_pending(self) -> None:
-        """A backward that was laid by, alone."""
+        """Run a deferred backward alone."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.begin()
@@ -418,7 +422,7 @@ class Chunk:
 
 
 def _of_the_first(call: Call, exchange: Exchange | None) -> Call:
-    """The call with the shapes that the first rank has."""
+    """Return the call with the shapes of the first rank."""
     if exchange is None:
         return call
     told = json.loads(exchange.broadcast("shapes", lambda: json.dumps(call.shapes())))

@@ -1,7 +1,7 @@
-"""Gradients go where Megatron wants them: through the hooks of its DDP into `main_grad`.
+"""These functions deliver gradients to Megatron: through the hooks of its DDP into `main_grad`.
 
-Where a linear layer adds its weight's gradient in the kernel that multiplies
-(`gradient_accumulation_fusion`), so does the planned graph, and the hooks are told.
+If a linear layer multiplies and adds its weight's gradient in one kernel
+(`gradient_accumulation_fusion`), the planned graph does the same, and then calls the hooks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Receiver(Owner):
-    """A parameter. `hook` is what DDP does once the parameter has a gradient: add it to
-    `main_grad`, and reduce a bucket that is complete."""
+    """A parameter. `hook` is DDP's: it adds the parameter's gradient to `main_grad`, and reduces a
+    bucket that is complete."""
 
     hook: Callable[[], None] | None = None
 
@@ -38,8 +38,8 @@ def receiver(parameter: Tensor, ddp: Any) -> Receiver:
 
 
 def deliver(receivers: Sequence[Receiver], gradient: Tensor, owned: bool = False) -> None:
-    """Hand a gradient to its parameters as autograd does, with all hooks on them; to those that
-    have DDP's alone without autograd, which takes 25 µs a parameter."""
+    """Give a gradient to its parameters as autograd does, with all their hooks. A parameter that
+    has only DDP's hook gets it without autograd, which takes 25 µs for each parameter."""
     for each in receivers:
         if each.hook is None:
             torch.autograd.backward(each.tensor, gradient)
@@ -52,7 +52,7 @@ def deliver_product(
     receivers: Sequence[Receiver], grad_output: Tensor, given: Tensor, rest: Tensor | None = None
 ) -> None:
     """Add the gradient of a linear's weight to `main_grad` in one kernel, as Megatron's linear
-    does. The hooks get an empty gradient, or `rest`: what the weight gets from elsewhere."""
+    does. The hooks get an empty gradient, or `rest`: the weight's gradient from other uses."""
     from megatron.core.tensor_parallel import layers
 
     kernels = layers.fused_weight_gradient_mlp_cuda
@@ -81,7 +81,7 @@ def fused_weights(module: nn.Module) -> set[int]:
 
 
 def fuse(part: Part, owners: Mapping[str, Receiver], fused: Collection[int]) -> None:
-    """Let the backward hand over weight gradients as factors, where their linears fuse."""
+    """Make the backward return weight gradients as two factors, where their linears fuse."""
     graph = part.module.graph
     names = dict(zip(graph.find_nodes(op="placeholder"), part.takes, strict=True))
     for node in graph.find_nodes(op="call_function", target=deliver):
@@ -89,7 +89,7 @@ def fuse(part: Part, owners: Mapping[str, Receiver], fused: Collection[int]) -> 
         if not all(id(owners[names[each]].tensor) in fused for each in given):
             continue
         product, rest = _factors(gradient), None
-        if product is None and gradient.target is aten.add.Tensor:  # of a tied weight
+        if product is None and gradient.target is aten.add.Tensor:  # a tied weight has a sum
             for one, other in (gradient.args, gradient.args[::-1]):
                 product, rest = (_factors(one), other) if product is None else (product, rest)
         if product is not None:
@@ -106,7 +106,7 @@ _DELIVERS = (deliver, deliver_product)
 
 
 def _factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """`grad_output` and `input` of a weight gradient that nothing else reads."""
+    """`grad_output` and `input` of a weight gradient that has no other reader."""
     if not isinstance(node, fx.Node) or node.target is not aten.mm.default or len(node.users) > 1:
         return None
     turned, given = node.args
@@ -116,13 +116,14 @@ def _factors(node: Any) -> tuple[fx.Node, fx.Node] | None:
 
 
 def reduces(ddp: Any) -> list[bool]:
-    """Whether gradients let each group of buckets be reduced, now: those of the last microbatch."""
+    """By group of buckets: do gradients start its reduction now? Those of the last microbatch
+    do."""
     return [group.is_last_microbatch for group in _groups(ddp)]
 
 
 @contextlib.contextmanager
 def as_then(ddp: Any, reduced: Sequence[bool]) -> Iterator[None]:
-    """Gradients let buckets be reduced as when they were asked for."""
+    """Within the block, gradients start reductions as they did when the backward was asked for."""
     groups = _groups(ddp)
     before = [group.is_last_microbatch for group in groups]
     for group, last in zip(groups, reduced, strict=True):
@@ -139,8 +140,8 @@ def _groups(ddp: Any) -> list[Any]:
 
 
 def gathered(ddp: Any) -> None:
-    """Wait for parameters that DDP gathers under the forward: its hooks on the modules, which the
-    graph goes round, would do so one by one."""
+    """Wait for the parameters that DDP gathers during the forward. Its hooks on modules would wait
+    one by one, but the graph does not call them."""
     if ddp is None or not getattr(ddp, "remove_forward_pre_hook_handles", None):
         return
     hook = ddp._make_forward_pre_hook()

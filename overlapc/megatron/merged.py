@@ -1,9 +1,8 @@
-"""1F1B with merged microbatches: `run` has each steady tick of a stage be one graph.
+"""`run` runs 1F1B with merged microbatches: each steady tick of a stage is one graph.
 
-Tick t of stage r of p runs the forward of microbatch t - r and the backward of microbatch
-t - 2p + 1 + r: they are 2(p - r) - 1 microbatches apart. Forwards, backwards and what is sent are
-Megatron's own functions, in another order. Microbatches keep theirs, so that all sums stay the
-same.
+Tick t of stage r of p runs the forward of microbatch t - r and the backward of microbatch t - 2p +
+1 + r: they are 2(p - r) - 1 microbatches apart. Forwards, backwards and transfers are Megatron's
+own functions, in another order. Microbatches keep their order, so all sums stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from overlapc.megatron.chunk import Chunk
 
 
 def refused(given: dict[str, Any], config: Any) -> str:
-    """Why a step cannot be run merged; "" if it can."""
+    """The reason why a step cannot run merged; "" if it can."""
     from megatron.core.pipeline_parallel import schedules
 
     if not hasattr(schedules, "P2PCommunicator"):
@@ -40,8 +39,8 @@ def lag(stage: int, stages: int) -> int:
 
 
 def run(chunk: Chunk, real: Callable[..., Any], given: dict[str, Any]) -> list[Any]:
-    """A step. Megatron's own function runs none of the microbatches, but all that is around them;
-    the ticks run where it turns to the gradients."""
+    """Run a step. Megatron's own schedule function runs with no microbatches, for all work around
+    them; the ticks run when it comes to the gradients."""
     config = chunk.module.config
     ticks = _Ticks.of(chunk, given)
     finalize = config.finalize_model_grads_func

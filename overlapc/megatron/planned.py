@@ -1,4 +1,4 @@
-"""A model chunk as a graph: `traced` captures a call of it, `emitted` makes its planned parts."""
+"""`traced` captures a call of a model chunk as a graph; `emitted` makes its planned parts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from overlapc.runtime.program import Program
 
 @dataclass
 class Call:
-    """A call of the chunk: `tensors` are the stage's input, scales, those of `leaves`, and those
-    that modules have as `attributes`."""
+    """A call of the chunk: `tensors` are the stage's input, scales, the tensors among `leaves`, and
+    those that modules have as `attributes`."""
 
     tensors: list[Tensor]
     has_input: bool
@@ -55,8 +55,8 @@ class Call:
         return Call(flat, bool(came), len(scales), leaves, spec, attributes)
 
     def shapes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """What calls of one graph have in common beside their form: shapes, by the tensor's place
-        among the leaves. (The stage's input and scales come before these, attributes behind.)"""
+        """The shapes that calls of one graph share, by the tensor's place among the leaves. (The
+        stage's input and scales come before the leaves, attributes behind.)"""
         count = len(self.leaves)
         leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         behind = range(count, count + len(self.attributes))
@@ -65,8 +65,8 @@ class Call:
         return tuple(zip(places, shapes, strict=True))
 
     def shaped(self, shapes: Mapping[int, Sequence[int]]) -> Call:
-        """The call on tensors of these shapes: its own where they have them, else zeros. (Ranks may
-        be given tensors that others are not, if nothing reads them.)"""
+        """The call on tensors of these shapes: its own tensors if their shapes fit, else zeros.
+        (Ranks may have unread tensors that other ranks lack.)"""
         tensors = list(self.tensors)
         for i, (place, shape) in enumerate(self.shapes()):
             if place in shapes and tuple(shapes[place]) != shape:
@@ -75,7 +75,7 @@ class Call:
         return replace(self, tensors=tensors)
 
     def form(self) -> Any:
-        """What calls of one plan have in common, whatever their shapes."""
+        """What calls of one plan have in common, without their shapes."""
         plain = [leaf if isinstance(leaf, PLAIN) else type(leaf) for leaf in self.leaves]
         described = [(t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors]
         return str(self.spec), repr(plain), tuple(described), self.has_input, self.scales
@@ -107,7 +107,7 @@ class Whole(nn.Module):
             scaler.main_loss_backward_scale = tensors.pop(0)
         leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
-        held: list[Any] = []  # so that ids are not given twice
+        held: list[Any] = []  # keeps objects alive, so that ids stay unique
         attributes = [
             (owner, name, tensor)
             for places, tensor in zip(call.attributes, tensors, strict=True)
@@ -134,17 +134,17 @@ class Planned:
     program: Program
     log: tracing.Taps
     owners: dict[str, Receiver]
-    scales: tuple[str, ...]  # inputs of the graph
-    gradients: tuple[str, ...]  # of the call's tensors; "" where there is none
+    scales: tuple[str, ...]  # names of inputs of the graph
+    gradients: tuple[str, ...]  # by tensor of the call; "" if it has none
     out: str
     taps: tuple[str, ...]
-    changed: tuple[tuple[str, int], ...]  # results that buffers become, by place
+    changed: tuple[tuple[str, int], ...]  # (new value, place) of each changed buffer
     tangent: str
     apart: bool  # parts of the backward may run early or late
 
 
 def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
-    """The joint graph of a call, which is not run."""
+    """Return the joint graph of a call, without running it."""
     call.check()
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     fakes = [
@@ -172,8 +172,8 @@ def emitted(
     ddp: Any,
     actions: Mapping[str, str],
 ) -> Planned:
-    """The planned parts of a captured call. `lasting` are parameters and buffers. `actions` of
-    issues of the backward say which may run early or late."""
+    """Make the planned parts of a captured call. `lasting` are parameters and buffers. `actions` of
+    the backward's issues say which may run early or late."""
     joint = _described(captured)
     owners = {
         owner_of(name): receiver(lasting[leaf.place], ddp)
@@ -209,7 +209,8 @@ def emitted(
 
 
 def _described(captured: Captured) -> Joint:
-    """The joint graph of a capture of a module: inputs are parameters, buffers, arguments."""
+    """Describe the captured joint graph of a module: its inputs are parameters, buffers,
+    arguments."""
     inputs = primal_nodes(captured.joint)
     output = captured.joint.graph.find_nodes(op="output")[0]
     count = captured.num_fwd_outputs
@@ -236,7 +237,7 @@ def _described(captured: Captured) -> Joint:
 
 
 def _results(joint: Joint) -> tuple[list[str], tuple[tuple[str, int], ...]]:
-    """Names of results that the chunk returns, in order, and of those that buffers become."""
+    """Names of the results that the chunk returns, in order, and of the new values of buffers."""
     descs = [node.meta.get("desc") for node in primal_nodes(joint.captured.joint)]
     plain: dict[int, str] = {}
     changed = []

@@ -1,10 +1,11 @@
-"""Megatron's recompute arguments are not run but read: what they would keep is the default budget.
+"""Megatron's recompute arguments set the default budget: the memory that they would keep.
 
-A script asks for recompute with recompute_granularity, _method, _num_layers and _modules. They end
-in a few functions, whatever the version: `checkpoint`, which keeps a function's inputs and outputs,
+A script asks for recompute with recompute_granularity, _method, _num_layers and _modules. In every
+version these lead to a few functions: `checkpoint`, which keeps a function's inputs and outputs,
 and `CheckpointWithoutOutput`, which keeps its inputs alone. While a chunk is traced, `stand_ins`
-run what they are given, and note on the graph's nodes which *region* of recompute an op is of.
-`own_plan` is then what the script's arguments amount to on the captured graph.
+replace them: they run the function without recompute, and note on the graph's nodes to which
+*region* of recompute an op belongs. `own_plan` is then the plan of the script's arguments on the
+captured graph.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class _Region(NamedTuple):
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Give each of Megatron's recompute functions, by module and name, and what runs instead."""
+    """Return each of Megatron's recompute functions, by module and name, with its replacement."""
     numbers = count()
 
     def run(keeps_outputs: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Recompute adds up the gradients of each input's uses within before it adds those without.
+        # Recompute sums the gradients of an input's uses inside before it adds those outside.
         args, kwargs = tree_map_only(Tensor, lambda given: given.view_as(given), (args, kwargs))
-        if _KEY in current_meta.get("custom", {}):  # within another, which says what is kept
+        # a nested region: the outer one decides what is kept
+        if _KEY in current_meta.get("custom", {}):
             return function(*args, **kwargs)
         with annotate({_KEY: _Region(next(numbers), keeps_outputs)}):
             return function(*args, **kwargs)
@@ -74,7 +76,8 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def own_plan(captured: Captured) -> Callable[[Problem], Plan] | None:
-    """Give what makes the plan of the script's own recompute, or None where it has none."""
+    """Return a function that makes the plan of the script's own recompute, or None without
+    recompute."""
     noted_at = {
         node.name: region
         for node in captured.joint.graph.nodes
@@ -85,9 +88,11 @@ def own_plan(captured: Captured) -> Callable[[Problem], Plan] | None:
 
 
 def _plan(regions: Mapping[str, _Region], problem: Problem) -> Plan:
-    """Keep what the backward reads, but for what regions make inside, and what regions take in."""
+    """The plan that keeps the values that the backward reads, except those made inside regions, and
+    the inputs of regions."""
     trace = problem.trace
-    made_in: dict[str, _Region | None] = dict.fromkeys(trace.resident)  # storage -> where it begins
+    # storage -> the region that makes it
+    made_in: dict[str, _Region | None] = dict.fromkeys(trace.resident)
     taken_in: set[str] = set()
     seen_outside: set[str] = set()
     for op in trace.ops:

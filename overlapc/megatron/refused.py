@@ -1,4 +1,4 @@
-"""What overlapc does not take over: `reason` names it, and the run stays plain Megatron's."""
+"""`reason` names the feature for which overlapc leaves a model to Megatron."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), [])
 
 @dataclass(frozen=True)
 class _Feature:
-    """A feature, what turns it on in Megatron's configs, and why a planned chunk cannot have it."""
+    """A feature, the settings of Megatron's configs that turn it on, and why a planned chunk cannot
+    have it."""
 
     name: str
     why: str
     fields: tuple[str, ...]
-    wrappers: tuple[str, ...] = ()  # classes around the model that are a sign of it, too
+    wrappers: tuple[str, ...] = ()  # wrapper classes of the model that also show it
 
 
 _FEATURES = (
@@ -72,7 +73,8 @@ _FEATURES = (
 
 
 def reason(model: Any) -> str:
-    """Say why a model chunk, as a schedule is given it, must run as plain Megatron; "" if not."""
+    """Say why a model chunk, as passed to a schedule, must run as plain Megatron; "" if it need
+    not."""
     around = list(_wrapped(model))
     inner = around[-1]
     configs = [inner.config, *(getattr(each, "ddp_config", None) for each in around)]
@@ -91,7 +93,7 @@ def reason(model: Any) -> str:
 
 
 def _wrapped(model: Any) -> Iterator[Any]:
-    """The model and what it wraps, down to the module whose forward is taken over."""
+    """The model and the modules that it wraps, down to the one whose forward is replaced."""
     yield model
     while hasattr(model, "module"):
         model = model.module
@@ -99,7 +101,7 @@ def _wrapped(model: Any) -> Iterator[Any]:
 
 
 def foreign_hooks(model: Any) -> Iterator[str]:
-    """Hooks on modules and parameters by other code than Megatron's data parallelism, by name."""
+    """The names of hooks on modules and parameters that are not Megatron's data parallelism's."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     for path, module in model.named_modules():
         for kind in kinds:
@@ -112,7 +114,7 @@ def foreign_hooks(model: Any) -> Iterator[str]:
 
 def _named(hooks: Mapping[int, Any], where: str) -> Iterator[str]:
     for hook in hooks.values():
-        function = inspect.unwrap(getattr(hook, "func", hook))  # of a partial
+        function = inspect.unwrap(getattr(hook, "func", hook))  # of a functools.partial
         module = getattr(function, "__module__", None) or type(function).__module__
         if not module.startswith("megatron.core.distributed"):
             name = getattr(function, "__qualname__", type(function).__qualname__)

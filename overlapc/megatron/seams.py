@@ -1,6 +1,7 @@
-"""Where Megatron is entered: its three schedule functions, whoever holds them, by whatever name.
+"""`install` redirects Megatron's three schedule functions, whoever holds them, by whatever name.
 
-Scripts fetch them before `patch` and after. So the functions stay, and what they run is changed.
+Scripts may fetch the functions before `patch` or after. So the function objects stay, and their
+code is replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ NAMES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-# How a step is run: the name of a schedule function, the function itself, and its arguments.
+# Runs a step: takes the name of a schedule function, the function itself, and its arguments.
 Run = Callable[[str, Callable[..., Any], dict[str, Any]], Any]
-_before: dict[FunctionType, tuple[CodeType, Any]] = {}  # code and defaults
+_before: dict[FunctionType, tuple[CodeType, Any]] = {}  # function -> its own code and defaults
 
 
 def install(run: Run) -> None:
-    """Have `run` called in the place of each schedule function, until `remove`."""
+    """Call `run` in the place of each schedule function, until `remove`."""
     from megatron.core.pipeline_parallel import schedules
 
     remove()
@@ -50,5 +51,5 @@ def remove() -> None:
 
 
 def _entered(*, overlapc_runs: Callable[[dict[str, Any]], Any], **given: Any) -> Any:
-    """Run in the place of a schedule function. Its globals are Megatron's."""
+    """The code that runs in the place of a schedule function. Its globals are Megatron's."""
     return overlapc_runs(given)

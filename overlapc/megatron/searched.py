@@ -1,4 +1,4 @@
-"""The layout that `overlapc search` found against the one that a Megatron script was given."""
+"""`check` compares the layout of an `overlapc search` with the layout of a Megatron script."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SHAPES = {
 
 
 def check(chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int) -> None:
-    """Raise an OptionError that lists every way in which a run is not the one that was searched.
+    """Raise an OptionError that lists every difference between a run and the searched layout.
 
-    `config` is Megatron's of the model, `given` what the schedule is called with, `replicas` how
-    many data-parallel ranks there are. All ranks find the same.
+    `config` is Megatron's config of the model, `given` the arguments of the schedule, `replicas`
+    the number of data-parallel ranks. All ranks find the same differences.
     """
     found = list(_mismatches(chosen, config, given, replicas))
     if found:
@@ -54,7 +54,7 @@ def _mismatches(
         given[name] for name in ("micro_batch_size", "num_microbatches", "seq_length")
     )
     seq = chosen.shapes.get("seq")
-    # What it is, as found and as expected, and what to do.
+    # Each is: what, found, expected, what to do.
     terms: list[tuple[str, Any, Any, str]] = [
         ("tensor-parallel ranks", tp, chosen.tp, f"pass --tensor-model-parallel-size {chosen.tp}"),
         (
@@ -92,7 +92,7 @@ def _mismatches(
         ("tokens of a sequence", tokens, seq, f"pass --seq-length {seq}"),
     ]
     for shape, (name, flag) in _SHAPES.items():
-        expected = chosen.shapes.get(shape) or None  # 0: as many as something else
+        expected = chosen.shapes.get(shape) or None  # 0: equal to another shape
         terms.append((name, getattr(config, name, None), expected, f"pass {flag} {expected}"))
     for what, found, expected, remedy in terms:
         if expected is not None and found != expected:

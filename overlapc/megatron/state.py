@@ -1,6 +1,6 @@
-"""What a traced chunk depends on besides its arguments: `state_of` the module's Python side.
+"""`state_of` describes a module's Python state, on which its traced chunk depends.
 
-Megatron's modules are traced without Dynamo, so nothing else guards what their `forward` read.
+Megatron's modules are traced without Dynamo, so nothing else guards the state that `forward` reads.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _INTERNAL = set(vars(nn.Module())) - {"training"}
-# What Megatron sets for each microbatch, and kernels read that no trace enters.
+# Set by Megatron for each microbatch; only kernels outside of traces read them.
 _EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor", "forward"}
 
-Places = list[tuple[dict[str, Any], str]]  # the attributes of modules, and names in them
+Places = list[tuple[dict[str, Any], str]]  # attribute dicts of modules, and names in them
 
 
 def modes_of(module: nn.Module) -> Any:
-    """Give what may change within a step: training or not, trained or not, and autocast."""
+    """Return the state that may change within a step: training modes, `requires_grad` flags,
+    autocast."""
     training = tuple(each.training for each in module.modules())
     trained = tuple(each.requires_grad for each in module.parameters())
     return training, trained, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
 
 
 def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
-    """Give modules, parameters, hooks and attributes, as a key, and the objects whose ids the key
-    has: while these live, nothing else has their ids."""
+    """Return modules, parameters, hooks and attributes as a key, and the objects whose ids are in
+    the key: while these live, no other object has their ids."""
     held: list[Any] = [*module.parameters(), *module.buffers(), *module.modules()]
     hooks = [len(getattr(each, kind)) for each in module.modules() for kind in _HOOKS]
     for parameter in module.parameters():
@@ -45,8 +46,9 @@ def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
 def attributes_of(
     module: nn.Module, held: list[Any], inputs: Mapping[int, int] | None = None
 ) -> dict[str, Any]:
-    """Give plain attributes of modules by value, tensors and functions by id, under their names.
-    What has an id is added to `held`, but for tensors that have a number among the `inputs`."""
+    """Return attributes of modules under their names: plain ones by value, tensors and functions by
+    id. Objects given by id are added to `held`, except tensors that have a number among the
+    `inputs`."""
     found: dict[str, Any] = {}
     configs: dict[int, str] = {}
     for path, each in module.named_modules():
@@ -72,7 +74,7 @@ def attributes_of(
 
 
 def tensors_of(module: nn.Module) -> list[Places]:
-    """Find the tensors that modules have as plain attributes: each by its places."""
+    """Find the tensors that modules have as plain attributes, each with its places."""
     found: dict[int, Places] = {}
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for each in module.modules():

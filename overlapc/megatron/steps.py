@@ -1,4 +1,4 @@
-"""A training step of Megatron with planned chunks in it: `Steps`."""
+"""`Steps` runs Megatron's training steps with planned chunks in them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from overlapc.runtime.ranks import exchange_of
 from overlapc.search.chosen import Chosen
 
 SCHEDULES = ("1f1b", "merged")
-FIRST_STEP_S = 120.0  # how long ranks wait for one another before the first step: data is read
+FIRST_STEP_S = 120.0  # ranks may be so far apart before the first step, since they read data
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank is with some models: `ranks` run the same stage, `peers` of them the same
-    microbatches. If the models are `refused`, it says why, and they are left to Megatron."""
+    """This rank's place for some models: `ranks` run the same stage, and `peers` among them the
+    same microbatches. If `refused` is not empty, it says why the models are left to Megatron."""
 
     stage: int
     stages: int
@@ -41,7 +41,7 @@ class Place:
 
 
 class Steps:
-    """What `patch` was given, and the chunks that run by it."""
+    """The options of `patch`, and the chunks that run with them."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Steps:
         self._schedule, self._told = schedule, False
         self._searched = searched
         self._running = threading.Lock()
-        # By the ids of models, which are kept alive.
+        # By the ids of models, which are kept alive here.
         self._places: dict[tuple[int, ...], tuple[Place, list[Any]]] = {}
         self.chunks: dict[int, Chunk] = {}
 
@@ -68,7 +68,8 @@ class Steps:
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
     def run(self, name: str, real: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """A schedule function of Megatron's: validation as it is, training with planned chunks."""
+        """Run a schedule function of Megatron's: validation unchanged, training with planned
+        chunks."""
         if given.get("forward_only"):
             return real(**given)
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
@@ -105,8 +106,8 @@ class Steps:
                 return ticks.run(chunks[0], real, given) if merged else real(**given)
 
     def _begin(self, models: list[Any], given: dict[str, Any]) -> Place:
-        """Before the first step of some models: find this rank's place, and what is refused or not
-        as searched."""
+        """Before the first step of some models, find this rank's place, and check for refused
+        features and differences from a search."""
         groups = given.get("pg_collection")
         place = _where(groups, next(filter(None, map(reason, models)), ""))
         self._places[tuple(map(id, models))] = place, models
@@ -140,16 +141,16 @@ class Steps:
     def _in_place(
         self, chunks: list[Chunk], name: str, merged: bool, microbatches: int, place: Place
     ) -> Iterator[None]:
-        """While the block runs, chunks stand in the place of the models' innermost `forward`."""
+        """While the block runs, chunks replace the models' innermost `forward`."""
         before = [vars(chunk.module).get("forward") for chunk in chunks]
         with contextlib.ExitStack() as stack:
             alone = name == NAMES[0]
             waits = None
             if self._fill and not alone and not merged:
-                # Of several chunks it is not known here which one's backward comes next.
+                # With several chunks it is unknown here whose backward comes next.
                 waits = Waits([chunk.again for chunk in chunks if len(chunks) == 1])
                 stack.enter_context(waits.filled([chunk.module.config for chunk in chunks]))
-            behind = place.stages - place.stage  # stages from here to the last
+            behind = place.stages - place.stage  # stages from this one to the last
             in_flight = behind + place.stages * (len(chunks) - 1)
             ahead = ticks.lag(place.stage, place.stages) if merged else 0
             step = Step(
@@ -171,7 +172,7 @@ class Steps:
                 chunk.finish()
 
     def _chunk(self, model: Any, stage: int) -> Chunk:
-        """The chunk of a model in its wrappers, of which one may be DDP."""
+        """Return the chunk of a model, which may be wrapped, for instance in DDP."""
         model, ddp = innermost(model)
         if id(model) not in self.chunks or self.chunks[id(model)].ddp is not ddp:
             options = self._options
@@ -182,7 +183,7 @@ class Steps:
 
 
 def innermost(model: Any) -> tuple[Any, Any]:
-    """The module that a model's wrappers end in, and that of the wrappers which is DDP, if any."""
+    """The module inside all of a model's wrappers, and the wrapper that is DDP, if any."""
     ddp = None
     while hasattr(model, "module"):
         ddp = model if hasattr(model, "bucket_groups") else ddp
@@ -197,8 +198,8 @@ def _put_back(module: Any, forward: Any) -> None:
 
 
 def _where(groups: Any, why: str) -> Place:
-    """This rank's stage, and who runs the same; and why a rank is refused, if one is. All ranks
-    find out together."""
+    """Find this rank's stage and the ranks that run the same, and why any rank is refused. All
+    ranks call this together."""
     from megatron.core import parallel_state
 
     pp = getattr(groups, "pp", None) or parallel_state.get_pipeline_model_parallel_group()

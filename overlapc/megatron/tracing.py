@@ -1,8 +1,9 @@
-"""What of Megatron is stood in for while a model chunk is traced, and put back after.
+"""`standing_in` replaces parts of Megatron while a model chunk is traced, and restores them
+afterwards.
 
 A graph must not share scratch memory between layers, remember tensors between calls, recompute by
-itself, or write to a log. Which random stream an op draws from is noted on its node: `in_streams`
-enters the stream around the op where it runs.
+itself, or write to a log. Each random op's node notes its random stream; `in_streams` makes the
+emitted op draw from that stream.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from overlapc.megatron import recompute
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured
 
-STREAM = "overlapc_stream"  # a node's note of the random stream it draws from
-Change = tuple[Any, str, Any]  # owner, attribute, what it is meanwhile
+STREAM = "overlapc_stream"  # key of a node's note of its random stream
+Change = tuple[Any, str, Any]  # owner, attribute, value while tracing
 
 
 @dataclass
 class Taps:
-    """Tensors that the model notes down for a log. They become results of the graph, and are noted
-    down where it runs."""
+    """Tensors that the model writes to a log. They become results of the graph, and are written to
+    the log when the graph runs."""
 
-    values: list[Tensor] = field(default_factory=list)  # while traced
+    values: list[Tensor] = field(default_factory=list)  # those of the current trace
     notes: list[tuple[int, Callable[..., None]]] = field(default_factory=list)
 
     def clear(self) -> None:
@@ -48,7 +49,7 @@ class Taps:
 
 @contextlib.contextmanager
 def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
-    """Megatron as it can be traced."""
+    """Make Megatron traceable within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_unchanged(model))
         for make in (_memory, _recompute, _linear, _caches):
@@ -64,8 +65,8 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
 
 
 def scalers() -> list[Any]:
-    """Classes by whose `main_loss_backward_scale` a backward multiplies: of the auxiliary losses
-    of experts, and of multi-token prediction."""
+    """The classes with a `main_loss_backward_scale` that the backward multiplies by: for the
+    auxiliary losses of experts and for multi-token prediction."""
     found = []
     for where, name in (
         ("moe.moe_utils", "MoEAuxLossAutoScaler"),
@@ -78,7 +79,7 @@ def scalers() -> list[Any]:
 
 
 def in_streams(captured: Captured, forward: Part) -> None:
-    """Have the random ops of a forward draw from the streams they were traced in."""
+    """Make the random ops of a forward draw from the streams in which they were traced."""
     stream_of = {
         node.name: node.meta.get("custom", {}).get(STREAM) for node in captured.joint.graph.nodes
     }
@@ -109,8 +110,9 @@ def _memory() -> Iterator[Change]:
     yield utils.GlobalMemoryBuffer, "get_tensor", fresh
 
     def viewless(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-        """It hides that a value is a view, by `.data =` on an empty tensor. Autograd then adds up
-        the gradients of what it gives before it adds them to others of the view."""
+        """Replaces Megatron's function that hides a view by `.data =` on an empty tensor. As with
+        Megatron's, autograd sums the gradients of the result before it adds them to other gradients
+        of the view."""
         return inp if inp._base is None else inp.view_as(inp)
 
     yield from _everywhere(utils, "make_viewless_tensor", viewless)
@@ -127,14 +129,14 @@ def _memory() -> Iterator[Change]:
 
 
 def _recompute() -> Iterator[Change]:
-    """Megatron's own recompute: flags are read in constructors, so functions are replaced."""
+    """Switch off Megatron's own recompute: constructors have read the flags, so functions are
+    replaced."""
     for module, name, new in recompute.stand_ins():
         yield from _everywhere(module, name, new)
 
 
 def _linear() -> Iterator[Change]:
-    """A weight gradient is traced as a product: `gradients.fuse` sees to it that it is added in
-    the same kernel."""
+    """Trace a weight gradient as a product; `gradients.fuse` then adds it in the same kernel."""
     layers = import_module("megatron.core.tensor_parallel.layers")
     linear = layers.LinearWithGradAccumulationAndAsyncCommunication
     real = linear.forward
@@ -147,7 +149,7 @@ def _linear() -> Iterator[Change]:
 
 
 def _caches() -> Iterator[Change]:
-    """What functions remember between calls must be no traced tensors."""
+    """Keep traced tensors out of the caches of functions."""
     for module in _megatron():
         owners = [module, *(c for c in vars(module).values() if inspect.isclass(c) and _own(c))]
         for owner in owners:
@@ -157,8 +159,8 @@ def _caches() -> Iterator[Change]:
 
 
 def _logs(taps: Taps) -> Iterator[Change]:
-    """What notes losses down: a function up to 0.17, a method from 0.18 on; and for multi-token
-    prediction one up to 0.18, another from 0.19 on."""
+    """Replace the writers of losses: for experts a function up to 0.17 and a method from 0.18 on;
+    for multi-token prediction one up to 0.18 and another from 0.19 on."""
     moe = import_module("megatron.core.transformer.moe.moe_utils")
     logging = _module("megatron.core.transformer.moe.moe_logging")
     if logging is not None:
@@ -175,7 +177,7 @@ def _logs(taps: Taps) -> Iterator[Change]:
 
 
 def _noted(write: Callable[..., Any], taps: Taps) -> Callable[..., None]:
-    """A function that notes its tensors down when the graph runs."""
+    """Make a writer that logs its tensors when the graph runs."""
     signature = inspect.signature(write)
 
     def note(*args: Any, **kwargs: Any) -> None:
@@ -198,7 +200,7 @@ def _noted(write: Callable[..., Any], taps: Taps) -> Callable[..., None]:
 
 
 class _Listed(list[Any]):
-    """Sizes that are data, where Megatron wants a numpy array."""
+    """Data-dependent sizes, where Megatron expects a numpy array."""
 
     def tolist(self) -> list[Any]:
         return list(self)
@@ -213,7 +215,7 @@ def _numbers(model: nn.Module) -> Iterator[Change]:
             return _Listed(tensor.tolist()) if listed else tensor
 
         yield dispatcher, "maybe_move_tensor_to_cpu", moved
-    for module in model.modules():  # constants that are read as numbers
+    for module in model.modules():  # constant tensors that `forward` reads as numbers
         one = getattr(module, "token_dispatcher", None)
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
             if isinstance(value := getattr(one, name, None), Tensor):
@@ -239,7 +241,7 @@ def _swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """What modules and their helpers keep as attributes is after the trace what it was before."""
+    """Restore the attributes of modules and their helpers after the trace."""
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
     todo: list[Any] = list(model.modules())
     while todo:
@@ -262,7 +264,7 @@ def _is_helper(value: Any) -> bool:
 
 
 def _everywhere(module: ModuleType, name: str, new: Any) -> Iterator[Change]:
-    """A function or class, by the names under which Megatron's modules have it."""
+    """Changes that replace a function or class in all of Megatron's modules that have it."""
     real = getattr(module, name, None)
     if real is None:
         return
@@ -281,7 +283,7 @@ def _megatron() -> list[ModuleType]:
 
 
 def _module(name: str) -> ModuleType | None:
-    """A module that not every version of Megatron has."""
+    """Import a module that some versions of Megatron lack."""
     try:
         return import_module(name)
     except ImportError:

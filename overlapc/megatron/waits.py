@@ -1,10 +1,10 @@
-"""Recompute and weight gradients run where Megatron waits for other stages: `Waits`.
+"""`Waits` runs recompute and weight gradients where Megatron waits for other stages.
 
-By a fixed rule: whoever waits does all that was laid by, and, where it waits for a gradient, makes
-again what the next backward needs. Never by asking whether something has arrived: the ranks of a
-tensor-parallel group must issue their collectives alike.
+The rule is fixed: a rank that waits runs all deferred work first and, if it waits for a gradient,
+the recompute of the next backward. It never depends on whether something has arrived: the ranks of
+a tensor-parallel group must issue the same collectives.
 
-`apart` chooses what of a backward may be laid by: as much as the budget has room for.
+`apart` chooses which work of a backward may be deferred: as much as the budget has room for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from overlapc.ir import Plan, Problem
 from overlapc.simulate import simulate
 from overlapc.stages import turns
 
-SLOWER = 1.02  # what is laid by hides no collective: at most so much longer may a microbatch take
+SLOWER = 1.02  # deferred work hides no collective: a microbatch may take so much longer
 
 
 class Waits:
-    """What is laid by in a step of a pipeline."""
+    """The deferred work in a step of a pipeline."""
 
     def __init__(self, again: Sequence[Callable[[], None]]) -> None:
-        self._again = again  # what makes again what the next backward needs
+        self._again = again  # runs the recompute of the next backward
         self._late: deque[Callable[[], None]] = deque()
 
     def later(self, work: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class Waits:
             self._late.popleft()()
 
     def begin(self, for_gradient: bool) -> None:
-        """Somebody is about to wait."""
+        """Run deferred work; called before a wait."""
         if for_gradient:
             for again in self._again:
                 again()
@@ -45,8 +45,8 @@ class Waits:
 
     @contextlib.contextmanager
     def filled(self, configs: Sequence[Any]) -> Iterator[None]:
-        """While the block runs, whoever waits for other stages works first; and what is laid by is
-        done before gradients are reduced."""
+        """While the block runs, deferred work runs before each wait for other stages, and before
+        gradients are reduced."""
         from megatron.core.pipeline_parallel import p2p_communication
 
         with contextlib.ExitStack() as stack:
@@ -81,7 +81,7 @@ class Waits:
 
 
 class _Request:
-    """A request to another stage. Who waits for it works first."""
+    """A request to another stage. Deferred work runs before a wait for it."""
 
     def __init__(self, request: Any, waits: Waits, for_gradient: bool) -> None:
         self._request, self._waits, self._for_gradient = request, waits, for_gradient
@@ -101,8 +101,8 @@ def _set(stack: contextlib.ExitStack, owner: Any, name: str, around: Callable[[A
 
 
 def apart(problem: Problem, plan: Plan, first: bool) -> dict[str, str]:
-    """Issue of the backward -> R, which may run early, W, which may run late, or I. On the `first`
-    stage, which sends no gradient, what is late waits for the next forward."""
+    """Issue of the backward -> R (may run early), W (may run late) or I. On the `first` stage,
+    which sends no gradient, late work waits for the next forward."""
     action = turns(problem.trace, plan.order)
     weights = [text for text in plan.order if action.get(text) == "W"]
     again = [text for text in plan.order if action.get(text) == "R"]
@@ -128,7 +128,8 @@ def apart(problem: Problem, plan: Plan, first: bool) -> dict[str, str]:
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `count` that fits, if those below one that fits do."""
+    """The largest number up to `count` that fits, by bisection: if a number fits, smaller ones
+    do."""
     low, high = 0, count
     while low < high:
         middle = (low + high + 1) // 2

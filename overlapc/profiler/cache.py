@@ -1,4 +1,4 @@
-"""The cache keeps measured figures in a file and spares a second measurement of the same thing.
+"""The cache keeps measured figures in a file, so that the same thing is not measured twice.
 
     file     = {"overlapc": "profile cache", "version", "checksum", "entries"}
     entries  = section -> key -> whole numbers
@@ -30,22 +30,22 @@ Entries = dict[str, dict[str, list[int]]]
 
 
 def default_path() -> Path:
-    """Return `profile.json` in the folder OVERLAPC_CACHE names, else in ~/.cache/overlapc."""
+    """Return `profile.json` in the folder that OVERLAPC_CACHE names, else in ~/.cache/overlapc."""
     folder = os.environ.get("OVERLAPC_CACHE")
     return (Path(folder) if folder else Path.home() / ".cache" / "overlapc") / "profile.json"
 
 
 def cache_key(signature: str, sizes: Iterable[object] = ()) -> str:
-    """Make an op's key, from its signature and the sizes that this leaves open."""
+    """Make an op's key, from its signature and the sizes that the signature leaves open."""
     return f"{signature} | {','.join(map(str, sizes))}"
 
 
 class Cache:
-    """Holds what is in the file at `path`, and what is added until `save()`.
+    """Holds the figures in the file at `path`, and those added until `save()`.
 
-    A file you name must be good or absent: else FileError, and it is left as it is. The default
-    file is only a convenience: if it is damaged or cannot be written, one warning says so and
-    measuring goes on without it.
+    A file that the user names must be good or absent; else FileError, and the file stays unchanged.
+    If the default file is damaged or cannot be written, one warning says so and measuring goes on
+    without it.
     """
 
     def __init__(self, path: StrPath | None = None) -> None:
@@ -68,13 +68,13 @@ class Cache:
         self._added.setdefault(section, {})[key] = [int(number) for number in numbers]
 
     def save(self) -> None:
-        """Write what was added, together with what is in the file by now."""
+        """Write the added figures, together with those that are in the file by now."""
         if not self._added:
             return
         try:
             entries = _read(self.path)
         except FileError:
-            entries = self._entries  # a named file was good when opened: it is replaced whole
+            entries = self._entries  # a named file was good when opened: replace it
         for section, figures in self._added.items():
             entries.setdefault(section, {}).update(figures)
         try:

@@ -47,7 +47,7 @@ class Clock:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """Return what the device calls itself: times are comparable only under the same name."""
+    """Return the device's own name: times are comparable only under the same name."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -59,7 +59,7 @@ def device_name(device: torch.device) -> str:
 
 
 def conditions_of(device: torch.device) -> Mapping[str, str]:
-    """Return what a measured time depends on besides the op itself."""
+    """Return the conditions on which a measured time depends, besides the op itself."""
     return {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -70,5 +70,5 @@ def conditions_of(device: torch.device) -> Mapping[str, str]:
 
 
 def section_of(device: torch.device) -> str:
-    """Name the section of a cache that holds what was measured under such conditions."""
+    """Name the section of a cache for figures measured under these conditions."""
     return " ".join(f"{key}={text}" for key, text in conditions_of(device).items())

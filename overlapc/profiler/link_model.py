@@ -1,8 +1,9 @@
-"""`LinkModel` holds how long collectives take alone on their lanes; torch-free, prints and parses.
+"""`LinkModel` has the measured times of collectives alone on their lanes; torch-free, prints and
+parses.
 
 A collective is described by its *full* bytes (what an all-gather makes, what a reduce-scatter
 takes, the larger side of an all-to-all), as in `overlapc.emulate.model`. Between measured sizes
-time is a line; beyond the ends it is the alpha-beta line of the two sizes nearest.
+times are interpolated linearly; beyond them the line through the two nearest sizes goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a graph. `dtype` matters where numbers are added, else it is ""."""
+    """One collective of a graph. `dtype` is set if the collective adds numbers, else it is ""."""
 
     group: str
     kind: Kind
@@ -58,14 +59,16 @@ class Curve:
             return self.points[0][1] * size_bytes // sizes[0]
         (left, low), (right, high) = self.points[max(0, min(at, len(sizes) - 1) - 1) :][:2]
         between_ns = low + (high - low) * (size_bytes - left) / (right - left)
-        if at == 0 and between_ns < 0:  # a negative latency is noise: through the origin instead
+        # a negative latency is noise: use the line through the origin
+        if at == 0 and between_ns < 0:
             return low * size_bytes // left
         return max(round(between_ns), high if at == len(sizes) else 0)
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The measured links under a graph, agreed over its ranks; `conditions` says how."""
+    """The measured links under a graph, agreed among its ranks; `conditions` says how they were
+    measured."""
 
     curves: tuple[Curve, ...]
     slowdown: Slowdown = field(default_factory=Slowdown)

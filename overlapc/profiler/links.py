@@ -1,8 +1,8 @@
 """`measure_links` times every kind of collective that a graph holds, on its own process group.
 
-Collectives run as functional ones, since those are what the graph runs. All ranks of a group
-call `measure_links` with the same collectives in the same order; every figure that decides how
-often something runs is agreed first, so the ranks stay in step.
+Collectives run as functional ones, as in the graph. All ranks of a group call `measure_links` with
+the same collectives in the same order. Figures that decide how often something runs are agreed
+first, so ranks stay in step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
     ("irecv", "p2p"),
     ("batch_p2p", "p2p"),
 )
-# Below this, noise hides what compute and communication do to each other; on the host, on CUDA.
+# Below this time noise hides how compute and communication slow each other; host, CUDA.
 _SHORT_NS = (1_000_000, 200_000)
 _WORST_PERMILLE = 5000
 _SLOWDOWN_REPEATS = 9
@@ -52,10 +52,11 @@ _ops = torch.ops._c10d_functional
 
 
 def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> Collective:
-    """Return what a start node moves. `number` tells what a size really is; default: its hint.
+    """Return the collective of a start node. `number` gives the real value of a size; default: its
+    hint.
 
-    An all-to-all of uneven parts counts as the even one in which a rank sends, or is sent, as
-    much as this one does: what a rank keeps crosses no link.
+    An all-to-all of uneven parts counts as an even one with as many bytes sent, or received, by
+    this rank; the part that a rank keeps crosses no link.
     """
     name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
     kind = next((kind for prefix, kind in _KINDS if name.startswith(prefix)), None)
@@ -71,7 +72,7 @@ def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> 
 
 
 def _as_if_even(node: fx.Node, given: Any, number: Callable[[Any], int], group: str) -> int:
-    """Full bytes of the even all-to-all that crosses the link as much as this one."""
+    """Full bytes of the even all-to-all that moves as many bytes over the link."""
     ranks, me = ranks_in(group), rank_in(group)
     row_bytes = math.prod(map(number, given.shape[1:]), start=given.element_size())
     others = []
@@ -111,7 +112,8 @@ def backend_of(group: str) -> str:
 
 
 def agree(numbers: Sequence[int], how: str, group: str, device: torch.device) -> list[int]:
-    """Return `max`, `min` or `sum` of the ranks' numbers, on every rank of the group. A barrier."""
+    """Return `max`, `min` or `sum` of the ranks' numbers, on every rank of the group; also a
+    barrier."""
     if ranks_in(group) == 1:
         return list(numbers)
     tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
@@ -119,7 +121,7 @@ def agree(numbers: Sequence[int], how: str, group: str, device: torch.device) ->
 
 
 def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Collective]:
-    """Return the same collectives with the largest size of any rank: the largest decides the time.
+    """Return the same collectives with the largest size of any rank, which decides the time.
 
     RankError if the ranks of a group are about to run different collectives.
     """
@@ -141,8 +143,9 @@ def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Colle
 
 
 def middle_mean(values: Sequence[int]) -> int:
-    """The mean of the middle half. Gloo's all-to-all takes one of two times, by which rank is
-    first: of a graph's many the mean tells more than the median, and a stall is still left out."""
+    """The mean of the middle half. Gloo's all-to-all takes one of two times, depending on which
+    rank is first; for many of them the mean is closer than the median, and stalls are still left
+    out."""
     cut = len(values) // 4
     return int(statistics.mean(sorted(values)[cut : len(values) - cut]))
 
@@ -155,12 +158,12 @@ def measure_links(
     budget_s: float = 10.0,
     cache: Cache | None = None,
 ) -> LinkModel:
-    """Time each collective at its exact size, and a smaller one so that a line can be drawn.
+    """Time each collective at its exact size, and at a smaller one, which gives a line.
 
-    A figure is the `middle_mean` of at most `repeats` runs on each rank, then the slowest rank's.
-    It counts from the moment the launch has returned: the launch is the compute lane's.
-    `budget_s` bounds the whole; when it runs out, the largest and the smallest size of each
-    kind are measured still and the ones between are interpolated. A figure in `cache` is used
+    A figure is the `middle_mean` of at most `repeats` runs on each rank, of which the slowest
+    rank's counts. It begins when the launch has returned, since the launch belongs to the compute
+    lane. `budget_s` limits the whole; when it runs out, only the largest and the smallest size of
+    each kind are still measured, and those between are interpolated. A figure in `cache` is used
     only if one fresh run of the largest size agrees with it.
     """
     if repeats < 1 or not budget_s > 0:
@@ -178,16 +181,16 @@ def measure_links(
                 )
         with torch.no_grad():
             return _Links(device, repeats, budget_s, cache).measure(agree_sizes(calls, device))
-    except RuntimeError as error:  # how torch reports a peer that died or a group timing out
+    except RuntimeError as error:  # torch's error for a dead peer or a timeout
         raise RankError(f"a collective failed while links were measured: {error}") from error
 
 
 def _slowdown(free_ns: float, alone_ns: float, beside_ns: float, rest_ns: float) -> list[int]:
-    """Thousandths of compute and of communication, from four times.
+    """Compute the slowdowns of compute and communication, in thousandths, from four times.
 
-    A batch takes `free_ns` by itself and `beside_ns` beside a collective, which takes `alone_ns`
-    by itself and `rest_ns` more after the batch. So beside the batch it did what takes it
-    alone - rest. If nothing was left, it was not slowed by more than can be told.
+    A batch of compute takes `free_ns` by itself and `beside_ns` beside a collective. The collective
+    takes `alone_ns` by itself and ends `rest_ns` after the batch, so beside the batch it did the
+    work of alone - rest. If no rest was left, its slowdown is too small to measure.
     """
     compute = 1000 * beside_ns / max(1.0, free_ns)
     comm = 1000.0
@@ -231,7 +234,7 @@ class _Links:
         if not wanted:
             return Curve(call.group, call.kind, call.dtype, ranks, (), "measured")
         largest = max(wanted)
-        # One size far below the largest gives the latency.
+        # A size far below the largest gives the latency.
         sizes = sorted(wanted | {max(1024, largest // 8)}, reverse=True)
         order = dict.fromkeys([largest, sizes[-1], *sizes])
         points, source = self.cached(call, tuple(order)), "cached"
@@ -251,7 +254,7 @@ class _Links:
             if spent_ns > share_ns and len(points) >= 2:
                 break
             run = self.runner(call, size)
-            (once,) = agree([max(1, run())], "max", call.group, self.device)  # also the warm-up
+            (once,) = agree([max(1, run())], "max", call.group, self.device)  # also a warm-up
             affordable = (share_ns - spent_ns) // left // once
             count = max(1, min(self.repeats, affordable))
             mine = middle_mean([run() for _ in range(count)])
@@ -260,7 +263,8 @@ class _Links:
         return points
 
     def runner(self, call: Collective, size: int) -> Callable[[], int]:
-        """A function that runs the collective once, all ranks together, and returns its time."""
+        """Make a function that runs the collective once, all ranks together, and returns its
+        time."""
         start, wait = self.functional(call, size)
 
         def run() -> int:
@@ -276,7 +280,7 @@ class _Links:
     def functional(
         self, call: Collective, size: int
     ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-        """(start, wait) of a collective of about `size` full bytes."""
+        """Make (start, wait) functions of a collective of about `size` full bytes."""
         group = call.group
         ranks = ranks_in(group)
         dtype = getattr(torch, call.dtype) if call.dtype else torch.uint8
@@ -301,7 +305,7 @@ class _Links:
     def point_to_point(
         self, tensor: torch.Tensor, name: str
     ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-        """Every even rank sends to the odd one after it; a rank left over watches."""
+        """Every even rank sends to the odd rank after it; a leftover rank does nothing."""
         group = dist.distributed_c10d._resolve_process_group(name)
         me, members = group.rank(), dist.get_process_group_ranks(group)
         peer = me ^ 1
@@ -317,7 +321,7 @@ class _Links:
     # ------------------------------------------------------------------ cache
 
     def identity(self, group: str) -> str:
-        """Text that is the same only for the same link, agreed over the group."""
+        """A text that identifies the link, agreed over the group."""
         if group not in self.identities:
             here = [
                 socket.gethostname(),
@@ -336,7 +340,7 @@ class _Links:
         return self.identity(call.group), text
 
     def cached(self, call: Collective, sizes: Sequence[int]) -> dict[int, int] | None:
-        """The cached figures if all ranks have all of them and a fresh run says the same."""
+        """The cached figures, if all ranks have all of them and a fresh run agrees."""
         if self.cache is None:
             return None
         found = [self.cache.get(*self.key(call, size)) for size in sizes]
@@ -355,10 +359,10 @@ class _Links:
     # ------------------------------------------------------------------ slowdown
 
     def slowdown(self, curves: Sequence[Curve]) -> tuple[Slowdown, str]:
-        """What a collective and a batch of matmuls do to each other.
+        """Measure how a collective and a batch of matmuls slow each other.
 
-        Of the first group's, the slowest: ranks that share this group choose the same, whichever
-        other groups they are in.
+        It takes the slowest collective of the first group, so that all ranks of this group choose
+        the same, whatever other groups they are in.
         """
         timed = [curve for curve in curves if curve.points]
         if not timed:
@@ -371,10 +375,11 @@ class _Links:
         call = Collective(slowest.group, slowest.kind, slowest.dtype, size)
         start, wait = self.functional(call, size)
         batch = self.batch()
-        # The batch ends before the collective does: what is left of it shows its slowing. It is
-        # fitted twice, since a long batch on a busy machine takes longer than its first part.
+        # The batch ends before the collective: what is left of the collective shows how much it was
+        # slowed. The batch's length is fitted twice, since on a busy machine a long batch takes
+        # longer than its first part suggests.
         count = 10
-        for _ in range(3):  # the first is the warm-up
+        for _ in range(3):  # the first run is a warm-up
             begin = self.clock.mark()
             batch(count)
             took_ns = max(1, self.clock.read([begin, self.clock.mark()])[1])
@@ -402,8 +407,7 @@ class _Links:
             _, beside_ns, total_ns = self.clock.read([begin, middle, self.clock.mark()])
             runs.append((free_ns, alone_ns, beside_ns, total_ns - beside_ns))
         free, alone, beside, rest = zip(*runs, strict=True)
-        # Of gloo's all-to-all, which takes one of two times, each the shorter: what is slowed is
-        # then one and the same.
+        # Gloo's all-to-all takes one of two times; compare the shorter ones of both.
         mine = [middle_mean(free), min(alone), middle_mean(beside), min(rest)]
         ranks = ranks_in(call.group)
         means = [n // ranks for n in agree(mine, "sum", call.group, self.device)]
@@ -414,7 +418,7 @@ class _Links:
         )
 
     def batch(self) -> Callable[[int], None]:
-        """A unit of work that is mostly matmul, as layers are."""
+        """Run a unit of work that is mostly matmul, as in layers."""
         n, dtype = (256, torch.float32) if self.device.type == "cpu" else (2048, torch.bfloat16)
         a = torch.full((n, n), 1 / n, dtype=dtype, device=self.device)
         out = torch.empty_like(a)

@@ -1,7 +1,7 @@
-"""`measure_machine` measures this machine as `hardware/*.toml` describe one: `overlapc profile`.
+"""`measure_machine` measures this machine for a file like `hardware/*.toml` (`overlapc profile`).
 
-On one process its compute and memory; under torchrun also the link between the ranks. What was
-not measured is taken from a known machine, and its source says so.
+One process measures compute and memory; under torchrun ranks also measure the link between them.
+Other figures are copied from a known machine, and their sources say so.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _KINDS: tuple[Kind, ...] = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p",
 )  # fmt: skip
 _SUMS = ("all_reduce", "reduce_scatter")
-_SMALLEST = 1 << 14  # bytes of a collective that is nearly all latency
+_SMALLEST = 1 << 14  # bytes of a collective whose time is nearly all latency
 
 
 def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardware:
-    """Measure this machine. All ranks of the default process group, if there is one, call it
-    together, and measure their compute at the same time, as they run."""
+    """Measure this machine. All ranks of the default process group, if there is one, call this
+    together, and measure compute at the same time, as in training."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if ranks % here:
@@ -74,8 +74,8 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
 
 
 def _across_nodes(ranks: int, here: int) -> Any:
-    """This rank's group of one rank of each node. All of a node's ranks measure at the same time,
-    each in its own, and so share what the node has."""
+    """The group of this rank that has one rank of each node. All ranks of a node measure at the
+    same time, each in its own group, and so share the node's link."""
     groups = [dist.new_group(list(range(local, ranks, here))) for local in range(here)]
     return groups[dist.get_rank() % here]
 
@@ -84,7 +84,7 @@ class _Compute:
     def __init__(self, device: torch.device, budget_s: float) -> None:
         self.device, self.clock = device, Clock(device)
         self.cuda = device.type == "cuda"
-        self.each_ns = int(budget_s * 1e9 / 20)  # about as many things are timed
+        self.each_ns = int(budget_s * 1e9 / 20)  # about 20 things are timed
 
     def measure(self, base: Hardware, sources: dict[str, str], said: str) -> Hardware:
         sizes = [1 << power for power in (range(6, 14) if self.cuda else range(4, 11))]
@@ -113,7 +113,7 @@ class _Compute:
         )
 
     def time_ns(self, run: Callable[[], Any]) -> float:
-        """Median of as many runs as the budget allows; the first two warm up."""
+        """The median of as many runs as the budget allows, after two warm-ups."""
         run()
         begin = self.clock.mark()
         run()
@@ -135,7 +135,7 @@ class _Compute:
         rates = {}
         for name in _DTYPES:
             if name == "float16" and not self.cuda:
-                n = min(n, 256)  # there may be no fast kernel
+                n = min(n, 256)  # this type may have no fast kernel
             rates[name] = self.matmul_rate(n, getattr(torch, name))
         if self.cuda:
             before = torch.get_float32_matmul_precision()
@@ -166,7 +166,7 @@ class _Compute:
     def attention_rate(self, dtype: torch.dtype) -> float:
         batch, heads, seq, width = (4, 16, 2048, 128) if self.cuda else (1, 4, 512, 64)
         q = torch.full((batch, heads, seq, width), 0.1, dtype=dtype, device=self.device)
-        # Counted as PyTorch's own formula does, which leaves the causal half in.
+        # Counted by PyTorch's own formula, which includes the masked half.
         flops = 4 * batch * heads * seq * seq * width
         with torch.no_grad():
             run = lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)  # noqa: E731
@@ -182,8 +182,8 @@ def _link(
     sources: dict[str, str],
     said: str,
 ) -> LinkSpec:
-    """The link under a process group, by a table of bus bandwidths. `sharing` such groups are
-    measured beside each other; what is told is what all of them get."""
+    """Measure the link under a process group, as a table of bus bandwidths. `sharing` such groups
+    measure at the same time; the result is their sum."""
     group, ranks = members.group_name, members.size()
     largest = 1 << (28 if device.type == "cuda" else 24)
     sizes = [_SMALLEST, *(largest >> shift for shift in (6, 3, 0))]
@@ -223,7 +223,7 @@ def _link(
 
 
 def _short(number: float) -> float:
-    """Four digits: no measurement has more."""
+    """Round to four digits: no measurement has more."""
     return float(f"{number:.4g}")
 
 

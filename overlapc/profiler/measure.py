@@ -1,9 +1,9 @@
 """`measure` times every op of a captured graph on the device it will run on.
 
-The joint graph runs whole and in order, on the real inputs, a few times: so each op meets the
-caches and the allocator as it will in training. An op's time is the median over these runs and
-over all ops of its signature; it includes freeing what dies with the op. Collectives run for
-their data; how long they take is asked of the links.
+The joint graph runs whole and in order, on the real inputs, a few times, so each op meets the
+caches and the allocator as in training. An op's time is the median over these runs and over all ops
+of its signature; it includes freeing values that die with the op. Collectives run for their data;
+their times come from `measure_links`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def measure(
     links: LinkModel | None = None,
     cache: Cache | None = None,
 ) -> tuple[Profile, dict[str, int]]:
-    """Return the costs of all ops, and the storage bytes that every value really takes.
+    """Return the costs of all ops, and the measured storage bytes of every value.
 
-    `primals` and `tangents` are the joint graph's, tensors and numbers; those not given, or fake,
-    are made up. Nothing the caller owns changes: parameters, buffers and random state are as
-    before. `passes` fixes how often the graph is timed. Without it a graph on its own is timed
-    until its total is stable within 2%, and one with collectives, which all ranks of its groups
-    must measure together, as often as these ranks agree to. Without `links` these are measured
-    too. If `cache` (of every rank) has all figures, only one probe of each kind of collective
+    `primals` and `tangents` are the joint graph's inputs, tensors and numbers; missing or fake ones
+    are made up. Nothing that the caller owns changes: parameters, buffers and random state stay.
+    `passes` fixes how often the graph is timed. Without it a graph without collectives is timed
+    until its total is stable within 2%; a graph with collectives, which all ranks of its groups
+    must measure together, as often as these ranks agree. Without `links` the links are measured,
+    too. If the `cache` of every rank has all figures, only one probe of each kind of collective
     runs.
 
-    CaptureError names the op that cannot be run, or for which memory does not suffice.
+    CaptureError names an op that cannot run, or for which memory does not suffice.
     """
     if passes is not None and passes < 1:
         raise OptionError(f"passes={passes}: expected at least one")
@@ -85,8 +85,8 @@ def retime(
 ) -> Profile:
     """Return the profile with every op's compute time measured again; links and memory stay.
 
-    A machine that others share changes its speed by the minute: a prediction is judged by op
-    times taken beside the step it predicts. All ranks of the graph's groups call this together.
+    A shared machine changes its speed by the minute, so a prediction should be judged by op times
+    taken next to the step that it predicts. All ranks of the graph's groups call this together.
     """
     replay = Replay(captured, primals)
     with _undisturbed(replay.device):
@@ -100,7 +100,7 @@ def retime(
 
 @dataclass
 class _Found:
-    """What is known of a graph, but for its collectives."""
+    """The figures of a graph, without its collectives."""
 
     costs: dict[str, Cost]
     sizes: dict[str, int]
@@ -109,20 +109,20 @@ class _Found:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Run as compiled code would, and leave the caller's random state and modes as they were."""
+    """Run the block as compiled code runs, and restore the caller's random state and modes."""
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     collecting = gc.isenabled()
     with (
         torch.random.fork_rng(devices=cuda),
         torch.no_grad(),
-        torch._C._DisableAutocast(),  # its casts are in the graph already
+        torch._C._DisableAutocast(),  # the graph already has autocast's casts
         _disable_current_modes(),
-        # Under AOTAutograd's tracing the Python dispatcher is on. It would keep the GIL through
-        # every wait, which gloo's threads need to release tensors: ranks would hang.
+        # Under AOTAutograd's tracing the Python dispatcher is on. It would hold the GIL through
+        # every wait, but gloo's threads need the GIL to release tensors: ranks would hang.
         torch._C._DisablePythonDispatcher(),
         torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
     ):
-        gc.disable()  # a collection in the middle of a pass is no op's cost
+        gc.disable()  # a garbage collection within a pass is no op's cost
         try:
             yield
         finally:
@@ -131,7 +131,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _least(replay: Replay, number: int) -> int:
-    """The least number of any rank that this one is joined to, group by group."""
+    """The least number of all ranks that share a group with this one."""
     for _ in replay.groups:
         for group in replay.groups:
             (number,) = agree([number], "min", group, replay.device)
@@ -181,10 +181,10 @@ class _Stopwatch:
 
 
 def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str, str]]:
-    """Signature -> nanoseconds, and how they were found."""
+    """Signature -> nanoseconds, and a text that says how they were measured."""
     clock = Clock(replay.device)
     began = time.perf_counter_ns()
-    replay.run(_Stopwatch(clock))  # warm-up: kernels are chosen, memory is mapped
+    replay.run(_Stopwatch(clock))  # warm-up: it chooses kernels and maps memory
     clock.wait()
     affordable = _LIMIT_NS // max(1, time.perf_counter_ns() - began)
     if passes is not None:
@@ -224,15 +224,15 @@ def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str,
 
 
 class _Memory:
-    """One run that looks at memory: workspace by op, real sizes, and who shares storage."""
+    """Measures memory in one run: workspace by op, real sizes, and which values share a storage."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.values = replay.captured.trace.value
         self.sizes: dict[str, int] = {}
-        self.otherwise: list[str] = []  # values whose storage is not the one traced
+        self.otherwise: list[str] = []  # values whose storage differs from the traced one
         self.made: dict[str, int] = {}  # op -> bytes of the storages it made
-        self.peak: dict[str, int] = {}  # op -> most bytes it held at once, on CUDA
+        self.peak: dict[str, int] = {}  # op -> most bytes that it held at once, on CUDA
         self.alive: dict[int, str] = {}  # storage -> the first value on it
         self.readers: dict[int, int] = {}  # storage -> values on it that are alive
         self.holds: dict[str, list[int]] = {}  # value -> its storages
@@ -246,7 +246,8 @@ class _Memory:
             self._enter(node.name, value, is_input=True)
         if self.on_cuda:
             self.replay.run(self)
-        elif torch._C._autograd._profiler_enabled():  # the user's, and there can be but one
+        # the user profiles, and only one profiler can run
+        elif torch._C._autograd._profiler_enabled():
             self.replay.run(self)
             return {}
         else:
@@ -254,9 +255,9 @@ class _Memory:
         return {op: max(0, self.peak[op] - made) for op, made in self.made.items()}
 
     def _recorded(self) -> dict[str, int]:
-        """Run with every allocation of the CPU recorded; op -> most bytes it held at once.
+        """Run with all CPU allocations recorded; op -> most bytes that it held at once.
 
-        By PyTorch's older profiler: the newer one takes seconds to start and prints as it does.
+        Uses PyTorch's older profiler: the newer one takes seconds to start, and prints.
         """
         config = torch._C._profiler.ProfilerConfig(
             torch._C._profiler.ProfilerState.CPU,
@@ -299,7 +300,7 @@ class _Memory:
             self.made[name] = sum(map(_allocated, fresh.values()))
         if name in self.values:
             self._enter(name, result)
-        elif step.is_op:  # a tuple keeps alive what its getitems will name
+        elif step.is_op:  # a tuple keeps the tensors of its getitems alive
             self.holds[name] = [
                 t.untyped_storage()._cdata
                 for t in tensors(result)
@@ -329,7 +330,7 @@ class _Memory:
 def _peaks(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
     """(op, most bytes above those at its begin) from a thread's events in order of time.
 
-    What an op frees of older memory it frees after its call, so that cannot hide its peak.
+    An op frees older memory only after its call, so that does not hide its peak.
     """
     name, depth, level, peak = "", 0, 0, 0
     for event in events:
@@ -349,7 +350,7 @@ def _peaks(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
 
 
 def _allocated(tensor: torch.Tensor) -> int:
-    held = getattr(tensor, "overlapc_held_bytes", 0)  # by what an opaque op's handle owns
+    held = getattr(tensor, "overlapc_held_bytes", 0)  # bytes that an opaque op's handle owns
     return _rounded(tensor.untyped_storage().nbytes(), tensor.device) + held
 
 
@@ -361,7 +362,7 @@ def _rounded(size: int, device: torch.device) -> int:
 
 
 def _keys(replay: Replay) -> Mapping[str, str | None]:
-    """Op -> its signature with sizes as numbers; None where only running shows a size."""
+    """Op -> its signature with sizes as numbers; None if only a run shows a size."""
     keys: dict[str, str | None] = {}
     for step in replay.steps:
         if not step.is_op:

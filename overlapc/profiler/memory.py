@@ -1,4 +1,4 @@
-"""`measure_peak` says how much memory one call of a function held at its worst moment.
+"""`measure_peak` measures the most memory that one call of a function holds at a time.
 
 The peak is counted in bytes above the level at the call. On a GPU the caching allocator keeps
 that count. On a CPU it is rebuilt from the allocator's own events, which PyTorch's profiler
@@ -22,12 +22,12 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
     Whatever `fn` allocates counts, its results and gradients too, until it is freed. To compare
     two functions, start both from the same state (for a training step: `zero_grad()` first).
 
-    On a CPU, memory that existed before the call never counts, even when `fn` frees it. Seen
-    are the calling thread and those that PyTorch hands its state to. What another thread frees,
-    as gloo's sometimes does when it is the last to let go of a buffer, counts until its address
-    is used again: the figure can be too high by a few buffers, never too low, so the least of
-    several calls is the best. Recording slows `fn` down: do not time the same call.
-    On CUDA the peak covers every stream, and freeing older memory lowers it.
+    On a CPU, memory that existed before the call never counts, even when `fn` frees it. The calling
+    thread is recorded, and threads that inherit its state from PyTorch. Memory that another thread
+    frees (as gloo's sometimes does when it drops a buffer last) counts until its address is used
+    again. So the figure can be too high by a few buffers, never too low: the least of several calls
+    is the best. Recording slows `fn` down: do not time the same call. On CUDA the peak covers every
+    stream, and freeing older memory lowers it.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -48,8 +48,9 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
 def peak_of(changes: Iterable[tuple[int, int, int]]) -> int:
     """Return the highest level that (time, address, bytes) changes reach, where a free is negative.
 
-    Frees of unknown addresses are ignored: that memory is older than the recording. An
-    allocation over memory thought live means that its free went unrecorded: it ends there.
+    Frees of unknown addresses are ignored: that memory is older than the recording. An allocation
+    at an address that counts as live means that its free was not recorded: the older one ends
+    there.
     """
     live: dict[int, int] = {}
     addresses: list[int] = []  # of `live`, in order

@@ -1,9 +1,9 @@
 """`Replay` runs a joint graph node by node on real inputs, as often as wanted, and changes nothing.
 
-A replay keeps what a step of training keeps: values die after their last reader, mutation
-happens (on copies of what the caller owns), every run draws the same random numbers and so
-meets the same data-dependent sizes. Who wants to know something watches: `Watcher.before` and
-`after` are called around each node.
+A replay behaves like a training step: values die after their last reader, and mutation happens (on
+copies of the caller's tensors). Every run draws the same random numbers and so has the same
+data-dependent sizes. Measurements are watchers: `Watcher.before` and `after` are called around each
+node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Replay", "Step", "Watcher"]
 
 @dataclass(frozen=True)
 class Step:
-    """One node to call. `is_op` is false for the getitems folded into their producer."""
+    """One node to call. `is_op` is false for getitems, which count with their producer."""
 
     node: fx.Node
     is_op: bool
@@ -43,14 +43,14 @@ class Watcher(Protocol):
     def before(self, step: Step) -> None: ...
 
     def after(self, step: Step, result: Any) -> None:
-        """The node has run, and what died with it is free."""
+        """Called when the node has run, and values that die with it are freed."""
 
 
 class Replay:
     """A captured graph and its inputs, made ready to run.
 
-    Inputs that are not given, or fake, are made up from the graph: noise, and zeros for integers.
-    CaptureError if an input can be neither.
+    Missing or fake inputs are made up from the graph: noise, and zeros for integers. CaptureError
+    if an input can be neither.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Replay:
         tangents: Sequence[Any] | None = None,
     ) -> None:
         self.captured = captured
-        self.symbols: dict[Any, int] = {}  # symbol of a size -> what it really is
+        self.symbols: dict[Any, int] = {}  # symbol of a size -> its real value
         nodes = captured.joint.graph.find_nodes(op="placeholder")
         kinds = captured.trace.kinds
         late = [node for node in nodes if kinds[node.name] == "gradient"]
@@ -85,7 +85,7 @@ class Replay:
         }
 
     def number(self, size: Any) -> int:
-        """Return what a size of the graph really is, or its hint as long as that is unknown."""
+        """Return the real value of a size of the graph, or its hint while that is unknown."""
         if isinstance(size, int):
             return size
         symbols = size.node.expr.free_symbols
@@ -94,10 +94,11 @@ class Replay:
         return hint(size)
 
     def run(self, watcher: Watcher) -> None:
-        """Run the graph once. A collective is waited for at once, outside the watcher's sight.
+        """Run the graph once. Each collective is waited for at once, and the watcher does not see
+        the wait.
 
-        CaptureError names the node that cannot be run. The caller has switched off autograd
-        and saved the random state.
+        CaptureError names a node that cannot run. The caller must have switched off autograd and
+        saved the random state.
         """
         self._same_random_numbers()
         joint = self.captured.joint
@@ -107,7 +108,8 @@ class Replay:
 
         def value(node: fx.Node) -> Any:
             if node in self.lacking and node not in env:
-                env[node] = self._make_up(node)  # at its first reader: all sizes are known
+                # made at its first reader, when all sizes are known
+                env[node] = self._make_up(node)
             return env[node]
 
         for step in self.steps:
@@ -143,7 +145,7 @@ class Replay:
             raise CaptureError(f"the graph takes {len(nodes)} {what}, {len(values)} were given")
         for node, value in zip(nodes, values, strict=True):
             if isinstance(value, FakeTensor):
-                continue  # all that Dynamo has of an input whose sizes may change: made up
+                continue  # Dynamo has no value of an input with dynamic sizes: make it up
             if isinstance(value, torch.Tensor) and (
                 value.is_meta or is_traceable_wrapper_subclass(value)
             ):
@@ -152,13 +154,13 @@ class Replay:
                     f'{value.device}: plan with profile="estimate" instead',
                     node.name,
                 )
-            if isinstance(value, torch.SymInt):  # how Dynamo hands on a number that may change
+            if isinstance(value, torch.SymInt):  # Dynamo passes a number that may change so
                 value = hint(value)
             self.inputs[node] = value
             self._learn(node.meta.get("val"), value)
 
     def _learn(self, expected: Any, value: Any) -> None:
-        """Read off a real value what the graph's symbols stand for."""
+        """Learn the values of the graph's symbols from a real value."""
         if isinstance(expected, torch.SymInt) and isinstance(value, int):
             if expected.node.expr.is_Symbol:
                 self.symbols[expected.node.expr] = value
@@ -170,8 +172,8 @@ class Replay:
                 self._learn(item, real)
 
     def _make_up(self, node: fx.Node) -> Any:
-        """A value of the node's kind: noise, since gradients of plain ones may cancel out into
-        denormals, which CPUs compute slowly; and zeros for integers, an index that exists."""
+        """Make up a value for the node: noise, since gradients of ones may cancel out to denormals,
+        which CPUs compute slowly; zeros for integers, since 0 is a valid index."""
         expected = node.meta.get("val")
         if isinstance(expected, torch.Tensor) and expected.device.type == "meta":
             raise CaptureError(
@@ -193,11 +195,11 @@ class Replay:
         else:
             made.normal_(std=0.02)
         if all(isinstance(n, int) or n.node.has_hint() for n in expected.shape):
-            self.inputs[node] = made  # of the same size in every run: keep it
+            self.inputs[node] = made  # its size is the same in every run: keep it
         return made
 
     def _copied(self, given: Any) -> Any:
-        """The arguments of a node that may write, with copies of what is not the graph's own."""
+        """The arguments of a node that may write, with copies of the caller's tensors."""
         owned = {t.untyped_storage()._cdata for v in self.inputs.values() for t in tensors(v)}
         owned |= {t.untyped_storage()._cdata for t in self.captured.joint.buffers()}
         return tree_map_only(
@@ -241,7 +243,7 @@ class Replay:
 
 
 def _device(given: Sequence[torch.Tensor]) -> torch.device:
-    """Where the graph runs: on the accelerator if any input is there."""
+    """The device of the graph: the accelerator if any input is there."""
     devices = [t.device for t in given]
     return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
 
@@ -249,7 +251,7 @@ def _device(given: Sequence[torch.Tensor]) -> torch.device:
 def _may_write(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
-    return isinstance(target, torch._ops.HigherOrderOperator)  # these tell no schema
+    return isinstance(target, torch._ops.HigherOrderOperator)  # these have no schema
 
 
 def _attribute(module: Any, path: str) -> Any:

@@ -1,7 +1,8 @@
-"""These functions draw the charts of a search's page, as HTML that stretches with it.
+"""Functions that draw the charts of a search's page, as HTML that scales with the window.
 
-Places are in percent of the plot and text stands beside it, so a chart is as legible on a phone as
-on paper and needs no script. Every function takes parts of what `overlapc search --json` prints.
+Positions are in percent of the plot, and text stands beside it. So a chart is legible on a phone
+and on paper, and needs no script. Every function takes parts of the JSON of `overlapc search
+--json`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KINDS = {
     "R": "recompute",
     "D": "gradients over the replicas",
 }
-# Where a step goes: class and name, in the order of a bar
+# The parts of a step's time: class and name, in the order of a bar
 PARTS = {
     "compute": "compute",
     "recompute": "recompute",
@@ -35,7 +36,7 @@ PARTS = {
     "p2p": "exposed between stages",
     "bubble": "bubble",
 }
-_LEGIBLE = 1.7  # percent of the plot from which on a microbatch's number has room
+_LEGIBLE = 1.7  # from this width on (percent of the plot) a microbatch's number has room
 Found = Mapping[str, Any]
 Named = Callable[[Found], str]
 
@@ -50,7 +51,7 @@ class Dot:
 
 
 def parts_of(found: Found) -> dict[str, int]:
-    """Split a step's nanoseconds by what takes them on the slowest rank; the parts add up."""
+    """Split a step's nanoseconds on the slowest rank by cause; the parts add up to the step."""
     exposed = found["exposed_ns"] or {}
     parts = {
         "recompute": found["recompute_ns"] - found["recompute_hidden_ns"],
@@ -62,7 +63,7 @@ def parts_of(found: Found) -> dict[str, int]:
 
 
 def bars(named: Sequence[tuple[str, Found]]) -> str:
-    """Draw a bar for each entry, as long as its step."""
+    """Draw a bar for each entry, in proportion to its step."""
     longest = max(found["step_ns"] for _, found in named)
     rows = []
     for name, found in named:
@@ -79,7 +80,7 @@ def bars(named: Sequence[tuple[str, Found]]) -> str:
 
 
 def bar(found: Found, longest: int) -> str:
-    """Draw the pieces of one bar."""
+    """Draw the parts of one bar."""
     pieces = []
     for part, ns in parts_of(found).items():
         if ns:
@@ -139,7 +140,7 @@ def timeline(pipeline: Found, names: Sequence[str]) -> str:
 
 
 def told(step: Step) -> str:
-    """Say in words what a step is."""
+    """Describe a step in words."""
     return " and ".join(
         f"{KINDS[a.kind]} of microbatch {a.microbatch}, stage {a.stage}" for a in step
     )
@@ -148,8 +149,8 @@ def told(step: Step) -> str:
 def memory(
     pipeline: Found, names: Sequence[str], static: Sequence[int], peaks: Sequence[int], cap: int
 ) -> str:
-    """Draw what each rank holds over time: weights and what goes with them below, activations
-    above, in stalls too; and the line that it may not pass."""
+    """Draw the memory of each rank over time, also during stalls: weights with gradients and
+    optimizer below, activations above; and the limit as a line."""
     step = max(1, pipeline["step_ns"])
     most = max(cap, *(level for row in pipeline["ranks"] for level in row["memory"])) * 1.04
     rows = []
@@ -186,7 +187,8 @@ def memory(
 
 
 def scatter(dots: Sequence[Dot]) -> str:
-    """Draw memory to the right, time up, and the line of those that nothing beats in both."""
+    """Draw a chart of memory (to the right) and time (up), and the line of points that none beats
+    in both."""
     sizes = [max(dot.found["peak_bytes"]) / 1e9 for dot in dots]
     times = [dot.found["step_ns"] / 1e6 for dot in dots]
     left, right = around(sizes)
@@ -198,7 +200,7 @@ def scatter(dots: Sequence[Dot]) -> str:
         if not front or times[i] < times[front[-1]]:
             front.append(i)
     corners: list[tuple[float, float]] = []
-    for i in front:  # what less memory than that of the next would give
+    for i in front:  # best with less memory than the next point
         corners += [(x[i], corners[-1][1])] if corners else []
         corners.append((x[i], y[i]))
     line = " ".join(f"{a * 1000:.1f},{1000 - b * 1000:.1f}" for a, b in corners)
@@ -226,7 +228,7 @@ def scatter(dots: Sequence[Dot]) -> str:
 
 
 def around(values: Sequence[float]) -> tuple[float, float]:
-    """Return a range with room at both ends."""
+    """Return the range of the values, with margins at both ends."""
     least, most = min(values), max(values)
     room = (most - least) * 0.08 or most * 0.1 or 1.0
     return max(0.0, least - room), most + room
@@ -243,7 +245,7 @@ def across(most: float, unit: str, least: float = 0.0) -> str:
 
 
 def ticks(least: float, most: float) -> list[tuple[float, str]]:
-    """Return five or so round numbers of a range."""
+    """Return about five round numbers in a range."""
     rough = max(most - least, 1e-9) / 7
     power = 10 ** math.floor(math.log10(rough))
     each = next(power * by for by in (1, 2, 5, 10) if power * by >= rough)
@@ -260,7 +262,7 @@ def legend(known: Iterable[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[str], titles: Mapping[str, str] | None = None) -> str:
-    """Write rows under a head, whose words are explained where the pointer rests on them."""
+    """Write rows under a head; `titles` explains its words when the pointer rests on them."""
     known = titles or {}
     cells = "".join(
         f"<th{f' title={chr(34)}{text(known[cell])}{chr(34)}' if cell in known else ''}>"

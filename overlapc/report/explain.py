@@ -1,5 +1,5 @@
-"""`explain` says for every collective its time, what is exposed, what hides it, and why the rest is
-not hidden; `op_fates` says for every forward op what becomes of what it makes."""
+"""`explain` says for every collective its time, what hides it, how much is exposed and why;
+`op_fates` says for every forward op what becomes of its outputs."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def explain(report: Report) -> str:
 
 @dataclass(frozen=True)
 class Fate:
-    """Says what becomes of what a forward op makes: saved, recomputed or dropped; where and why."""
+    """What becomes of a forward op's outputs: saved, recomputed or dropped; where and why."""
 
     op: str
     compute_ns: int
-    bytes: int  # that it makes and no input holds already
+    bytes: int  # bytes that it makes, without aliases of inputs
     what: str
     why: str
     module: str = ""
 
 
 def op_fates(report: Report) -> list[Fate]:
-    """Return the fate of every forward op that makes something of its own, in order."""
+    """Return the fate of every forward op that allocates outputs, in order."""
     problem, plan = report.problem, report.plan
     trace, needs = problem.trace, Needs(problem.trace)
     saved = {trace.value[name].storage for name in plan.saved}
@@ -114,7 +114,7 @@ def explain_ops(report: Report) -> str:
 
 
 def _where(mine: Span | None, windows: Sequence[Span]) -> str:
-    """Beside which collectives it runs."""
+    """The collectives beside which the op runs."""
     if mine is None:
         return "takes no time"
     beside = {
@@ -126,13 +126,13 @@ def _where(mine: Span | None, windows: Sequence[Span]) -> str:
 
 
 class Reasons:
-    """Says why a collective stays exposed: what else could have run beside it."""
+    """Says why a collective stays exposed, by what else could have run beside it."""
 
     def __init__(self, problem: Problem, order: tuple[str, ...]) -> None:
         self.problem = problem
         self.order = list(issues(order))
         self.at = {text: i for i, text in enumerate(order)}
-        self.wait_at: dict[str, int] = {}  # start -> the first of its waits, all as issued
+        self.wait_at: dict[str, int] = {}  # start -> its first wait, as issues
         made: dict[str, int] = {}
         for i, (name, again) in enumerate(self.order):
             if start := problem.trace.start_of.get(name):
@@ -181,7 +181,7 @@ class Reasons:
 
 
 def _hidden_by(problem: Problem, exposure: Exposure) -> str:
-    """What ran beside the collective, by kind, slice where there are several, and time."""
+    """The work that ran beside the collective: kind, slice (if there are several), and time."""
     kinds: dict[str, int] = {}
     ops = problem.trace.ops
     slices = len({op.piece.microbatch for op in ops if op.is_forward}) > 1

@@ -1,10 +1,10 @@
-"""`read_run` says what a recorded step spent its time on: compute, and traffic that it hid or not.
+"""`read_run` reads a recorded step: time in compute, in hidden and in exposed communication.
 
-A trace is the JSON that `torch.profiler` exports (Kineto's), of one rank. On a GPU kernels are the
-lanes: NCCL's are traffic, all others compute. On a CPU, PyTorch's ops are compute and what gloo
-reports of its works is traffic; ops that only wait are neither.
+A trace is the JSON of one rank that `torch.profiler` exports (Kineto's). On a GPU, NCCL's kernels
+are traffic and all other kernels compute. On a CPU, PyTorch's ops are compute and gloo's reports of
+its works are traffic; ops that only wait are neither.
 
-A collective is *exposed* while it is on its way and no compute runs.
+A collective is *exposed* while it runs and no compute runs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from overlapc.errors import FileError
 from overlapc.files import StrPath, printable
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-_WORKS = ("gloo:", "nccl:", "mpi:")  # a backend's report of a work, from its start to its end
+_WORKS = ("gloo:", "nccl:", "mpi:")  # prefixes of a backend's report of a work
 _WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms")
-_LATE_US = 20.0  # a kernel that begins so much later than it could has waited for the host
+_LATE_US = 20.0  # a kernel that begins so much later than it could waited for the host
 _STEP = "ProfilerStep#"
 
 Interval = tuple[float, float]
@@ -31,7 +31,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Event:
-    """A thing that took time, in microseconds."""
+    """An event of a trace, in microseconds."""
 
     name: str
     lane: str
@@ -46,28 +46,29 @@ class Event:
 
 @dataclass(frozen=True)
 class Exposure:
-    """A collective of the run: how long nothing hid it, what did, and why no more."""
+    """A collective of the run: how long it was exposed, what hid it, and why the rest was not
+    hidden."""
 
     event: Event
     exposed: float
-    beside: tuple[tuple[str, float], ...]  # compute that ran meanwhile, the longest first
+    beside: tuple[tuple[str, float], ...]  # compute that ran beside it, the longest first
     why: str
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank did, in microseconds."""
+    """The times of one rank, in microseconds."""
 
     name: str
     steps: int
     span: float  # from the first event to the last
-    compute: float  # that some compute ran
-    traffic: float  # that some collective was on its way
+    compute: float  # time in which compute ran
+    traffic: float  # time in which a collective ran
     both: float
-    lanes: tuple[tuple[str, float], ...]  # and how long each was busy
+    lanes: tuple[tuple[str, float], ...]  # name, busy time
     collectives: tuple[Exposure, ...]
-    stalls: tuple[tuple[float, float, str], ...]  # (from, how long, what came next), neither ran
-    longest: tuple[tuple[str, float, int], ...]  # compute by name: how long, how often
+    stalls: tuple[tuple[float, float, str], ...]  # (from, how long, next event) while neither ran
+    longest: tuple[tuple[str, float, int], ...]  # compute: name, time, number
 
     @property
     def exposed(self) -> float:
@@ -75,7 +76,7 @@ class Run:
 
 
 def read_run(path: StrPath) -> Run:
-    """Read a trace file, packed or not."""
+    """Read a trace file, compressed or not."""
     events, steps = _events(Path(path))
     on_gpu = [event for event, category in events if category in _GPU]
     if on_gpu:
@@ -152,7 +153,7 @@ def _exposure(
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time as intervals that do not touch, in order."""
+    """The union of intervals, as sorted intervals that do not touch."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -163,7 +164,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
-    """How long both unions of intervals hold."""
+    """How long two unions of intervals overlap."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
@@ -179,7 +180,7 @@ def _size(intervals: Sequence[Interval]) -> float:
 
 
 def _outermost(ops: list[Event]) -> list[Event]:
-    """Ops that no other op called, but those that only start or wait for traffic."""
+    """Ops that no other op called, without those that only start or wait for traffic."""
     found: list[Event] = []
     until: dict[str, float] = {}
     for event in sorted(ops, key=lambda event: (event.start, -event.end)):

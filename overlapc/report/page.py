@@ -1,8 +1,8 @@
 """`page` writes a search's result as one HTML page that needs no network.
 
-The document is what `overlapc search --json` prints. Style and script stand in `page.css` and
-`page.js` beside this file and are copied into the page; charts are drawn by `charts`. Without
-script all of it can be read: that only zooms the timeline and changes what is compared.
+The document is the JSON of `overlapc search --json`. Style and script are copied into the page from
+`page.css` and `page.js`; `charts` draws the charts. The page is complete without script, which only
+zooms the timeline and changes the compared layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overlapc.search.chosen import VERSION
 from overlapc.search.layouts import Layout
 from overlapc.solvers.partition import layout as megatron_layout
 
-_SHOWN = 12  # layouts in a table
+_SHOWN = 12  # most layouts in a table
 GLOSSARY = {
     "step": "One optimizer step: all microbatches, forward and backward, gradients added over the "
     "replicas, weights updated. Predicted.",
@@ -52,7 +52,7 @@ GLOSSARY = {
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page for a search's JSON."""
+    """Write the page for a search's JSON."""
     if document.get("overlapc_search") != VERSION:
         raise FileError(
             f"a search of version {document.get('overlapc_search')!r}: expected the JSON that "
@@ -88,7 +88,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def _found(document: Mapping[str, Any]) -> list[str]:
-    """The sections on what was found."""
+    """The sections on the results."""
     best, cluster = document["best"], document["cluster"]
     fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
     less = [found for found in document["less_memory"] if not found["smallest_bytes"]]
@@ -251,7 +251,7 @@ def _founds(found: Sequence[Found], named: charts.Named, best: Found) -> str:
 
 
 def _pipeline(document: Mapping[str, Any], pipeline: Found, cap: int) -> list[str]:
-    """What the ranks do and hold."""
+    """The sections on the ranks' timeline and memory."""
     best = document["best"]
     layout, layers = Layout(**best["layout"]), best["layers"]
     names = []
@@ -276,7 +276,7 @@ def _pipeline(document: Mapping[str, Any], pipeline: Found, cap: int) -> list[st
 
 
 def _still(best: Found, pipeline: Found) -> str:
-    """How long ranks stand still in the picture, and in the whole step."""
+    """How long ranks are idle, in the picture and in the whole step."""
     step, count = max(1, pipeline["step_ns"]), int(best["microbatches"])
     drawn = {
         action.microbatch
@@ -307,7 +307,7 @@ def _sides(
     fitting: Sequence[Found],
     less: Sequence[Found],
 ) -> str:
-    """Two of all that was found beside each other; the script changes which."""
+    """Two layouts side by side; the script changes which."""
     named = {f"{name} ({layout_name(found)})" if "," in name else name: found
              for name, found in bars}  # fmt: skip
     for found in fitting:

@@ -1,4 +1,4 @@
-"""`draw` makes pictures of a search's result for papers and slides, by matplotlib."""
+"""`draw` makes pictures of a search's result for papers and slides, with matplotlib."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FORMATS = ("png", "svg")
 
 
 def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what the ranks do, the memory of each, and memory against step of all layouts planned;
-    each in every format. `document` is what `overlapc search --json` prints."""
+    """Draw the ranks' timeline, their memory, and step against memory of all planned layouts, each
+    in every format. `document` is the JSON of `overlapc search --json`."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -55,7 +55,7 @@ def draw(document: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _timeline(axes: Axes, document: Mapping[str, Any]) -> None:
-    """Merged pieces above each other, as on the page."""
+    """Draw the timeline, with merged actions above each other, as on the page."""
     ranks = document["pipeline"]["ranks"]
     boxes: dict[tuple[str, float, float], list[tuple[float, float]]] = {}
     for rank, row in enumerate(ranks):

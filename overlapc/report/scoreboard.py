@@ -15,16 +15,16 @@ _WORST = 5
 
 @dataclass(frozen=True)
 class Score:
-    """The errors of a table's timed rows, as parts of what was measured, and its memory's."""
+    """The errors of a table's times and peaks, relative to the measured values."""
 
     rows: int
-    middle: float = 0.0  # median of the errors' sizes
-    most: float = 0.0  # 90th percentile of them
-    bias: float = 0.0  # mean of the errors with their signs
-    spearman: float = 0.0  # of predicted and measured; 1 is the same order
+    middle: float = 0.0  # median of the absolute errors
+    most: float = 0.0  # 90th percentile of the absolute errors
+    bias: float = 0.0  # mean of the signed errors
+    spearman: float = 0.0  # rank correlation of predicted and measured; 1 is the same order
     refused: int = 0
-    memory: float | None = None  # median error's size of peaks
-    fits_right: tuple[int, int] = (0, 0)  # of so many rows known to fit or not
+    memory: float | None = None  # median absolute error of peaks
+    fits_right: tuple[int, int] = (0, 0)  # (right, of so many) rows known to fit or not
 
     @staticmethod
     def of(predicted: Sequence[Predicted]) -> Score:
@@ -56,7 +56,7 @@ class Score:
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
-    """The correlation of ranks; equal values share the mean of theirs."""
+    """Spearman's rank correlation; equal values share their mean rank."""
     if len(left) < 2:
         return 1.0
 
@@ -81,7 +81,7 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
-    """Print a line for each table, for all that count together, and the rows that are worst."""
+    """Write a line for each table, one for all tables that count, and the worst rows."""
     rows: list[tuple[str, ...]] = [
         ("table", "rows", "median", "90%", "bias", "Spearman", "memory", "fits or not", "refused")
     ]

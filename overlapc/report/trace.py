@@ -1,8 +1,8 @@
-"""These functions write timelines for other programs: Perfetto (Chrome's trace format) and JSON.
+"""Functions that write timelines for other programs: Perfetto (Chrome's trace format) and JSON.
 
-A rank is a process and a lane is a thread of it: `compute`, a process group, the way to another
-rank, or to the rank's replicas. Nothing on a track overlaps; an action of a pipeline encloses the
-ops it runs, and a counter shows the most memory that it has.
+A rank is a process, and its lanes are threads: `compute`, a process group, the link to another rank
+or to the rank's replicas. Events on a track do not overlap. An action of a pipeline encloses its
+ops, and a counter shows the most memory during it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from overlapc.pipeline import PipelineTimeline, Ran
 from overlapc.schedule import format_step
 
 VERSION = 1
-Inside = Mapping[tuple[int, str], Sequence[Span]]  # stage, kind -> what one such action runs
+Inside = Mapping[tuple[int, str], Sequence[Span]]  # stage, kind -> the ops of one such action
 
 
 def chrome_trace(
     timeline: Timeline | PipelineTimeline, inside: Inside | None = None
 ) -> dict[str, Any]:
-    """Return the events of all ranks. `inside` are the ops of a pipeline's actions, from the begin
-    of each."""
+    """Return the events of all ranks. `inside` has the ops of a pipeline's actions, timed from the
+    begin of each."""
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
 
@@ -71,7 +71,7 @@ def _level(rank: int, ran: Ran, level: int) -> dict[str, Any]:
 
 
 def _ops(ran: Ran, inside: Inside) -> Iterator[Span]:
-    """The ops of a step, at their times, cut where the step ends."""
+    """The ops of a step at their times, cut off at the end of the step."""
     if len(ran.step) != 1:
         return
     (action,) = ran.step
@@ -82,7 +82,7 @@ def _ops(ran: Ran, inside: Inside) -> Iterator[Span]:
 
 
 def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
-    """Return all that a simulated pipeline does, for scripts."""
+    """Return everything of a simulated pipeline, for scripts."""
     return {
         "overlapc_pipeline": VERSION,
         "step_ns": timeline.step_ns,
@@ -108,7 +108,7 @@ def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
 
 
 def inside_of(stage: int, timeline: Timeline) -> dict[tuple[int, str], list[Span]]:
-    """Return the ops of F and of B of a stage, from the simulated plan of its one microbatch."""
+    """Return the ops of a stage's F and B, from the simulated plan of one microbatch."""
     begin = timeline.phase_ns[0]
     spans_of: dict[tuple[int, str], list[Span]] = {(stage, "F"): [], (stage, "B"): []}
     for span in timeline.spans:

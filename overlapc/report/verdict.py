@@ -1,4 +1,5 @@
-"""`verdict` writes what a search prints: the question with its sources, the answer, and why."""
+"""`verdict` writes the text of a search: the question with its sources, the answer, and the
+reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from overlapc.search.models import Model
 from overlapc.search.search import Result
 from overlapc.solvers.partition import layout
 
-_RISKY = 0.93  # of a GPU's memory; by default a search uses 92%
+_RISKY = 0.93  # share of a GPU's memory; a search uses 92% by default
 
 
 def verdict(
@@ -75,7 +76,7 @@ def _winner(result: Result, best: Found, machine: Any) -> list[str]:
 
 
 def _megatron(model: Model, best: Found) -> list[str]:
-    """What to pass to Megatron's scripts for this layout."""
+    """The arguments of Megatron's scripts for this layout."""
     schedule = best.layout.schedule
     if schedule not in RUN_BY_MEGATRON:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
@@ -99,7 +100,7 @@ def _picture(timeline: PipelineTimeline, microbatches: int) -> list[str]:
 
 
 def _memory(result: Result, best: Found, fitting: Sequence[Found]) -> list[str]:
-    """What less memory would cost, and the least that the winner needs."""
+    """The winner's step with less memory, and the least memory that it needs."""
     lines: list[str] = []
     less = [found for found in result.less if found.fits]
     front = pareto([*fitting, *less])
@@ -123,7 +124,7 @@ def _memory(result: Result, best: Found, fitting: Sequence[Found]) -> list[str]:
 
 
 def pareto(found: Sequence[Found]) -> list[Found]:
-    """Return those for which nothing is both faster and smaller; the smallest first."""
+    """Return the layouts that no other beats in both time and memory; the smallest first."""
     best: list[Found] = []
     for one in sorted(found, key=lambda f: (f.step_ns, max(f.peak_bytes))):
         if not best or max(one.peak_bytes) < max(best[-1].peak_bytes):
@@ -170,7 +171,7 @@ def _by_both(found: Found) -> str:
 
 
 def _share(found: Found, ns: int | None) -> str:
-    """A time as a part of the step."""
+    """A time as a share of the step."""
     return f"{(ns or 0) / found.step_ns:.1%}"
 
 

@@ -1,1 +1,1 @@
-"""The search finds which layout, schedule and plan of a model on a cluster is fastest."""
+"""`search` finds the fastest layout, schedule and plan of a model on a cluster."""

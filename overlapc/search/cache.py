@@ -1,4 +1,4 @@
-"""The cache keeps in files what searches planned."""
+"""The cache keeps planned layouts in files, for later searches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ VERSION = 11
 
 
 class Cache:
-    """Planned layouts: a folder for each question, in it a file for each layout, so that searches
-    at the same time keep what all of them found."""
+    """Planned layouts: a folder for each question, with a file for each layout, so searches that
+    run at the same time lose nothing."""
 
     def __init__(self, folder: Path | None, model: Model, cluster: Cluster, solver: str) -> None:
         from overlapc import __version__
@@ -45,7 +45,7 @@ class Cache:
         try:
             return Found.parse(read_json(path, "search cache"))
         except (FileError, ValueError, TypeError, LookupError, AttributeError):
-            return None  # of an older or a broken kind: planned again
+            return None  # an older or broken file: plan again
 
     def put(self, found: Found, within: int = 0) -> None:
         if self.folder is None:
@@ -54,7 +54,7 @@ class Cache:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self._path(self.folder, found.layout, within)
             write_file(path, json.dumps(found.as_json()))
-        except (OSError, FileError) as error:  # no reason to end a search
+        except (OSError, FileError) as error:  # a search goes on without its cache
             warnings.warn(f"overlapc keeps nothing of this search: {error}", stacklevel=2)
             self.folder = None
 

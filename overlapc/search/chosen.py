@@ -1,4 +1,4 @@
-"""`load_search` reads what `overlapc search` wrote, for training code."""
+"""`load_search` reads the result of `overlapc search` for training code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-VERSION = 6  # of what a search writes; 5 did not say what is merged, 4 had no rows
+VERSION = 6  # version of the file; 5 did not say what is merged, 4 had no rows
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The layout a search found best. Plans are made for your own model's graphs, with costs of
-    your own machines, when training begins: the search says what each stage may hold, and
-    `Pipeline` places the rows of its schedule once more by them.
+    """The best layout of a search. It has no plans: when training begins, your own model's graphs
+    are planned with the costs of your own machines. The search gives the memory of each stage, and
+    `Pipeline` places the rows of the schedule again by the new costs.
 
         chosen = overlapc.load_search("out/search.json")
         step = overlapc.Pipeline(
@@ -35,24 +35,24 @@ class Chosen:
         )
 
     or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`, or, where
-    microbatches are `merged`, `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`.
-    Where the search planned the model whole (`Repeats` with its ends) these predict what it did, if
-    they are given its hardware and costs, with `profile="estimate"`.
+    microbatches are `merged`, `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`. If
+    the search planned the model whole (`Repeats` with its ends), these predict the same step as the
+    search, given its hardware and costs, with `profile="estimate"`.
     """
 
     tp: int
     pp: int
     dp: int
-    microbatch: int  # sequences
-    microbatches: int  # of a step, for each of the dp replicas
+    microbatch: int  # sequences in a microbatch
+    microbatches: int  # microbatches of a step, for each of the dp replicas
     schedule: Schedule
-    layers: tuple[int, ...]  # of each stage
-    memory_budgets: tuple[int, ...]  # of each stage: what weights and optimizer leave
+    layers: tuple[int, ...]  # by stage
+    memory_budgets: tuple[int, ...]  # by stage: what weights and optimizer leave
     solver: str
     layout: Layout
-    shapes: Mapping[str, Any]  # of the model, as the file has them
+    shapes: Mapping[str, Any]  # the model's shapes, as in the file
     sequence_parallel: bool = False
-    merged: bool = False  # microbatches: as `overlapc.TrainStep` runs them
+    merged: bool = False  # are microbatches merged, as in `overlapc.TrainStep`?
 
 
 def load_search(path: StrPath) -> Chosen:
@@ -107,9 +107,9 @@ def load_search(path: StrPath) -> Chosen:
 
 
 def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
-    """Divide a rank's memory among its stages, as `Pipeline` counts it: each gets its gradients,
-    and of what is left as much as its layers in flight are of all that the rank holds at its worst
-    moment, which its stages need not share."""
+    """Divide a rank's memory among its stages, as `Pipeline` counts it. Each stage gets its
+    gradients. The rest is divided in proportion to each stage's layers in flight, out of all that
+    the rank holds at its worst moment; stages may have their worst moments at different times."""
     layout, layers = found.layout, found.layers
     schedule = layout.rows(found.microbatches)
     static = static_bytes(model, layout, layers)

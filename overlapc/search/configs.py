@@ -1,8 +1,9 @@
-"""`from_config` reads the model that a HuggingFace `config.json` describes.
+"""`from_config` makes a model of a HuggingFace `config.json`.
 
-What changes a model's size or work and has no counterpart in `Transformer` is an error that names
-it. What changes its work alone and a little is named in the model's source instead: windows of
-attention are planned as whole sequences, heads that predict further tokens are left out.
+A field that changes a model's size or work and has no counterpart in `Transformer` is an error that
+names it. Fields that change only the work, and only a little, are named in the model's source
+instead: windows of attention are planned as whole sequences, and heads that predict further tokens
+are left out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from overlapc.errors import FileError
 from overlapc.files import printable, read_json
 from overlapc.search.models import Transformer
 
-_PADDED = 128  # to a multiple of which Megatron pads vocabularies
-_LONGEST = 8192  # tokens that are planned by default, whatever the model could take
-# our name -> what HuggingFace's families call it
+_PADDED = 128  # Megatron pads vocabularies to a multiple of it
+_LONGEST = 8192  # default sequence length, even if the model could take more
+# our name -> HuggingFace's names
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
@@ -27,19 +28,19 @@ _NAMES = {
     "seq": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
 }
 _GATED = ("silu", "swish", "swiglu", "geglu")
-# whatever their activation is called
+# families that are gated, whatever their activation is called
 _GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm")
 _TIED_TYPES = ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 _POST_NORMS = ("gemma2", "gemma3", "gemma3_text")
 _QKV_BIASES = ("qwen2", "qwen2_moe", "chatglm")
-# Where a file leaves out what its family's code has as the default.
+# Defaults of the families' code, for fields that a file leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256},
     "gemma3_text": {"head_dim": 256},
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1},
 }
-# What changes the model's size or work and has no counterpart here, with values that change nothing
+# Fields without a counterpart here, with the values at which they change nothing
 _UNKNOWN: dict[str, Any] = {
     "mlp_only_layers": [],
     "ffn_config": None,
@@ -60,8 +61,8 @@ _UNKNOWN: dict[str, Any] = {
 
 
 def from_config(path: str | Path) -> Transformer:
-    """Read the model of a `config.json`, its vocabulary padded as Megatron does; of a model of text
-    and pictures, the text's."""
+    """Read the model of a `config.json`, with its vocabulary padded as by Megatron. For a model of
+    text and pictures this is the text model."""
     path = Path(path)
     shown = printable(str(path))
     try:
@@ -84,7 +85,7 @@ def from_config(path: str | Path) -> Transformer:
 
 
 def _named(path: Path) -> str:
-    """A config by its file, or by its folder where every file has that name."""
+    """The name of a model: its file's, or its folder's if the file is called `config.json`."""
     called = path.resolve().parent.name if path.stem == "config" else path.stem
     return printable(called) or "model"
 
@@ -93,7 +94,7 @@ def _named(path: Path) -> str:
 class _Config:
     shown: str
     found: Mapping[str, Any]
-    kind: str  # the family
+    kind: str  # the model family
 
     def refuse_unknown(self) -> None:
         for key, harmless in _UNKNOWN.items():
@@ -174,7 +175,7 @@ class _Config:
         }
 
     def small(self) -> dict[str, Any]:
-        """What is no matrix: biases, and what a family has besides."""
+        """Parameters that are no matrices: biases, and a family's own."""
         given = {**self.ends(), **self.attention(), **self.experts()}
         heads, width, experts = given["heads"], given["width"], given.get("experts", 0)
         if given.get("kv_rank"):

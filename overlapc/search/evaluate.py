@@ -1,5 +1,5 @@
-"""`evaluate` says what a layout takes: the best plan of each stage, all stages in rows as
-`Pipeline` places them, and what is left."""
+"""`evaluate` predicts the step of a layout: it plans each stage, places all stages in rows as
+`Pipeline` does, and adds the update of the weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from overlapc.search.units import Unit
 from overlapc.solvers import FIELD
 from overlapc.solvers.schedules import merged as merged_rows
 
-_SHOWN = 8  # microbatches that are drawn of a step that has no pipeline
+_SHOWN = 8  # microbatches that are drawn of a step without a pipeline
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a layout takes with the plans of one solver; all of it predicted."""
+    """The predicted step of a layout with the plans of one solver."""
 
     layout: Layout
     solver: str
@@ -46,17 +46,18 @@ class Found:
     bubble: float = 0.0  # of the step, on the slowest rank
     recompute_ns: int = 0
     recompute_hidden_ns: int = 0
-    gap: float = 0.0  # of the plans, above their bounds
+    gap: float = 0.0  # how far plans are above their bounds
     peak_bytes: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()
     microbatches: int = 0
-    smallest_bytes: int = 0  # of a GPU's memory with which this would fit, where it does not
+    smallest_bytes: int = 0  # if this does not fit: a GPU's memory with which it would
     blocking_stage: int = -1
-    least_ns: int = 0  # of a step with rows placed, where they are not yet; else the step
-    rows: str = ""  # as they were placed, a schedule's text
+    # a bound on the step with placed rows, if they are not placed yet; else the step
+    least_ns: int = 0
+    rows: str = ""  # placed rows, as a schedule's text
     merged: bool = False  # each forward with the backward of the microbatch before
-    gradients_ns: int = 0  # until all gradients are summed: what `Pipeline` predicts of a step
-    whole: bool = False  # planned by the calls that `Pipeline` makes, not by a few blocks
+    gradients_ns: int = 0  # until all gradients are summed: the part that `Pipeline` predicts
+    whole: bool = False  # planned whole, by the calls of `Pipeline`, not by a few blocks
 
     @property
     def fits(self) -> bool:
@@ -64,20 +65,20 @@ class Found:
 
     @property
     def is_final(self) -> bool:
-        """Whether all has been done to make the step short."""
+        """Has everything been tried to make the step short?"""
         return self.least_ns >= self.step_ns
 
     @property
     def schedule(self) -> Schedule:
-        """What each rank of the pipeline does."""
+        """The rows of the pipeline."""
         if self.rows:
             return parse_schedule(self.rows)
         return self.layout.rows(self.microbatches)
 
     @property
     def asked(self) -> Schedule:
-        """The schedule that `Pipeline` is given. It places the rows of what was planned whole as
-        the search did, from the schedule as it is."""
+        """The schedule to give to `Pipeline`. If the layout was planned whole, that is the plain
+        schedule, whose rows `Pipeline` then places as the search did."""
         if self.whole and self.merged:
             return merged_rows(1, self.microbatches)
         return self.layout.rows(self.microbatches) if self.whole else self.schedule
@@ -87,7 +88,7 @@ class Found:
 
     @staticmethod
     def parse(found: Mapping[str, Any]) -> Found:
-        """Read what `as_json` gave; ValueError, TypeError or KeyError where it is no such thing."""
+        """Read the result of `as_json`; ValueError, TypeError or KeyError for anything else."""
         layout = Layout(**found["layout"])
         lists = {key: tuple(found[key]) for key in ("peak_bytes", "layers")}
         parsed = Found(**{**found, **lists, "layout": layout})
@@ -103,7 +104,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A layout with its stages' plans and its timeline; without stages where nothing fits."""
+    """A layout with its stages' plans and its timeline; without stages if nothing fits."""
 
     found: Found
     timeline: PipelineTimeline | None = None  # of few microbatches
@@ -123,17 +124,16 @@ def lower_bound(
     layers: Sequence[int] | None = None,
     placed: bool = True,
 ) -> int:
-    """Bound the step from below: the slowest rank does each microbatch, its blocks take what they
-    take at least, the pipeline fills and drains, and the weights are brought up to date. `layers`
-    are those of each stage, by default an even split; `placed`: rows may be, and microbatches
-    merged."""
+    """Bound the step from below: the slowest rank runs every microbatch in at least its blocks'
+    least time, the pipeline fills and drains, and the weights are updated. `layers` are those of
+    each stage, by default an even split. `placed`: rows may be placed and microbatches merged."""
     layers = layers or stage_layers(model, layout.stages)
     count = microbatches(cluster, layout)
     block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
 
     def slowest(block: float, head: float, share: float = 1.0) -> float:
-        """A rank begins when the stages before its first have done this share of a microbatch, or
-        they end by doing it."""
+        """Bound the slowest rank. Stages before its first run the given share of a microbatch
+        before it begins, or after it ends."""
         times = [n * block for n in layers]
         times[-1] += head
         return max(
@@ -145,7 +145,7 @@ def lower_bound(
     if placed and layout.pp == 1 and count > 1:
         least = slowest(unit.least.merged / unit.blocks, head)
     elif placed or layout.schedule.startswith("zero-bubble"):
-        # Weight gradients wait till a rank drains.
+        # Weight gradients may wait until a rank drains.
         forward, inputs = unit.least.forward, unit.least.inputs
         least = max(
             slowest(block, head, forward / max(1, unit.least.whole)),
@@ -153,7 +153,7 @@ def lower_bound(
         )
     else:
         least = slowest(block, head)
-    rounded = 2 * (count + layout.pp)  # ns that parts of a stage lose at most
+    rounded = 2 * (count + layout.pp)  # ns that rounding may take from parts of a stage
     return max(0, int(least) - rounded) + Update.of(model, cluster, layout, layers).least_ns
 
 
@@ -178,13 +178,14 @@ def evaluate(
     known: str = "",
     bounded: bool = True,
 ) -> Outcome:
-    """Plan the layout's stages; return its step and what its pipeline does, or what memory it
+    """Plan the layout's stages; return its step and its pipeline's timeline, or the memory that it
     lacks. `layers` are those of each stage, by default an even split.
 
-    Rows are placed as `Pipeline` places them, in the memory that the plans leave; `known` are those
-    that were found before. Where that leads to no step `below_ns`, and for a baseline, whose
-    authors' rows are its schedule's, a few microbatches are simulated, and the others go on as
-    these. Unless `bounded`, nobody asks how far plans are above their bounds, which takes long."""
+    Rows are placed as in `Pipeline`, in the memory that the plans leave; `known` are rows placed
+    before. A baseline keeps its schedule's rows, as its authors run it, and so does a layout that
+    placing could not bring below `below_ns`: then a few microbatches are simulated, and the others
+    repeat them. Only if `bounded` the gap of plans to their bounds is computed, which takes
+    long."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages))
     schedule = Rows.of(layout, count).few
@@ -201,7 +202,7 @@ def evaluate(
             return Outcome(replace(refused, layers=layers, microbatches=count))
     update = Update.of(model, cluster, layout, layers)
     bound = lower_bound(model, cluster, layout, unit, layers, solver not in FIELD)
-    may_take = 0  # at least, if rows are placed or microbatches merged
+    may_take = 0  # least time if rows are placed or microbatches merged
     if layout.pp > 1 and solver not in FIELD:
         may_take = least_ns(layout, _by_stage(layout, ranks), count) + update.least_ns
     elif count > 1 and unit.problem.trace.lanes and solver not in FIELD:
@@ -235,11 +236,11 @@ def _by_stage(layout: Layout, ranks: Sequence[Stage]) -> tuple[StageCost, ...]:
 
 @dataclass(frozen=True)
 class Ran:
-    """Says what the pipeline of planned ranks does in a step, up to its last gradient."""
+    """The pipeline of planned ranks in a step, up to its last gradient."""
 
     costs: tuple[StageCost, ...]  # by stage
     rows: Rows
-    timeline: PipelineTimeline  # of few microbatches, or of all where rows are placed
+    timeline: PipelineTimeline  # of a few microbatches, or of all if rows are placed
     peaks: tuple[int, ...]
     pipeline_ns: int
     busy_ns: int  # of the slowest rank
@@ -256,7 +257,7 @@ class Ran:
         place: bool,
         known: str,
     ) -> Ran:
-        """Run the pipeline. `place`: place its rows; `known` are those that were placed before."""
+        """Simulate the pipeline. `place`: place its rows; `known` are rows placed before."""
         costs = _by_stage(layout, ranks)
         slowest_ns = max(rank.microbatch_ns for rank in ranks)
         few = Rows.of(layout, count)
@@ -296,7 +297,7 @@ def figures_of(
     ran: Ran,
     update: Update,
 ) -> Found:
-    """The figures of a step of ranks, each with what was planned of it."""
+    """The figures of a step from its planned ranks."""
     machine = load_hardware(cluster.hardware)
     whole = reduced(ran.timeline, update.reduce_ns)
     exposed_dp = whole.step_ns - ran.timeline.step_ns + update.late_ns + update.gather_ns
@@ -335,7 +336,8 @@ def gap_of(stages: Sequence[Stage]) -> float:
 
 
 def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:
-    """So many microbatches, merged. Forward and backward fill and empty the same memory."""
+    """The timeline of so many merged microbatches. Forward and backward fill and free the same
+    memory."""
     ran = simulate_pipeline(
         merged_rows(1, count), stage.costs, lambda step: stage.merged_ns, [static], trusted=True
     )
@@ -345,7 +347,7 @@ def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:
 
 
 def _hidden_ns(timeline: Timeline) -> int:
-    """Recompute that ran while a collective was on its way."""
+    """Nanoseconds of recompute that ran during collectives."""
     windows = sorted(
         (span.start_ns, span.end_ns) for span in timeline.spans if span.lane != "compute"
     )

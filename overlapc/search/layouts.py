@@ -1,5 +1,5 @@
-"""`layouts` lists how a model can be divided over a cluster; `static_bytes` says what memory is
-fixed."""
+"""`layouts` lists how a model can be divided over a cluster; `static_bytes` counts the memory that
+weights and optimizer take."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from overlapc.solvers.schedules import make_schedule
 
 SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
 _MOST_CHUNKS = 8
-# bf16 weight, float32 gradient unless the framework has another; float32 weight and both moments
+# bf16 weight, float32 gradient (or the framework's); float32 weight and both moments
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How ranks are divided: tp share a matrix, pp hold different layers, dp see different data; a
-    pipeline takes `microbatch` sequences at a time. Its schedule says how many stages a rank holds.
-    With `sequence` the tp ranks have a part of each sequence between the matrices, as Megatron's
-    sequence parallelism does. `chunks` are the stages of a rank where these are interleaved."""
+    """How ranks are divided: tp ranks share a matrix, pp ranks hold different layers, dp ranks see
+    different data; a microbatch has `microbatch` sequences. The schedule says how many stages a
+    rank holds. With `sequence` each tp rank has a part of each sequence between the matrices
+    (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank."""
 
     tp: int
     pp: int
@@ -39,7 +39,7 @@ class Layout:
         return self.pp * {"interleaved": self.chunks, "zero-bubble-v": 2}.get(self.schedule, 1)
 
     def rows(self, microbatches: int) -> Schedule:
-        """What each rank of the pipeline does, whatever its stages take."""
+        """The rows of the schedule, before any are placed by costs."""
         return make_schedule(self.schedule, self.pp, microbatches, self.chunks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -64,15 +64,15 @@ class Cluster:
     hardware: str
     gpus: int
     gpus_per_node: int
-    memory_bytes: int  # of one, as much of it as may be used
+    memory_bytes: int  # of one GPU, the usable part
     global_batch: int
-    costs: str = ""  # a file of op times measured on one of them, which are known then
-    framework: str = "overlapc"  # that runs the model
+    costs: str = ""  # a file of op times measured on one of them
+    framework: str = "overlapc"  # the framework that runs the model
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The user's decisions; 0 or none is left open. Without `sequence` every tp rank has whole
+    """The user's decisions; 0 or none leaves one open. Without `sequence` every tp rank has whole
     sequences."""
 
     tp: int = 0
@@ -81,7 +81,7 @@ class Fixed:
     microbatch: int = 0
     schedule: str = ""
     sequence: bool = True
-    chunks: int = 0  # of interleaved stages
+    chunks: int = 0  # interleaved stages of a rank
 
     def __post_init__(self) -> None:
         if self.chunks and self.schedule not in ("", "interleaved"):
@@ -106,13 +106,13 @@ ANY = Fixed()
 
 
 def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
-    """Every layout that divides ranks, heads, layers and batch without a rest. Ranks share
-    sequences wherever they can: as many bytes travel, and fewer are held."""
+    """Every layout that divides ranks, heads, layers and batch without remainder. Ranks share
+    sequences wherever they can: that sends the same bytes and holds fewer."""
     for tp in divisors(cluster.gpus):
         if tp > cluster.gpus_per_node or not model.splits(tp):
             continue
         if cluster.gpus > cluster.gpus_per_node and cluster.gpus_per_node % tp:
-            continue  # a group would have ranks on two nodes
+            continue  # a tensor-parallel group would span two nodes
         sequence = fixed.sequence and model.shares_sequence(tp)
         for pp in divisors(cluster.gpus // tp):
             dp = cluster.gpus // tp // pp
@@ -141,7 +141,8 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
 
 
 def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
-    """With the chunks of a rank: two, more where they are all as large, or as many as decided."""
+    """The schedules with their chunks: two, more where all chunks have equal size, or the user's
+    number."""
     for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
         yield schedule, fixed.chunks if schedule == "interleaved" and fixed.chunks else 2
     if pp > 1 and not fixed.chunks:
@@ -151,12 +152,12 @@ def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]
 
 
 def expert_ranks(model: Model, dp: int) -> int:
-    """Over how many of the replicas the experts are divided."""
+    """The number of replicas over which the experts are divided."""
     return min(model.experts, dp) if model.experts else 1
 
 
 def expert_replicas(model: Model, layout: Layout) -> int:
-    """How many ranks hold the same experts, and have met other tokens."""
+    """How many ranks hold the same experts, for different tokens."""
     return layout.dp * (layout.tp if layout.sequence else 1) // expert_ranks(model, layout.dp)
 
 
@@ -167,7 +168,7 @@ def divisors(number: int) -> list[int]:
 
 
 def stage_layers(model: Model, stages: int) -> list[int]:
-    """Split blocks into stages of whole periods; the stages in the middle get what is left over."""
+    """Split blocks into stages of whole periods; the stages in the middle get the remainder."""
     periods = model.layers // model.period
     if periods < stages:
         raise OptionError(
@@ -187,7 +188,7 @@ def stage_parameters(
     found = []
     counts = layers_of or stage_layers(model, layout.stages)
     last = len(counts) - 1
-    alone = last in layout.stages_of(0)  # with the embedding, which tied weights need only once
+    alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
     for stage, layers in enumerate(counts):
         first = max(0, min(layers, model.dense_first - sum(counts[:stage])))
         dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.dp), first)
@@ -218,9 +219,9 @@ def static_bytes(
     layers_of: Sequence[int] | None = None,
     framework: Framework = OURS,
 ) -> list[int]:
-    """Count what weights, gradients and optimizer take on each rank of the pipeline. A framework
+    """Count the bytes of weights, gradients and optimizer on each rank of the pipeline. A framework
     may divide the optimizer's part over all replicas that hold the same weights (a distributed
-    optimizer); a model that is run whole has the user's own, which does not."""
+    optimizer); a model that is planned whole has the user's own optimizer, which is not divided."""
     dp, replicas = layout.dp, expert_replicas(model, layout)
     if model.whole or not framework.shards_optimizer:
         dp = replicas = 1

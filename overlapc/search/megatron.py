@@ -1,4 +1,4 @@
-"""The layout that a search chose, in the words of Megatron: the arguments that its scripts take."""
+"""`megatron_arguments` writes a chosen layout as arguments of Megatron's scripts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from overlapc.search.layouts import Layout
 from overlapc.solvers.partition import layout as layer_layout
 
-RUN_BY_MEGATRON = ("1f1b", "interleaved")  # schedules
+RUN_BY_MEGATRON = ("1f1b", "interleaved")  # schedules that Megatron runs
 
 
 def megatron_arguments(
     layout: Layout, layers: tuple[int, ...], microbatches: int, expert_ranks: int = 1
 ) -> Iterator[str]:
-    """Give the arguments with which Megatron's scripts train in this layout: `--flag value`."""
+    """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout."""
     yield f"--tensor-model-parallel-size {layout.tp}"
     if layout.sequence:
         yield "--sequence-parallel"

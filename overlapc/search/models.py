@@ -1,5 +1,5 @@
-"""A model is shapes of a transformer, by preset or HuggingFace config, or a user's own block
-(`search/own.py`)."""
+"""A model to search for: the shapes of a transformer, from a preset or a HuggingFace config, or a
+user's own block (`search/own.py`)."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Transformer:
     ffn: int
     vocab: int
     seq: int
-    kv_heads: int = 0  # 0: as many as heads
-    gated: bool = False  # SwiGLU and RMSNorm, as Llama has them
+    kv_heads: int = 0  # 0: equal to heads
+    gated: bool = False  # SwiGLU and RMSNorm, as in Llama
     tied: bool = False
     experts: int = 0
     top_k: int = 0
     expert_width: int = 0
     moe_every: int = 1
     dense_first: int = 0  # layers without experts, before all others
-    shared_width: int = 0  # of the experts that every token meets, together
-    head_width: int = 0  # 0: all heads together are as wide as the model
-    # Latent attention: queries, and keys and values, come of a product of two thin matrices. Then
-    # `head_width` is that of a key without what turns with its position.
-    q_rank: int = 0  # 0: queries do not
+    shared_width: int = 0  # width of the experts that every token meets, together
+    head_width: int = 0  # 0: the model's width divided by heads
+    # Latent attention: queries, and keys and values, are made by two thin matrices one after the
+    # other. `head_width` is then the width of a key without its rotary part.
+    q_rank: int = 0  # 0: queries are made by one matrix
     kv_rank: int = 0  # 0: no latent attention
     rope_width: int = 0
     value_width: int = 0
-    head_norms: bool = False  # of queries and keys
-    post_norms: bool = False  # of what attention and MLP give
-    layer_extra: int = 0  # parameters of a layer that are no matrix: biases, sinks
-    expert_extra: int = 0  # of a layer with experts, besides
-    unfused: str = ""  # of attention, softmax, norm, loss: what its framework runs so
+    head_norms: bool = False  # norms of queries and keys
+    post_norms: bool = False  # norms of the results of attention and MLP
+    layer_extra: int = 0  # a layer's parameters that are no matrix: biases, sinks
+    expert_extra: int = 0  # more parameters of a layer with experts
+    unfused: str = ""  # which of attention, softmax, norm, loss run op by op
     dropout: bool = False
     source: str = ""
 
@@ -74,7 +74,7 @@ class Transformer:
 
     @property
     def head(self) -> int:
-        """How wide a head's query is."""
+        """The width of a head's query."""
         return (self.head_width or self.width // self.heads) + self.rope_width
 
     @property
@@ -83,12 +83,12 @@ class Transformer:
 
     @property
     def period(self) -> int:
-        """After how many blocks the kinds of block repeat."""
+        """The number of blocks after which the kinds of block repeat."""
         return self.moe_every if self.experts else 1
 
     @property
     def attention_parameters(self) -> int:
-        """Of matrices that tensor-parallel ranks divide."""
+        """Parameters of attention's matrices that tensor-parallel ranks divide."""
         queries = self.heads * self.head
         if not self.kv_rank:
             kv = (self.kv_heads or self.heads) * self.head
@@ -99,7 +99,7 @@ class Transformer:
 
     @property
     def thin_parameters(self) -> int:
-        """Of latent attention's first matrices, which every rank has whole."""
+        """Parameters of latent attention's first matrices, which every rank has whole."""
         return self.width * (self.q_rank + self.kv_rank + self.rope_width) if self.kv_rank else 0
 
     @property
@@ -108,7 +108,7 @@ class Transformer:
 
     @property
     def small_parameters(self) -> int:
-        """Of a layer's norms, and what else is no matrix."""
+        """Parameters of a layer's norms, and others that are no matrices."""
         norms = self.norm_parameters * (4 if self.post_norms else 2)
         norms += 2 * self.head if self.head_norms else 0
         return norms + (self.q_rank + self.kv_rank if self.kv_rank else 0) + self.layer_extra
@@ -118,12 +118,12 @@ class Transformer:
 
     @property
     def gate_parameters(self) -> int:
-        """Of what a layer with experts has besides: the router, the shared experts."""
+        """Parameters of the router and the shared experts of a layer with experts."""
         router = self.experts * self.width + self.expert_extra
         return router + self.mlp_parameters(self.shared_width)
 
     def splits(self, tp: int) -> bool:
-        """Whether so many tensor-parallel ranks each get a whole part of everything."""
+        """Can so many tensor-parallel ranks divide everything evenly?"""
         if self.kv_heads and self.kv_heads % tp and tp % self.kv_heads:
             return False
         if self.shared_width % tp:
@@ -144,24 +144,24 @@ class Transformer:
         return dense, here * self.mlp_parameters(self.expert_width)
 
     def hint(self) -> str:
-        """Says in an error what the model's layouts must obey."""
+        """For errors: the conditions on the model's layouts."""
         return (
             f"a tp that divides a node, {self.heads} heads, {self.ffn} hidden units and "
             f"{self.vocab} words"
         )
 
     def shares_sequence(self, tp: int) -> bool:
-        """Whether so many ranks can each have a part of a sequence between the matrices."""
+        """Can so many ranks divide sequences between the matrices?"""
         return tp > 1 and self.seq % tp == 0
 
     def blocks(self, count: int, tensor: Any, expert: Any, sequence: bool = False) -> Any:
-        """Make the first so many blocks, as modules of one rank in these process groups."""
+        """Make the first `count` blocks, as modules of one rank in these process groups."""
         from overlapc.search.modules import Blocks
 
         return Blocks(self, count, tensor, expert, sequence)
 
     def parameters(self) -> int:
-        """How many parameters the whole model has."""
+        """The number of parameters of the whole model."""
         dense = self.layers - self.moe_layers
         each = self.attention_parameters + self.thin_parameters + self.small_parameters
         blocks = self.layers * each + dense * self.mlp_parameters(self.ffn)

@@ -1,5 +1,5 @@
-"""A model's blocks and ends as modules on one rank of a tensor- and expert-parallel layout, to be
-captured on fake tensors: weights are drawn by nobody."""
+"""A model's blocks and ends as modules of one rank of a tensor- and expert-parallel layout. They
+are captured on fake tensors, so weights are never initialised."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from overlapc.layers import (
 )
 from overlapc.search.models import Model, Transformer
 
-_DROPPED = 0.1  # of activations, where a model drops any: what that takes does not depend on it
+_DROPPED = 0.1  # dropout's probability, on which its cost does not depend
 
 
 class Ranks:
-    """The ranks of a process group; without one, one rank. With `sequence` each of them has its
-    part of every sequence, which is then the first dimension, wherever not all of it is needed."""
+    """The ranks of a process group, or one rank without a group. With `sequence` each rank has its
+    part of every sequence, which is then the first dimension, wherever the whole is not needed."""
 
     def __init__(self, group: ProcessGroup | None, sequence: bool = False) -> None:
         self.name = group.group_name if group else None
@@ -60,7 +60,8 @@ class Norm(nn.Module):
             exact = x.float()
             exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-5)
             return exact.to(x.dtype) * self.scale
-        # One kernel. A GPU's for RMSNorm moves as much; on a CPU PyTorch has none to capture.
+        # One kernel. A GPU's RMSNorm kernel moves as many bytes; on a CPU PyTorch has none to
+        # capture.
         return F.layer_norm(x, x.shape[-1:], self.scale, self.shift)
 
 
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         self.unfused, self.drop = model.unfused, _DROPPED if model.dropout else 0.0
         self.qkv = _linear(model.width, (self.heads + 2 * self.kv_heads) * self.head_width)
         self.out = _linear(self.heads * self.head_width, model.width)
-        self.turns = model.gated  # with its position, as rotary embeddings turn queries and keys
+        self.turns = model.gated  # rotary embeddings turn queries and keys
         self.norms = nn.ModuleList(Norm(model, model.head) for _ in range(2 * model.head_norms))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,8 +96,8 @@ class Attention(nn.Module):
         return self.ranks.leave(self.out(self.by_head(mixed, back=True).flatten(2)))
 
     def by_products(self, *parts: Tensor) -> Tensor:
-        """Attention as two batched products of matrices with a softmax between them. The sequence
-        is the first dimension, so that heads are batches without a copy."""
+        """Attention as two batched matrix products with a softmax between them. The sequence is the
+        first dimension, so that heads are batches without a copy."""
         q, k, v = (p.unflatten(-1, (-1, self.head_width)) for p in parts)
         if self.heads != self.kv_heads:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, 2) for t in (k, v))
@@ -110,15 +111,16 @@ class Attention(nn.Module):
         return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)
 
     def by_head(self, x: Tensor, back: bool = False) -> Tensor:
-        """Reshape what the ranks have to (batch, heads, sequence, width) of a head; or back."""
+        """Reshape a rank's part to (batch, heads, sequence, width of a head); or back."""
         if not self.ranks.sequence:
             return x.transpose(1, 2)
         return x.permute(2, 0, 1, 3) if back else x.permute(1, 2, 0, 3)
 
 
 class LatentAttention(Attention):
-    """Attention whose queries, and whose keys and values, come of a product of two thin matrices
-    (DeepSeek's). Ranks have the first of the two whole, and divide the heads of the second."""
+    """Attention whose queries, and whose keys and values, are made by two thin matrices one after
+    the other (DeepSeek's). Each rank has the first of the two whole; the heads of the second are
+    divided."""
 
     def __init__(self, model: Transformer, ranks: Ranks) -> None:
         nn.Module.__init__(self)
@@ -140,7 +142,7 @@ class LatentAttention(Attention):
         keys, values = kv.split([model.head_width, model.value_width], -1)
         turned = _turned(turned).unsqueeze(-2).expand(*keys.shape[:-1], model.rope_width)
         k = torch.cat([keys, turned], -1)
-        # Kernels want values as wide as keys.
+        # Kernels need values as wide as keys.
         v = F.pad(values, (0, model.head - model.value_width))
         q, k, v = (self.by_head(t) for t in (_turned(q), k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -161,7 +163,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts of fixed capacity, as many rows for each; divided over the ranks."""
+    """A mixture of experts of fixed, equal capacity; the experts are divided over the ranks."""
 
     def __init__(self, model: Transformer, ranks: Ranks) -> None:
         super().__init__()
@@ -256,13 +258,14 @@ class Head(nn.Module):
 
 
 class LossByOps(torch.autograd.Function):
-    """Cross entropy of scores that ranks have parts of, op by op, as Megatron has it without a
+    """Cross entropy of scores that are divided over ranks, op by op, as Megatron runs it without a
     fused kernel: the softmax is kept, and becomes the gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, wanted: Tensor, group: str | None) -> Tensor:
         most = scores.max(-1, keepdim=True).values
-        most = most if group is None else all_reduce(most, group)  # of as many bytes as a maximum
+        # moves as many bytes as a maximum
+        most = most if group is None else all_reduce(most, group)
         scores = scores - most
         found = scores.gather(1, wanted[:, None])
         weights = scores.exp()
@@ -289,7 +292,7 @@ def _dropped(x: Tensor, part: float) -> Tensor:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Stand for a rotary embedding's kernel: as many bytes move, and nothing is kept."""
+    """Stand for a rotary embedding's kernel: it moves the same bytes, and nothing is kept."""
     return x.neg()
 
 

@@ -1,11 +1,11 @@
-"""A user's function builds a block for a layout's ranks: `OwnModel` searches with it.
+"""`OwnModel` is a model whose blocks a user's function builds for a layout's ranks.
 
     def for_search(tensor, expert):
         return overlapc.Repeats(Block(config, tensor), layers=32, width=4096, seq=2048, vocab=51200)
 
 `tensor` and `expert` are process groups, or None for one rank. The embedding before the blocks, and
-norm, scores and loss behind them, are thought to be a GPT's, unless the function gives them, too:
-then the winner is planned whole, as `Pipeline` would plan it (`search/whole.py`).
+norm, scores and loss behind them, are assumed to be a GPT's. If the function gives them, too, the
+winner is planned whole, as `Pipeline` plans it (`search/whole.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ EXAMPLE = "examples.gpt.model:for_search"
 
 @dataclass
 class Repeats:
-    """A user's function returns this: a block, from (batch, seq, width) to the same, as this rank
-    holds it, and how often the model has it. Tensor-parallel ranks must divide `heads`; the ranks
-    that `experts` are divided over are replicas. `first` makes a block's input of tokens (batch,
-    seq), `last` makes of its output what `loss(output, targets)` takes, the targets as many."""
+    """The return value of a user's function: this rank's part of a block, which maps (batch, seq,
+    width) to the same shape, and how many such blocks the model has. Tensor-parallel ranks must
+    divide `heads`; `experts` are divided over replicas. `first` makes a block's input of tokens
+    (batch, seq). `last` makes the first argument of `loss(output, targets)` of a block's output;
+    targets have the shape of tokens."""
 
     block: nn.Module
     layers: int
@@ -82,7 +83,7 @@ class OwnModel:
     period: int = 1
     dense_first: int = 0
     gated: bool = False
-    whole: bool = False  # with its ends
+    whole: bool = False  # has it `first`, `last` and `loss`?
 
     @staticmethod
     def find(where: str) -> OwnModel:
@@ -98,8 +99,8 @@ class OwnModel:
     def held(
         self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0
     ) -> tuple[int, int]:
-        """(dense, of experts) parameters of so many layers on one rank: what is divided over the
-        experts' ranks are experts."""
+        """(dense, of experts) parameters of so many layers on one rank: parameters that the
+        experts' ranks divide count as experts."""
         here, alone = (_counts(self.name, tp, ranks) for ranks in (expert_ranks, 1))
         experts = sum(count for name, count in here.items() if count != alone.get(name))
         return layers * (sum(here.values()) - experts), layers * experts
@@ -109,14 +110,15 @@ class OwnModel:
         return self.layers * sum(_counts(self.name, 1, 1).values()) + ends
 
     def flops_per_token(self) -> int:
-        """Flops counted in a forward of the block on one rank, thrice; and those of the scores."""
+        """Three times the flops counted in a forward of the blocks on one rank, and those of the
+        scores."""
         return self.layers * _sizes(self.name, self.seq)[1] + 6 * self.vocab * self.width
 
     def hint(self) -> str:
         return f"a tp that divides a node, {self.heads} heads and {self.vocab} words"
 
     def shares_sequence(self, tp: int) -> bool:
-        return False  # a block takes whole sequences, whatever is inside
+        return False  # a block takes whole sequences, whatever it does inside
 
     def blocks(
         self,
@@ -137,7 +139,7 @@ class OwnModel:
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
     ) -> tuple[nn.Module, Tensor]:
-        """Make so many blocks, and the ends that the stage has; and what a block is given."""
+        """Make the blocks and the ends of a stage, and an example of its input."""
         made = _made(self.name, tensor, expert)
         assert made.first is not None
         assert made.last is not None
@@ -147,7 +149,7 @@ class OwnModel:
 
 
 class _Stage(nn.Module):  # type: ignore[misc]
-    """Parts one after the other; with a loss behind them, of what they make and the targets."""
+    """Runs parts one after the other; with a loss, on their result and the targets."""
 
     def __init__(self, parts: Sequence[nn.Module], loss: Callable[..., Tensor] | None) -> None:
         super().__init__()
@@ -177,8 +179,8 @@ def _made(where: str, tensor: ProcessGroup | None, expert: ProcessGroup | None) 
 
 @lru_cache
 def _sizes(where: str, seq: int = 0) -> tuple[OwnModel, int]:
-    """The model, and the flops of a token in one block, forward and backward, in sequences of so
-    many; by default of the model's own."""
+    """The model, and the flops of a token in one block, forward and backward, for this sequence
+    length, by default the model's own."""
     with FakeTensorMode():
         made = _made(where, None, None)
         x = torch.zeros(1, seq or made.seq, made.width, requires_grad=True)

@@ -1,4 +1,4 @@
-"""`partitioned` gives layers to a layout's stages, each with its own best plan; a rank has one
+"""`partitioned` gives layers to a layout's stages, by each stage's own best plan; each rank has one
 stage."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from overlapc.search.units import Unit
 from overlapc.solvers import bound_ns
 from overlapc.solvers.partition import TOGETHER, Partition, best_partition, even
 
-_ROUNDED = 4  # ns that the parts of a stage lose when each is rounded
+_ROUNDED = 4  # ns that rounding takes from the parts of a stage
 
 
 def partitioned(
@@ -25,14 +25,14 @@ def partitioned(
     pool: Executor,
     solver: str = "heu",
 ) -> tuple[Partition, Partition]:
-    """Return the even split of the model's periods, and the one whose slowest stage is fastest;
+    """Return the even split of the model's periods, and the split whose slowest stage is fastest;
     plans are made in the pool."""
     count = microbatches(cluster, layout)
     schedule = layout.rows(min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period
     head_ns = unit.head_ran.step_ns
     block_ns = unit.least.whole / unit.blocks
-    too_many = [model.layers + 1] * layout.pp  # as few layers of the stage do not fit, nor do more
+    too_many = [model.layers + 1] * layout.pp  # by stage: so many layers do not fit, nor do more
 
     def place(stage: int, first: int, behind: int) -> Place | None:
         more = model.layers % model.period if behind == periods else 0

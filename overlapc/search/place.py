@@ -1,8 +1,8 @@
-"""`planned` says what a rank of a layout's pipeline holds, and what that takes under its best plan.
+"""`planned` plans the stages of one rank of a layout's pipeline, in the memory of that rank.
 
-A stage of many blocks is planned by a few of them: its time is as many times theirs, and as many
-times more microbatches are in flight. That is exact in memory where every few blocks are treated
-alike, and leaves out what the borders between them could still hide.
+A few captured blocks stand for a stage of many: the stage's time is a multiple of theirs, and the
+few blocks are planned with that many times more microbatches in flight. The memory is exact if all
+blocks are treated alike. What the borders between blocks could still hide is left out.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _NAME = "a few blocks of the slowest stage"
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of the pipeline before it is planned: which stages of how many layers it has, and what
-    they leave of the memory."""
+    """A rank of the pipeline before it is planned: its stages, their layers, and the memory that is
+    left for activations."""
 
     cluster: Cluster
     layout: Layout
     rank: int
     counts: tuple[int, ...]  # layers of each of its stages
-    in_flight: int  # layers times microbatches that it holds at most
+    in_flight: int  # the most layers times microbatches that it holds
     static_bytes: int
-    boundary_bytes: int  # of inputs that stages before have sent
-    in_pieces: bool  # the schedule has input and weight gradients apart
+    boundary_bytes: int  # inputs received from earlier stages
+    in_pieces: bool  # does the schedule separate I and W?
 
     @staticmethod
     def of(
@@ -56,7 +56,7 @@ class Place:
         rank: int,
         layers: Sequence[int],
     ) -> Place:
-        """Place a rank, with so many layers in each stage of the pipeline."""
+        """Make the place of a rank, given the layers of each stage of the pipeline."""
         mine = layout.stages_of(rank)
         inputs = schedule.held(rank, dict.fromkeys(mine, 1)) + len(mine)
         return Place(
@@ -76,18 +76,18 @@ class Place:
 
     @property
     def room(self) -> int:
-        """How much is left for what blocks save and work with, and the head's scores between."""
+        """The memory left for what blocks save and work with, and for the head's scores between."""
         return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
 
     @property
     def head(self) -> int | None:
-        """Which of its stages has the head."""
+        """The number of the rank's stage that has the head."""
         mine = self.layout.stages_of(self.rank)
         last = self.layout.stages - 1
         return mine.index(last) if last in mine else None
 
     def problem(self, unit: Unit) -> Problem:
-        """The problem in which the captured blocks stand for all that the rank holds."""
+        """The problem in which the captured blocks stand for all blocks of the rank."""
         times = Fraction(self.in_flight, unit.blocks)
         whole = times.numerator if times.denominator == 1 else times
         blocks = unit.problem if self.head is None else unit.with_head
@@ -98,20 +98,20 @@ class Place:
 class Stage:
     """A rank's planned stages: a few of its blocks stand for all of them."""
 
-    report: Report  # on the blocks; merged where that pays
-    timeline: Timeline  # of the blocks, in pieces where the schedule has them
+    report: Report  # of the captured blocks; merged where that pays
+    timeline: Timeline  # of the captured blocks, with I and W apart if the schedule has them so
     costs: tuple[StageCost, ...]
-    times: float  # how many times the captured blocks
+    times: float  # the stage is so many times the captured blocks
     peak_bytes: int
 
     @property
     def microbatch_ns(self) -> int:
-        """How long forward and backward of one microbatch take."""
+        """The time of forward and backward of one microbatch."""
         return sum(cost.forward_ns + cost.takes("B") for cost in self.costs)
 
     @property
     def merged_ns(self) -> int:
-        """How long two merged microbatches take. The head is merged with nothing."""
+        """The time of two merged microbatches. The head is never merged."""
         merged = self.report.merged
         if merged is None:
             return self.microbatch_ns
@@ -119,7 +119,7 @@ class Stage:
         return self.microbatch_ns - round(saved_ns * self.times)
 
     def ran(self, count: int) -> list[tuple[Timeline, float]]:
-        """The timelines that run in a step of so many microbatches, and how often."""
+        """The timelines in a step of so many microbatches, and how often each runs."""
         merged = self.report.merged
         if merged is None:
             return [(self.timeline, self.times * count)]
@@ -127,7 +127,7 @@ class Stage:
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
-    """Plan a rank's stages: their blocks in the memory that is left, and what is at their ends."""
+    """Plan a rank's stages: their blocks in the memory that is left, and embedding and head."""
     problem = place.problem(unit)
     try:
         plan = solve(problem, solver, time_limit_s=time_limit_s)
@@ -172,7 +172,7 @@ def _stage(place: Place, unit: Unit, report: Report) -> Stage:
 
 
 def _of_layers(cost: StageCost, times: float) -> StageCost:
-    """Of so many times the blocks."""
+    """Multiply a cost of the captured blocks."""
     saved = round(cost.saved * times)
     return replace(
         cost,
@@ -189,7 +189,7 @@ def _of_layers(cost: StageCost, times: float) -> StageCost:
 
 def _with_head(cost: StageCost, head: Timeline) -> StageCost:
     forward, backward = head.phase_ns
-    # It is at work where F ends, with all of F's kept, and where the backward begins.
+    # The head runs at the end of F, when all of F is held, and at the begin of the backward.
     works = {"F": cost.saved + head.peak_bytes, "I": head.peak_bytes, "B": head.peak_bytes}
     return replace(
         cost,
@@ -204,8 +204,9 @@ def _with_head(cost: StageCost, head: Timeline) -> StageCost:
 def embedding_ns(
     cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware
 ) -> tuple[int, int]:
-    """(forward, backward) of the table of words: its rows are looked up, and summed over the ranks
-    that have parts of it; a gradient as large as the table is filled and added up."""
+    """(forward, backward) time of the embedding. The forward looks rows up and sums them over the
+    ranks that divide the table; the backward fills a gradient as large as the table and adds it
+    up."""
     framework = find_framework(cluster.framework)
     whole = unit.boundary_bytes * (layout.tp if layout.sequence else 1)
     kind: Literal["reduce_scatter", "all_reduce"] = (
@@ -221,7 +222,7 @@ def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) ->
     if layout.pp == 1:
         return 0
     across = layout.tp * layout.dp >= cluster.gpus_per_node
-    # Ranks of a node send at the same time, each its part of the width.
+    # The ranks of a node send at the same time, each its part of the width.
     apart = across and not layout.sequence
     size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
     return machine.collective_ns("p2p", size, 2, 1 if across else 2)

@@ -1,4 +1,4 @@
-"""These processes plan beside this one."""
+"""`planners` starts processes that plan layouts in parallel with this one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WORKERS = min(2, os.cpu_count() or 1)
 
 
 def planners(count: int = WORKERS) -> ProcessPoolExecutor:
-    """Start the processes; each has process groups of its own, so it starts afresh."""
+    """Start the processes, by spawning: each needs its own process groups."""
     return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _quiet)
 
 
 def stop(pool: ProcessPoolExecutor) -> None:
-    """End the processes, in the middle of what they do."""
+    """Kill the processes, also in the middle of work."""
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
@@ -24,8 +24,8 @@ def stop(pool: ProcessPoolExecutor) -> None:
 
 
 def _quiet() -> None:
-    """In a worker: Ctrl-C is the parent's business, one thread is enough, and without a parent
-    there is nothing to do."""
+    """Set up a worker: it ignores Ctrl-C (the parent handles it), uses one thread, and ends with
+    its parent."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

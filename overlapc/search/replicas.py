@@ -1,5 +1,5 @@
-"""`Update` says how long a step takes for its weights: gradients summed over the replicas, the
-optimizer, and the new weights gathered."""
+"""`Update` predicts the time of a step's update: gradients are summed over the replicas, the
+optimizer runs, and the new weights are gathered."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-# float32 weight and moments read and written, gradient read, bf16 weight written
+# the optimizer reads and writes float32 weight and moments, reads the gradient, writes the bf16
+# weight
 _OPTIMIZER_MOVES = 2 * 12 + 4 + 2
 
 
 @dataclass(frozen=True)
 class Update:
-    """Gradients are summed by stage, each by a reduce-scatter that begins when the last of them is
-    there, or where the framework waits for all, behind these. The optimizer begins when all ranks'
-    are: it may scale by the norm of all. Each rank then gathers its weights in bf16. Of a model
-    that is run whole, or where the framework does not shard the optimizer, all replicas get the
-    sums, and have all of the optimizer."""
+    """A reduce-scatter sums the gradients of each stage. It begins when the stage's last gradient
+    is made, or, if the framework waits for all gradients, after the last of all. The optimizer
+    begins when the gradients of all ranks are summed, since it may scale by their norm. Each rank
+    then gathers its weights in bf16. If a model is planned whole, or the framework does not shard
+    the optimizer, all replicas get the sums and run the whole optimizer."""
 
-    reduce_ns: tuple[int, ...]  # by stage
+    reduce_ns: tuple[int, ...]  # reduction of each stage
     optimizer_ns: int
     gather_ns: int
-    late_ns: int = 0  # of reductions that begin when all gradients are there
+    late_ns: int = 0  # reductions that begin when all gradients are made
 
     @property
     def least_ns(self) -> int:
-        """How much of it comes after the last backward at least: its gradients are of one stage."""
+        """The least part that comes after the last backward, whose gradients are of one stage."""
         return min(self.reduce_ns) + self.after_ns
 
     @property
     def after_ns(self) -> int:
-        """How much of the update comes after all gradients."""
+        """The part of the update that comes after all gradients."""
         return self.late_ns + self.optimizer_ns + self.gather_ns
 
     @staticmethod

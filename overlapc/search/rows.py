@@ -1,5 +1,5 @@
-"""`Rows` says what a layout's rows take: a few microbatches after which the others go on alike, or
-all of them with recompute and weight gradients placed as `Pipeline` places them."""
+"""`Rows` predicts the time of a layout's rows: either from a few microbatches, which the others
+repeat, or from all of them, with recompute and weight gradients placed as in `Pipeline`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from overlapc.solvers.rows import PATIENCE, through_time
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a few microbatches and, where there are more, of one round fewer: what the two
-    differ by is how the steady state goes on."""
+    """Rows of a few microbatches and, if the step has more, of one round fewer: their difference is
+    the time of a round in the steady state."""
 
     few: Schedule
     fewer: Schedule | None = None
 
     @staticmethod
     def of(layout: Layout, count: int) -> Rows:
-        """Simulate so many microbatches, as the layout's schedule has them."""
+        """Make the rows for so many microbatches by the layout's schedule."""
         few = min(count, 4 * layout.pp)
         return Rows(layout.rows(few), layout.rows(few - layout.pp) if count > few else None)
 
     def last(self, costs: Sequence[StageCost], count: int, slowest_ns: int) -> int:
-        """How long so many microbatches take; each takes the slowest rank so long."""
+        """The time of so many microbatches, where each takes the slowest rank `slowest_ns`."""
         step_ns = simulate_pipeline(self.few, costs, trusted=True).step_ns
         if self.fewer is None:
             return step_ns
@@ -44,9 +44,8 @@ class Rows:
         count: int,
         slowest_ns: int,
     ) -> Rows:
-        """The fastest of these and, where weight gradients are apart, of a few ways to go through
-        time with what the stages take, within each of the limits on memory; the first of them where
-        it is no matter."""
+        """The fastest of these rows and, if weight gradients are separate, of a few rows made by
+        going through time with the stages' costs, within each limit on memory."""
         ways = [self]
         if not any(action.kind == "W" for action in self.few.actions):
             return self
@@ -63,8 +62,8 @@ class Rows:
 def placed(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], random: bool
 ) -> Schedule:
-    """Place the rows as `Pipeline` does for stages with one plan each. `limits` are what a rank may
-    hold; `random`: stages draw random numbers."""
+    """Place the rows as `Pipeline` does for stages with one plan each. `limits` is the memory of
+    each rank; `random`: stages draw random numbers."""
     _, rows, _ = plan_rows(schedule, figures(schedule, costs, limits, random))
     return rows
 
@@ -72,8 +71,8 @@ def placed(
 def figures(
     schedule: Schedule, costs: Sequence[StageCost], limits: Sequence[int], random: bool
 ) -> list[list[StageFigures]]:
-    """Return what the ranks of a `Pipeline` would tell each other. All that a rank may hold is said
-    of its first stage: only the sum counts."""
+    """Return the figures that the ranks of a `Pipeline` would exchange. A rank's whole memory is
+    given to its first stage, since only the sum over its stages counts."""
     first = {rank: stage for stage, rank in sorted(schedule.rank_of.items(), reverse=True)}
     shares = {stage: limits[rank] for rank, stage in first.items()}
     return [
@@ -82,9 +81,9 @@ def figures(
 
 
 def least_ns(layout: Layout, costs: Sequence[StageCost], count: int) -> int:
-    """Bound rows of these stages from below: a rank begins when the forwards before its first stage
-    have come; then it does all its work, or all but weight gradients before the gradients go back
-    through the stages before."""
+    """Bound rows of these stages from below. A rank begins after the forwards of the stages before
+    its first. It then runs all its work, or all but weight gradients, before the gradients go back
+    through the earlier stages."""
     back = [c.recompute_ns + c.input_ns + c.weight_ns for c in costs]
     back = [min(c.whole_ns or full, full) for c, full in zip(costs, back, strict=True)]
     inputs = [min(full, c.recompute_ns + c.input_ns) for c, full in zip(costs, back, strict=True)]

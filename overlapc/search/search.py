@@ -1,8 +1,8 @@
-"""`search` finds the layout whose step is fastest: it tries all of them, the best bound first.
+"""`search` finds the fastest layout: it tries all layouts, the best bound first.
 
-A layout whose bound is no better than what was found is left out: the winner is that of trying all.
-Layers are split evenly till then, and for a winner with one stage a rank as is best. Rows are
-placed where a layout could win by it.
+A layout whose bound is no better than the best step so far is left out, so the winner is the same
+as if all were tried. Layers are split evenly during the search; at the end the winner, if each rank
+has one stage, gets its best split. Rows are placed where that could make a layout win.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from overlapc.search.units import Unit, UnitKey, make_unit
 from overlapc.search.whole import as_it_runs
 from overlapc.solvers import FIELD
 
-_LESS = (0.85, 0.7, 0.55)  # of the memory that the best layout takes
-_TRIES = 60  # layouts to look at for the least memory that works
-_OPT_SECONDS = 10.0  # that opt has for all stages where it is only compared
+_LESS = (0.85, 0.7, 0.55)  # shares of the best layout's memory that are tried
+_TRIES = 60  # layouts to try for the least memory that works
+_OPT_SECONDS = 10.0  # time of opt for all stages, where it is only compared
 
 
 @dataclass
 class Progress:
-    """Where a search stands: the best so far, a bound on what is left, and how much that is."""
+    """The state of a search: the best so far, a bound on the remaining layouts, and their
+    number."""
 
     best: Found | None
     bound_ns: int
@@ -57,21 +58,21 @@ class Progress:
 @dataclass
 class Result:
     """The result of a search. `tried` are all layouts that were planned; `pruned` could not win.
-    `less` is the best of them with less memory, `rivals` what other solvers find at best, each on
-    the layout that suits it."""
+    `less` has the best layout with less memory; `rivals` has the best of other solvers, each on its
+    own best layout."""
 
     best: Found | None
     tried: list[Found] = field(default_factory=list)
     less: list[Found] = field(default_factory=list)
     rivals: list[Found] = field(default_factory=list)
-    planned: list[Found] = field(default_factory=list)  # all that the rivals tried
-    unit: Unit | None = None  # what was captured for the best
-    outcome: Outcome | None = None  # how the best came about, unless it was known before
+    planned: list[Found] = field(default_factory=list)  # all layouts that the rivals tried
+    unit: Unit | None = None  # the capture of the best
+    outcome: Outcome | None = None  # plans of the best, unless it came from the cache
     pruned: int = 0
-    bound_ns: int = 0  # on every layout, tried or not
+    bound_ns: int = 0  # a bound on every layout, tried or not
     seconds: float = 0.0
     interrupted: bool = False
-    certain: bool = True  # where nothing fits: the least memory named was tried
+    certain: bool = True  # if nothing fits: the named least memory was tried
 
 
 def search(
@@ -87,10 +88,10 @@ def search(
     cache: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
-    """Find the layout whose step is shortest with its stages' best plans, and so many to compare it
-    with; and for each of the rivals, which are solvers, its own best. Ctrl-C or SIGTERM ends it
-    with the best so far. With `cache`, what was planned is kept in that folder and not planned
-    again."""
+    """Find the layout whose step is shortest with its stages' best plans, and `top` layouts to
+    compare it with; and for each solver among the rivals its own best layout. Ctrl-C or SIGTERM
+    ends the search with the best so far. `cache` is a folder that keeps planned layouts for later
+    searches."""
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
@@ -105,7 +106,7 @@ def search(
     run = _Run(model, cluster, solver, known, prune)
     for layout in every:
         run.add(layout)
-    found: list[Found] = []  # of the rivals
+    found: list[Found] = []  # planned for the rivals
     planned: list[Found] = []
     unit: Unit | None = None
     try:
@@ -164,8 +165,8 @@ def compare(
     solvers: Sequence[str],
     planned: Sequence[Found] = (),
 ) -> list[Found]:
-    """Plan the chosen layout by each solver, its layers divided as chosen or evenly, whichever is
-    faster. What is among `planned` is not planned again."""
+    """Plan the chosen layout by each solver, with its layers divided as chosen or evenly, whichever
+    is faster. Layouts among `planned` are not planned again."""
     splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages))}
     known = {(f.solver, f.layers): f for f in planned if f.layout == chosen.layout}
     limit = _OPT_SECONDS / (chosen.layout.pp * len(splits))
@@ -175,7 +176,7 @@ def compare(
             try:
                 tasks = {
                     (solver, s): pool.submit(_evaluated, *where, solver, s, limit)
-                    for solver in sorted(solvers, key="opt".__ne__)  # it takes longest
+                    for solver in sorted(solvers, key="opt".__ne__)  # the slowest first
                     for s in splits
                     if solver != chosen.solver and (solver, s) not in known
                 }
@@ -198,12 +199,13 @@ def _ended(error: BrokenProcessPool) -> OverlapcError:
 
 
 def rank(found: Found) -> tuple[bool, int, Layout]:
-    """The sort key of a layout: what fits first, the fastest first."""
+    """The sort key of a layout: layouts that fit first, and among them the fastest."""
     return not found.fits, found.step_ns or found.smallest_bytes, found.layout
 
 
 class _Run:
-    """Layouts by their bounds. One whose blocks were not captured yet has a first, rough bound."""
+    """A running search: layouts by their bounds. Until its blocks are captured, a layout has a
+    first, rough bound."""
 
     def __init__(
         self, model: Model, cluster: Cluster, solver: str, known: Cache, prune: bool
@@ -211,17 +213,17 @@ class _Run:
         self.model, self.cluster, self.solver = model, cluster, solver
         self.known, self.prune = known, prune
         self.units: dict[UnitKey, Unit] = {}
-        self.waiting: dict[UnitKey, list[Layout]] = {}  # for a capture
+        self.waiting: dict[UnitKey, list[Layout]] = {}  # layouts that wait for a capture
         self.heap: list[tuple[int, Layout]] = []
         self.running: dict[Future[Any], tuple[int, Layout | UnitKey]] = {}
-        self.passed: list[tuple[int, Layout]] = []  # that cannot win
+        self.passed: list[tuple[int, Layout]] = []  # layouts that cannot win
         self.best: Found | None = None
-        self.outcome: Outcome | None = None  # of the best
+        self.outcome: Outcome | None = None  # plans of the best
         self.tried: list[Found] = []
         self.less: list[Found] = []
         self.interrupted = self.complete = False
-        self.certain = False  # that the least memory named does work
-        self.least: dict[UnitKey, Unit] = {}  # what the solver's plans take at least
+        self.certain = False  # is the named least memory known to work?
+        self.least: dict[UnitKey, Unit] = {}  # with the least times of the solver's plans
 
     def add(self, layout: Layout) -> None:
         found = self.known.get(layout)
@@ -248,7 +250,7 @@ class _Run:
             self.best, self.outcome = found, outcome
 
     def improve(self, outcome: Outcome) -> None:
-        """The best layout has become this."""
+        """Take this as the best layout."""
         assert self.best is not None
         self.tried[self.tried.index(self.best)] = self.best = outcome.found
         self.outcome = outcome
@@ -300,7 +302,7 @@ class _Run:
             self.known.put(found)
 
     def neighbours(self, pool: ProcessPoolExecutor, count: int) -> None:
-        """Plan the next by their bounds until so many fit, to be shown beside the winner."""
+        """Plan the next layouts by bound until so many fit, to be shown beside the winner."""
         count -= sum(found.fits for found in self.tried)
         close = sorted(p for p in self.passed if self.key(p[1]) in self.units)[: max(0, count)]
         where = self.model, self.cluster
@@ -315,7 +317,7 @@ class _Run:
             self.known.put(task.result())
 
     def divide(self, pool: ProcessPoolExecutor) -> None:
-        """Until here every layout had an even split: the best gets the best split."""
+        """Give the best layout its best split of layers; so far every layout had an even split."""
         even = self.best
         assert even is not None
         unit = self.unit(self.key(even.layout), pool)
@@ -331,8 +333,8 @@ class _Run:
             self.improve(replace(outcome, found=found))
 
     def look_again(self, pool: ProcessPoolExecutor) -> None:
-        """Until here the best was planned by a few of its blocks. Where the model has all of them
-        it is planned whole, if that fits."""
+        """Plan the best layout whole, if the model has its ends and it fits; so far a few blocks
+        stood for all."""
         assert self.best is not None
         if self.model.whole and self.solver not in FIELD:
             outcome = pool.submit(_whole, self.model, self.cluster, self.best).result()
@@ -340,7 +342,7 @@ class _Run:
                 self.improve(outcome)
 
     def squeeze(self, pool: ProcessPoolExecutor) -> None:
-        """What less memory would cost the best layout."""
+        """Plan the best layout with less memory, to show what that would cost."""
         best = self.best
         assert best is not None
         tasks: list[Future[Found]] = []
@@ -362,7 +364,7 @@ class _Run:
 
     @property
     def quick(self) -> str:
-        """The solver for many stages: opt takes seconds for each."""
+        """The solver to use for many stages: heu instead of opt, which takes seconds for each."""
         return "heu" if self.solver == "opt" else self.solver
 
     def unit(self, key: UnitKey, pool: ProcessPoolExecutor) -> Unit:
@@ -371,8 +373,9 @@ class _Run:
         return self.units[key]
 
     def find_smallest(self, pool: ProcessPoolExecutor) -> None:
-        """Nothing fits: the least memory that surely works. What was found so far may be too little
-        still, of a stage behind the one that blocked, or of weights alone."""
+        """Nothing fits: find the least memory that surely works. The figures so far may be too
+        small: later stages may need more than the one that failed first, or the figure covers
+        weights alone."""
         sizes = [(found.smallest_bytes, found.layout) for found in self.tried]
         heapq.heapify(sizes)
         for _ in range(_TRIES):
@@ -395,8 +398,8 @@ class _Run:
         return UnitKey.of(self.model, self.cluster, layout)
 
     def bound(self) -> int:
-        """No layout that fits takes less, whatever its plans: those planned have bounds of their
-        own, below what the solver found; those left out are no better than the best found."""
+        """A bound on every layout that fits, with any plans: planned layouts have their own bounds,
+        below their steps; left-out layouts are no better than the best step found."""
         left = [bound for bound, _ in self.heap] + [bound for bound, _ in self.running.values()]
         found = [found.bound_ns for found in self.tried if found.fits]
         return min([*left, *found], default=0)
@@ -430,7 +433,8 @@ def _tried(
     layers: Sequence[int] | None = None,
     below_ns: float = math.inf,
 ) -> tuple[Found, Outcome | None]:
-    """How it came about is told of what may be the best: it is much to send."""
+    """Plan a layout in a worker. Its plans are sent back only if it may be the best, since they are
+    large."""
     where = model, cluster, layout, unit, solver
     outcome = evaluate(*where, layers=layers, below_ns=below_ns)
     return outcome.found, outcome if outcome.found.step_ns < below_ns else None

@@ -1,4 +1,5 @@
-"""`make_unit` captures once what many layouts share: a few blocks and the head, on one rank."""
+"""`make_unit` captures a few blocks and the head on one rank, once for all layouts that share
+them."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from overlapc.stages import in_parts
 from overlapc.valid import validated
 
 _HEAD = "head"
-BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
+BLOCKS = 4  # so many are captured, or one period; a longer stage is a multiple
 
 
 @dataclass(frozen=True)
 class UnitKey:
-    """Names all that a capture depends on."""
+    """Everything that a capture depends on."""
 
     model: Model
     hardware: str
@@ -56,13 +57,13 @@ class UnitKey:
 
 @dataclass(frozen=True)
 class Least:
-    """Nanoseconds that blocks take at least, whatever their plan and their memory: for a
-    microbatch, for its forward, and for its backward without weight gradients."""
+    """The least nanoseconds of the blocks, under any plan and memory: of a microbatch, of its
+    forward, and of its backward without weight gradients."""
 
     whole: int
     forward: int
     inputs: int
-    merged: int  # with the forward of another microbatch
+    merged: int  # a backward merged with the forward of another microbatch
 
     @staticmethod
     def of(problem: Problem) -> Least:
@@ -74,30 +75,31 @@ class Least:
 
 @dataclass(frozen=True)
 class Unit(Record):
-    """A few blocks as a problem, the head as another, and what travels between stages."""
+    """A few blocks as a problem, the head as another, and the transfers between stages."""
 
     blocks: int
     problem: Problem
-    received: tuple[str, ...]  # its inputs that another stage makes
+    received: tuple[str, ...]  # inputs that another stage makes
     head: Problem
     boundary_bytes: int
-    table_bytes: int  # of a rank's part of the embedding
+    table_bytes: int  # bytes of a rank's part of the embedding
     least: Least
     head_ran: Timeline
 
     def planned_by(self, solver: str) -> Unit:
-        """The same; where the solver has one plan, whatever the memory, with what that takes."""
+        """The unit for a solver. If the solver has one plan for any memory, its least times are
+        those of that plan."""
         if solver not in BASELINES:
             return self
         plan = solve(replace(self.problem, budget_bytes=None), solver)
-        orders = plan, in_parts(self.problem.trace, plan)  # as schedules may want it
+        orders = plan, in_parts(self.problem.trace, plan)  # whole or in parts, as schedules need it
         took = min(simulate(self.problem, order).step_ns for order in orders)
         return replace(self, least=replace(self.least, whole=max(took, self.least.whole)))
 
     @cached_property
     def with_head(self) -> Problem:
-        """The blocks, and between their forward and their backward what the head holds meanwhile:
-        its memory alone."""
+        """The problem of the blocks with an op between forward and backward that takes the head's
+        memory, and no time."""
         trace = self.problem.trace
         maker = {name: trace.op.get(trace.value[name].producer) for name in trace.outputs}
         made = tuple(name for name, op in maker.items() if op is not None and op.is_forward)
@@ -111,8 +113,8 @@ class Unit(Record):
 
 def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
     """Capture the key's blocks and head on fake tensors and ranks, with estimated costs. The
-    process has no process groups before and after. Unless it is to be `bounded`, nothing is known
-    of what the blocks take at least, which takes longer than all the rest."""
+    process must have no process groups, and has none afterwards. Only if `bounded` the least times
+    are computed, which takes longer than all the rest."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -157,7 +159,7 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     framework = find_framework(key.framework)
     add_ns = machine.add_ns_per_kib
     if not key.model.whole:
-        add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
+        add_ns = machine.memory_ns(framework.added_moves * 512)  # in elements of two bytes
     step = TrainingStep(gradients=tuple(parameter_gradients(captured)), add_ns_per_kib=add_ns)
     problem = step.microbatch(
         captured.trace, estimate(captured, machine, known=known, attention=framework.attention)
@@ -167,9 +169,9 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
 
 
 def _launched(problem: Problem, framework: Framework) -> Profile:
-    """The costs as a framework runs the ops. Its host launches them one by one: a forward or a
-    backward takes no less than the host does for it, and what the device waits is spread evenly
-    over the kernels."""
+    """The costs under a framework whose host launches ops one by one: a forward or a backward takes
+    no less time than the host needs for it. The device's waits are spread evenly over the
+    kernels."""
     profile = problem.profile
     costs = {
         name: replace(cost, compute_ns=round(cost.compute_ns * framework.slower))

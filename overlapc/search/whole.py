@@ -1,9 +1,8 @@
-"""`as_it_runs` plans a layout whole, by the calls that `Pipeline` makes.
+"""`as_it_runs` plans all blocks and ends of a layout, by the calls that `Pipeline` makes.
 
-`evaluate` plans a few blocks and thinks of all the others as of these, so that many layouts can be
-tried. Where the user's function gives what is before and behind the blocks, too, the winner is then
-looked at once more by `as_it_runs`. Given the same costs, `Pipeline` and `TrainStep` predict what
-this predicts.
+`evaluate` plans a few blocks that stand for all, so that many layouts can be tried. If the user's
+function also gives what is before and behind the blocks, `as_it_runs` then plans the winner whole.
+Given the same costs, `Pipeline` and `TrainStep` predict the same step.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A stage captured, what comes from and goes to other stages, and its parameters' bytes."""
+    """A captured stage, its transfers from and to other stages, and its parameters' bytes."""
 
     captured: Captured
     gradients: tuple[str, ...]
-    received: tuple[str, ...]  # inputs that other stages make
-    coming: int  # bytes of them that are activations
+    received: tuple[str, ...]  # inputs that other stages send
+    coming: int  # bytes of the activations among them
     going: int
     parameters: tuple[int, ...]
 
 
 def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
-    """Plan what `Pipeline` will plan for this layout and its split of the layers. The process has
-    no process groups before and after. Infeasible where that does not fit after all."""
+    """Plan what `Pipeline` will plan for this layout and its split of the layers; raises Infeasible
+    if that does not fit. The process must have no process groups, and has none afterwards."""
     from overlapc.search.groups import fake_groups
 
     layout = found.layout
@@ -76,7 +75,7 @@ def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
 
 
 def _captured(model: OwnModel, layout: Layout, stage: int, layers: int, groups: Any) -> _Whole:
-    """The stage on fake tensors, traced as on a rank that runs it."""
+    """Capture a stage on fake tensors, traced as on its rank."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -150,7 +149,7 @@ def _outcome(
     reports: Sequence[Report],
     figures: Sequence[StageFigures],
 ) -> Outcome:
-    """The figures of the planned stages in their rows."""
+    """Make the figures of the planned stages in their rows."""
     layout = found.layout
     costs = tuple(figure.cost for figure in figures)
     stages = [_stage(report, figure) for report, figure in zip(reports, figures, strict=True)]
@@ -158,7 +157,8 @@ def _outcome(
     static = static_bytes(model, layout, found.layers)
 
     def simulated(costs: Sequence[StageCost]) -> PipelineTimeline:
-        """Without the replicas' sums. Steps are merged where one rank has one stage."""
+        """Simulate without the replicas' sums. Steps are merged if there is one rank with one
+        stage."""
         return simulate_pipeline(rows, costs, lambda step: stages[0].merged_ns, static)
 
     timeline = simulated(costs)
@@ -195,8 +195,8 @@ def _outcome(
 
 
 def _stage(report: Report, figure: StageFigures) -> Stage:
-    """The stage as the search knows them. Its peak is that of its merged pieces alone, beside what
-    its rank holds throughout."""
+    """Convert a planned stage to the search's `Stage`. Its peak is that of its merged graphs alone,
+    without what its rank holds throughout."""
     merged = report.merged
     peak_bytes = 0
     if merged is not None:

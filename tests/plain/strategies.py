@@ -422,6 +422,18 @@ def _pick(rng: Random, names: Iterable[str]) -> str | None:
     return rng.choice(names) if names else None
 
 
+def _also_saved(plan: Plan, name: str | None, why: str) -> tuple[Plan, str] | None:
+    if name is None:
+        return None
+    return replace(plan, saved=(name, *plan.saved)), f"{name} is saved, but{why}"
+
+
+def _also_recomputed(plan: Plan, name: str | None, why: str) -> tuple[Plan, str] | None:
+    if name is None:
+        return None
+    return replace(plan, order=(*plan.order, f"R:{name}")), f"R:{name} {why}"
+
+
 @_breaks
 def _other_trace(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
     return replace(plan, digest="0123456789abcdef"), "was made for trace 0123456789abcdef"
@@ -474,46 +486,27 @@ def _saved_input(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] 
 def _saved_backward(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
     ops = [op for op in problem.trace.ops if not op.is_forward]
     name = _pick(rng, (name for op in ops for name in op.outputs))
-    return (
-        None
-        if name is None
-        else (replace(plan, saved=(name, *plan.saved)), f"{name} is saved, but")
-    )
+    return _also_saved(plan, name, "")
 
 
 @_breaks
 def _saved_start(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
     ops = [op for op in problem.trace.ops if op.is_forward and op.role == "start"]
     name = _pick(rng, (name for op in ops for name in op.outputs))
-    return (
-        None
-        if name is None
-        else (replace(plan, saved=(name, *plan.saved)), f"{name} is saved, but the coll")
-    )
+    return _also_saved(plan, name, " the coll")
 
 
 @_breaks
 def _recompute_backward(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
     name = _pick(rng, (op.name for op in problem.trace.ops if not op.is_forward))
-    return (
-        None
-        if name is None
-        else (replace(plan, order=(*plan.order, f"R:{name}")), f"R:{name} recomputes an op")
-    )
+    return _also_recomputed(plan, name, "recomputes an op")
 
 
 @_breaks
 def _recompute_once(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, str] | None:
     ops = problem.trace.ops
     name = _pick(rng, (op.name for op in ops if op.is_forward and not op.recomputable))
-    return (
-        None
-        if name is None
-        else (
-            replace(plan, order=(*plan.order, f"R:{name}")),
-            f"R:{name} recomputes an op that may run only once",
-        )
-    )
+    return _also_recomputed(plan, name, "recomputes an op that may run only once")
 
 
 @_breaks
@@ -526,14 +519,7 @@ def _recompute_saved(problem: Problem, plan: Plan, rng: Random) -> tuple[Plan, s
             if op.is_forward and op.recomputable and set(op.outputs) <= set(plan.saved)
         ),
     )
-    return (
-        None
-        if name is None
-        else (
-            replace(plan, order=(*plan.order, f"R:{name}")),
-            f"R:{name} is issued, but all that {name} makes is saved",
-        )
-    )
+    return _also_recomputed(plan, name, f"is issued, but all that {name} makes is saved")
 
 
 @_breaks

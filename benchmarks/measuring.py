@@ -1,0 +1,62 @@
+"""How benchmarks measure a step on several ranks: times, peaks, waits, agreed among the ranks."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from examples.common import measure_exposed
+from overlapc.profiler.memory import measure_peak
+
+Run = Callable[[], object]
+REPEATS = 3
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A module of its own around the same parameters, so that only one copy of them exists."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Copies of the gradients that the model has."""
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def slowest(value: float) -> float:
+    """The greatest of the ranks' values, on every rank."""
+    agreed = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return agreed.item()
+
+
+def timed_ms(run: Run) -> float:
+    """Milliseconds of a run that all ranks begin together, on the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    return slowest(time.perf_counter() - start) * 1e3
+
+
+def least_peak(model: nn.Module, run: Run) -> int:
+    """The least of a few measured peaks, on the rank that has most: one measurement can be too
+    high by a buffer, never too low."""
+
+    def once() -> int:
+        model.zero_grad()
+        return measure_peak(run)
+
+    return int(slowest(min(once() for _ in range(REPEATS))))
+
+
+def exposed_ms(run: Run) -> list[float]:
+    """By rank, milliseconds in waits for collectives: the median of a few runs."""
+    mine = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    mine[dist.get_rank()] = statistics.median(measure_exposed(run) for _ in range(REPEATS)) * 1e3
+    dist.all_reduce(mine)
+    return mine.tolist()
