@@ -350,7 +350,8 @@ class Run:
             raise RankError(
                 f"rank {self.links.rank} at action {self.at}, {what}: {first_line}; expected it "
                 f"within {self.links.patience_s:.3g} s: see the output of that rank for why it "
-                "ended or is late"
+                "ended or is late. A stage whose forward changes what it reads is traced anew "
+                "within the step: change that between steps, or pass a larger timeout_s"
             ) from error
 
 
