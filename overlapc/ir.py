@@ -186,7 +186,9 @@ class Trace(Record):
             found = {late: late - steps * len(begun) for late in begun - ended}
             if not (ended - begun).isdisjoint(found.values()):
                 return found
-        raise InvalidProblem(f"microbatches {sorted(ended)} are no steps behind {sorted(begun)}")
+        raise InvalidProblem(
+            f"microbatches {sorted(ended)} are not whole steps behind {sorted(begun)}"
+        )
 
     @cached_property
     def lag(self) -> int:
