@@ -420,6 +420,7 @@ class Timeline:
 
 
 def issue(op: str, recomputed: bool = False) -> str:
+    """Write an issue of a plan: `gelu`, or `R:gelu` for its recompute."""
     return RECOMPUTE + op if recomputed else op
 
 
@@ -431,4 +432,5 @@ def parse_issue(text: str) -> tuple[str, bool]:
 
 
 def issues(order: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Split each issue of an order."""
     return (parse_issue(text) for text in order)

@@ -234,4 +234,5 @@ def static_bytes(
 
 
 def microbatches(cluster: Cluster, layout: Layout) -> int:
+    """The number of microbatches of a layout's step."""
     return cluster.global_batch // layout.dp // layout.microbatch
