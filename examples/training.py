@@ -1,4 +1,4 @@
-"""Trains an example's variants side by side and compares them: what both `train.py` share."""
+"""`compare` trains an example's variants side by side and compares them, for both `train.py`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def compare(
 ) -> None:
     """Train each of `args.variants` on the same batches, print the comparison, and end this rank.
 
-    `build` makes the model. With `--pp` it is cut into stages over the ranks of `along`,
-    and `loss` comes behind the last one. Ranks of one `stream` read the same batches.
+    `build` makes the model. With `--pp` the model is cut into stages over the ranks of `along`, and
+    `loss` comes behind the last stage. Ranks of one `stream` read the same batches.
     """
 
     def variant(name: str) -> common.Variant:

@@ -145,7 +145,7 @@ def for_search(tensor: dist.ProcessGroup | None, expert: dist.ProcessGroup | Non
 
 
 class Embed(nn.Module):
-    """What is before the blocks, as `Repeats` takes it."""
+    """The embedding before the blocks, for `Repeats(first=...)`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Embed(nn.Module):
 
 
 class Scores(nn.Module):
-    """What is behind the blocks, as `Repeats` takes it."""
+    """The norm and the scores behind the blocks, for `Repeats(last=...)`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Scores(nn.Module):
 
 
 def with_ends(config: GPTConfig, tensor: dist.ProcessGroup | None) -> Repeats:
-    """A GPT with what is before and behind its blocks, so that a search plans its winner whole."""
+    """A GPT with its embedding, scores and loss, so that a search plans its winner whole."""
     return Repeats(
         Block(config, Shard(tensor)),
         config.layers,
