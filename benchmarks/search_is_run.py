@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,7 +34,7 @@ from benchmarks.duplex import init_duplex
 from benchmarks.lab import NotPermitted, ShapedPair, interleaved, parse_rates, ratio, write_results
 from benchmarks.measuring import timed_ms
 from examples.common import Text, leave, say
-from examples.gpt.model import Block, GPTConfig, Shard, cross_entropy
+from examples.gpt.model import GPTConfig, with_ends
 from overlapc import Repeats
 from overlapc.passes.capture import capture
 from overlapc.planning.report import Report
@@ -64,31 +64,8 @@ def size() -> GPTConfig:
     return GPTConfig(layers=layers, width=width, heads=width // 64, max_seq=seq)
 
 
-class Embed(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.words = nn.Embedding(config.vocab, config.width)
-        self.places = nn.Embedding(config.max_seq, config.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
-
-
-class Scores(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.width)
-        self.words = nn.Linear(config.width, config.vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.words(self.norm(x))
-
-
 def model(tensor: Any, expert: Any) -> Repeats:
-    c = size()
-    sizes = c.layers, c.width, c.max_seq, c.vocab, c.heads
-    ends = {"first": Embed(c), "last": Scores(c), "loss": cross_entropy}
-    return Repeats(Block(c, Shard(tensor)), *sizes, **ends)
+    return with_ends(size(), tensor)
 
 
 # --------------------------------------------------------------------------- on the ranks

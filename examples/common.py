@@ -1,8 +1,8 @@
-"""What both examples share: starting ranks, the link between them, text, and fair comparison.
+"""Code that all examples share: starting ranks, the link between them, text, and fair comparison.
 
-A comparison trains several copies of one model, *variants*, in the same processes: every step
-runs each variant once on the same batch with the same random state, so machine noise falls on
-all alike, and the ratio of their times is taken step by step.
+A comparison trains several copies of one model, *variants*, in the same processes. Every step runs
+each variant once on the same batch with the same random state, so machine noise affects all
+equally, and ratios of times are taken step by step.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ LINK_LATENCY_S = 100e-6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start, where torchrun did not")
+    add("--ranks", type=int, default=2, help="processes to start without torchrun")
     add("--steps", type=int, default=20)
-    add("--batch", type=int, default=2, help="of one microbatch")
-    add("--microbatches", type=int, default=1, help="whose gradients are added up in a step")
+    add("--batch", type=int, default=2, help="sequences in a microbatch")
+    add("--microbatches", type=int, default=1, help="microbatches in a step")
     add("--seq", type=int, default=256)
     add("--layers", type=int, default=4)
     add("--width", type=int, default=256)
     add("--dropout", type=float, default=0.0)
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--link", choices=["emulated", "none"], default="emulated", help="between the ranks")
+    add("--link", choices=["emulated", "none"], default="emulated", help="link between the ranks")
     add("--link-mbit", type=float, default=400.0, help="bandwidth of the emulated link")
     add("--memory-budget", type=budget, help='bytes, "8GB", or a fraction of eager\'s peak')
     add("--solver", default="overlap", help="overlap, heu, opt, or a baseline")
     add("--backend", choices=["eager", "inductor"], default="eager")
-    add("--variants", default="overlapc", help="of eager, checkpoint, overlapc, with commas")
+    add("--variants", default="overlapc", help="some of eager,checkpoint,overlapc")
     everything = {"action": "store_const", "const": "eager,checkpoint,overlapc"}
     add("--compare", dest="variants", help="all variants, side by side", **everything)
 
 
 def budget(text: str) -> int | float | str:
-    """A memory budget as `overlapc.optimize` takes it: "9000" bytes, "0.5", "8GB"."""
+    """Parse a memory budget for `overlapc.optimize`: "9000" bytes, "0.5", "8GB"."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -88,8 +88,8 @@ def connect(link: str, mbit: float, device: str) -> dist.ProcessGroup:
 def leave() -> None:
     """End this rank, all together and at once.
 
-    Gloo's threads let go of tensors a little after a collective was waited for. One that does
-    while the interpreter is going down aborts the process (pytorch/pytorch#179291).
+    Gloo's threads free tensors a little after the wait for a collective. If that happens while the
+    interpreter shuts down, it aborts the process (pytorch/pytorch#179291).
     """
     dist.barrier()
     dist.destroy_process_group()
@@ -99,7 +99,7 @@ def leave() -> None:
 
 
 def say(text: str) -> None:
-    """Talk goes to stderr, and once."""
+    """Print a message to stderr, on one rank only."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
@@ -113,7 +113,7 @@ class Text:
         self.tokens = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     def batch(self, step: int, stream: int, batch: int, seq: int) -> tuple[Tensor, Tensor]:
-        """Inputs and next-byte targets; the same numbers give the same batch, always."""
+        """Inputs and next-byte targets; the same arguments always give the same batch."""
         generator = torch.Generator().manual_seed(1_000_003 * stream + step)
         starts = torch.randint(len(self.tokens) - seq - 1, (batch, 1), generator=generator)
         window = self.tokens[starts + torch.arange(seq + 1)].long()
@@ -141,7 +141,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def accumulate(model: nn.Module, microbatches: list[Batch]) -> list[Tensor]:
-    """Gradients of all microbatches, one after the other; returns the losses."""
+    """Add up the gradients of all microbatches, one after the other; return the losses."""
     losses = []
     for microbatch in microbatches:
         loss = model(*microbatch)
@@ -153,7 +153,8 @@ def accumulate(model: nn.Module, microbatches: list[Batch]) -> list[Tensor]:
 def optimized(
     model: nn.Module, args: argparse.Namespace
 ) -> tuple[nn.Module, Callable[[nn.Module, list[Batch]], list[Tensor]]]:
-    """The model as overlapc trains it, and how it adds up gradients: merged, or in slices."""
+    """The model as overlapc trains it, and the function that adds up its gradients: merged, or in
+    slices."""
     options = {"memory_budget": args.memory_budget, "solver": args.solver}
     if args.microbatches > 1 or args.slices > 1:
         step = overlapc.TrainStep(model, slices=args.slices, **options)
@@ -163,7 +164,7 @@ def optimized(
 
 @dataclass
 class Variant:
-    """One way to run the training step, and what was seen of it."""
+    """One way to run the training step, and its measurements."""
 
     name: str
     model: nn.Module
@@ -176,8 +177,8 @@ class Variant:
     exposed_seconds: float = 0.0
 
     def forward_backward(self, batch: list[Batch], seed: int) -> Tensor:
-        """Gradients of one batch, from cleared gradients and a fixed random state; the loss is
-        the mean of its microbatches'."""
+        """Compute the gradients of one batch, from cleared gradients and a fixed random state;
+        return the mean of the microbatches' losses."""
         self.optimizer.zero_grad()
         torch.manual_seed(seed)
         return torch.stack(self.add_up(self.model, batch)).mean()
@@ -207,7 +208,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def inspect(variant: Variant, batch: list[Batch], seed: int) -> None:
-    """Peak memory and time spent waiting for communication, in untimed steps of their own."""
+    """Measure peak memory and the time spent in waits for communication, in separate untimed
+    steps."""
     device = batch[0][0].device
     run = lambda: variant.forward_backward(batch, seed)  # noqa: E731
     peaks = []
@@ -221,7 +223,7 @@ def inspect(variant: Variant, batch: list[Batch], seed: int) -> None:
 
 
 def measure_exposed(fn: Callable[[], object]) -> float:
-    """Seconds that `fn` stood in waits for collectives. (On CUDA, waits only order streams.)"""
+    """Seconds that `fn` spends in waits for collectives. (On CUDA, waits only order streams.)"""
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         fn()
@@ -265,7 +267,7 @@ def apart(reference: list[Tensor], other: list[Tensor]) -> float:
 
 
 def verdict(reference: list[Tensor], other: list[Tensor]) -> str:
-    """How they compare: slices are added up in an order of their own, which rounds otherwise."""
+    """Say how two results compare. Slices sum in another order, so they may differ by rounding."""
     if same(reference, other):
         return "equal"
     off = apart(reference, other)
@@ -273,7 +275,7 @@ def verdict(reference: list[Tensor], other: list[Tensor]) -> str:
 
 
 def report(variants: list[Variant], batch: list[Batch]) -> None:
-    """Print the comparison; the first variant is what the others must equal."""
+    """Print the comparison; the others must equal the first variant."""
     for variant in variants:
         inspect(variant, batch, seed=0)
     first = variants[0]

@@ -1,4 +1,4 @@
-"""Either example as a pipeline: its model in stages, and its training step by overlapc and by
+"""Runs an example as a pipeline: its model in stages, and its training step by overlapc and by
 `torch.distributed.pipelining`, for a comparison as in `common.py`."""
 
 from __future__ import annotations
@@ -39,16 +39,14 @@ SEVERAL = ("interleaved", "zero-bubble", "zero-bubble-v")  # that take a list of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--pp", type=int, default=1, help="stages of a pipeline, over as many of the ranks")
-    add("--schedule", choices=sorted(THEIRS), default="1f1b", help="of the pipeline")
-    add(
-        "--slices", type=int, default=1, help="that overlapc cuts each microbatch into, not in --pp"
-    )
+    add("--pp", type=int, default=1, help="pipeline-parallel ranks")
+    add("--schedule", choices=sorted(THEIRS), default="1f1b", help="schedule of the pipeline")
+    add("--slices", type=int, default=1, help="slices of each microbatch, without --pp")
 
 
 class Stage(nn.Module):
-    """A part of an example's model for one place of a pipeline: some blocks, and what is at the
-    ends."""
+    """A stage of an example's model: some blocks, and embedding or head if it is the first or the
+    last stage."""
 
     def __init__(self, model: nn.Module, blocks: range) -> None:
         super().__init__()
@@ -68,7 +66,7 @@ class Stage(nn.Module):
 
 
 def cut_into_stages(model: nn.Module, stages: int) -> list[Stage]:
-    """As even as it goes; the first stages have one block more where it does not."""
+    """Cut the model as evenly as possible; the first stages have one block more if needed."""
     counts = [len(part) for part in torch.arange(len(model.blocks)).tensor_split(stages)]
     ends = [sum(counts[: i + 1]) for i in range(stages)]
     return [Stage(model, range(end - n, end)) for n, end in zip(counts, ends, strict=True)]
@@ -87,7 +85,7 @@ class Stages(nn.ModuleList):
 
 
 def stages_here(model: nn.Module, group: dist.ProcessGroup, args: argparse.Namespace) -> Stages:
-    """The part of the model that is this rank's of the pipeline over `group`."""
+    """This rank's stages of the model, in a pipeline over `group`."""
     if group.size() != args.pp:  # torchrun started others
         raise SystemExit(
             f"--pp {args.pp} on {group.size()} ranks: expected as many ranks as stages"
@@ -101,7 +99,8 @@ def stages_here(model: nn.Module, group: dist.ProcessGroup, args: argparse.Names
 def step_of(
     name: str, stages: Stages, loss: Loss, group: dist.ProcessGroup, args: argparse.Namespace
 ) -> Callable[..., Any]:
-    """How the variant of that name adds up gradients: PyTorch's runtime, or ours."""
+    """Make the function that adds up gradients for the variant of that name: by PyTorch's runtime,
+    or ours."""
     numbered = dict(zip(stages.numbers, stages, strict=True))
     if name == "overlapc":
         pipeline = overlapc.Pipeline(
@@ -131,7 +130,7 @@ def step_of(
 
 
 def show(variants: list[Variant]) -> None:
-    """The picture of all ranks, as overlapc predicts it."""
+    """Print overlapc's predicted picture of all ranks."""
     for variant in variants:
         if variant.name == "overlapc":
             say("\n" + variant.model.explain().split("\n\n")[0])

@@ -95,8 +95,8 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
     except CaptureError as error:
         captured = direct.capture(model, *args, **kwargs)
         warnings.warn(
-            f"overlapc captured without Dynamo, which cannot make one graph: {error}; a plan of "
-            "this graph is none for overlapc.optimize",
+            f"overlapc captured without Dynamo, which cannot make one graph: {error}; "
+            "overlapc.optimize cannot use a plan of this graph",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -44,7 +44,7 @@ def _check_trace(problem: Problem, plan: Plan) -> None:
         raise InvalidPlan(
             f"the plan was made for trace {plan.digest}, this model traces to "
             f"{problem.trace.digest}; plan again for this model, these input shapes, and what is "
-            "to take the plan: TrainStep takes that of `step.report`, optimize that of "
+            "to take the plan: TrainStep takes the plan of `step.report`, optimize the plan of "
             "`overlapc.plan`"
         )
 

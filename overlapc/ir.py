@@ -186,7 +186,9 @@ class Trace(Record):
             found = {late: late - steps * len(begun) for late in begun - ended}
             if not (ended - begun).isdisjoint(found.values()):
                 return found
-        raise InvalidProblem(f"microbatches {sorted(ended)} are no steps behind {sorted(begun)}")
+        raise InvalidProblem(
+            f"microbatches {sorted(ended)} are not whole steps behind {sorted(begun)}"
+        )
 
     @cached_property
     def lag(self) -> int:
@@ -418,6 +420,7 @@ class Timeline:
 
 
 def issue(op: str, recomputed: bool = False) -> str:
+    """Write an issue of a plan: `gelu`, or `R:gelu` for its recompute."""
     return RECOMPUTE + op if recomputed else op
 
 
@@ -429,4 +432,5 @@ def parse_issue(text: str) -> tuple[str, bool]:
 
 
 def issues(order: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Split each issue of an order."""
     return (parse_issue(text) for text in order)

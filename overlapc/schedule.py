@@ -125,11 +125,12 @@ class Schedule(Record):
 
 
 def format_step(step: Step) -> str:
+    """Write a step: `1F3`, or `(1F3;1B2)` for several actions."""
     return str(step[0]) if len(step) == 1 else f"({';'.join(map(str, step))})"
 
 
 def is_pair(step: Step) -> bool:
-    """Whether a step is a forward and a whole backward of one stage, which may run as one graph."""
+    """Is a step a forward and a whole backward of one stage, which may run as one graph?"""
     return [a.kind for a in step] == ["F", "B"] and step[0].stage == step[1].stage
 
 
@@ -142,6 +143,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
+    """Parse the text form of a schedule; FileError for anything else."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or lines[0] != _VERSION:
         found = repr(lines[0]) if lines else "nothing"
@@ -158,6 +160,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def parse_step(word: str) -> Step:
+    """Parse one word of a row."""
     parts = word[1:-1].split(";") if word.startswith("(") and word.endswith(")") else [word]
     found = []
     for part in parts:
@@ -189,6 +192,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
+    """Read the CSV of PyTorch's pipeline runtime."""
     rows = []
     for line in text.splitlines():
         words = (word.strip().removesuffix("OVERLAP_F_B") for word in line.split(","))

@@ -230,6 +230,7 @@ def _thinned(plans: list[Takes], count: int) -> list[Takes]:
 def fits(
     shares: Sequence[Share], runs: Sequence[Run], chosen: Sequence[Takes], limits: Sequence[int]
 ) -> bool:
+    """Does every run fit its limit with these plans?"""
     return all(
         run.peak_bytes(shares, chosen) <= limit for run, limit in zip(runs, limits, strict=True)
     )

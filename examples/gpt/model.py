@@ -144,6 +144,45 @@ def for_search(tensor: dist.ProcessGroup | None, expert: dist.ProcessGroup | Non
     )
 
 
+class Embed(nn.Module):
+    """The embedding before the blocks, for `Repeats(first=...)`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.words = nn.Embedding(config.vocab, config.width)
+        self.places = nn.Embedding(config.max_seq, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+
+
+class Scores(nn.Module):
+    """The norm and the scores behind the blocks, for `Repeats(last=...)`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.words = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(self.norm(x))
+
+
+def with_ends(config: GPTConfig, tensor: dist.ProcessGroup | None) -> Repeats:
+    """A GPT with its embedding, scores and loss, so that a search plans its winner whole."""
+    return Repeats(
+        Block(config, Shard(tensor)),
+        config.layers,
+        config.width,
+        config.max_seq,
+        config.vocab,
+        config.heads,
+        first=Embed(config),
+        last=Scores(config),
+        loss=cross_entropy,
+    )
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The loss behind the last stage."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

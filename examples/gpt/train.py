@@ -12,7 +12,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples import common, pipeline
 from examples.gpt.model import GPT, GPTConfig, cross_entropy, parallelize_dtensor
+from examples.training import compare
 
 
 def main() -> None:
@@ -50,38 +50,9 @@ def main() -> None:
         if args.dtensor:
             mesh = init_device_mesh(args.device, (group.size(),))
             return parallelize_dtensor(GPT(config).to(args.device), mesh)
-        return GPT(config, group).to(args.device)
+        return GPT(config, None if args.pp > 1 else group)
 
-    def build_variant(name: str) -> common.Variant:
-        if args.pp > 1:
-            stages = pipeline.stages_here(GPT(config), group, args).to(args.device)
-            step = pipeline.step_of(name, stages, cross_entropy, group, args)
-            optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-3)
-            return common.Variant(name, stages, optimizer, add_up=step)
-        model, add_up = build(), common.accumulate
-        if name == "checkpoint":
-            model = common.checkpoint_blocks(model)
-        if name == "overlapc":
-            model, add_up = common.optimized(model, args)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return common.Variant(name, model, optimizer, add_up=add_up)
-
-    text = common.Text()
-
-    def batch(step: int) -> list[common.Batch]:
-        """Tensor-parallel ranks all read the same batch."""
-        found = []
-        for i in range(step * args.microbatches, (step + 1) * args.microbatches):
-            tokens, targets = text.batch(i, stream=0, batch=args.batch, seq=args.seq)
-            found.append((tokens.to(args.device), targets.to(args.device)))
-        return found
-
-    variants = [build_variant(name) for name in args.variants.split(",")]
-    common.train(variants, batch, args.steps)
-    common.report(variants, batch(0))
-    if args.pp > 1:
-        pipeline.show(variants)
-    common.leave()
+    compare(args, build, cross_entropy, along=group)  # all ranks read the same batches
 
 
 if __name__ == "__main__":

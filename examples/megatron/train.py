@@ -90,7 +90,8 @@ def build(args: argparse.Namespace) -> nn.Module:
 
 
 def copied(schedule: FunctionType) -> FunctionType:
-    """A schedule function that stays what it is now: `patch` reaches all who hold the other."""
+    """A copy of a schedule function that `patch` does not change; it changes the original
+    everywhere."""
     globals_, defaults = schedule.__globals__, schedule.__defaults__
     copy = FunctionType(schedule.__code__, globals_, schedule.__name__, defaults)
     copy.__kwdefaults__ = schedule.__kwdefaults__
@@ -100,7 +101,7 @@ def copied(schedule: FunctionType) -> FunctionType:
 def adding_up(
     schedule: Callable[..., Any], args: argparse.Namespace
 ) -> Callable[..., list[Tensor]]:
-    """Gradients of all microbatches, by a schedule of Megatron's."""
+    """Make the function that adds up gradients of all microbatches, by a schedule of Megatron's."""
     mask = torch.ones(1, 1, args.seq, args.seq, dtype=torch.bool).triu(1)
     positions = torch.arange(args.seq)[None]
 

@@ -36,7 +36,7 @@ class MoEConfig:
 
 
 def checked_sizes(counts: Tensor) -> list[int]:
-    """The counts as Python numbers, promised to the compiler to be sizes."""
+    """The counts as Python numbers, which the compiler may assume to be sizes."""
     sizes = counts.tolist()
     for size in sizes:
         torch._check(size >= 0)
@@ -155,8 +155,8 @@ class MoEGPT(nn.Module):
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make the gradients those of the mean loss over all ranks' batches.
 
-    Expert weights already collected the tokens of every rank; what is whole on each rank is
-    summed here, outside the model, as data parallelism does it.
+    Expert weights have already collected the tokens of every rank. Parameters that each rank has
+    whole are summed here, outside the model, as data parallelism does it.
     """
     whole = []
     for name, parameter in model.named_parameters():

@@ -15,7 +15,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples import common, pipeline
 from examples.gpt.model import cross_entropy
 from examples.moe.model import MoEConfig, MoEGPT, average_gradients
+from examples.training import compare
 
 
 def dimensions(stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -65,40 +65,14 @@ def main() -> None:
         max_seq=args.seq,
     )
 
+    def build() -> nn.Module:
+        return MoEGPT(config, group)
+
     def averaged(model: nn.Module) -> None:
         average_gradients(model, group)
 
-    def build_variant(name: str) -> common.Variant:
-        if args.pp > 1:
-            stages = pipeline.stages_here(MoEGPT(config, group), along, args).to(args.device)
-            step = pipeline.step_of(name, stages, cross_entropy, along, args)
-            optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-3)
-            return common.Variant(name, stages, optimizer, averaged, step)
-        model: nn.Module = MoEGPT(config, group).to(args.device)
-        add_up = common.accumulate
-        if name == "checkpoint":
-            model = common.checkpoint_blocks(model)
-        if name == "overlapc":
-            model, add_up = common.optimized(model, args)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return common.Variant(name, model, optimizer, averaged, add_up)
-
-    text = common.Text()
-
-    def batch(step: int) -> list[common.Batch]:
-        """Every rank reads a batch of its own."""
-        found = []
-        for i in range(step * args.microbatches, (step + 1) * args.microbatches):
-            tokens, targets = text.batch(i, stream=group.rank(), batch=args.batch, seq=args.seq)
-            found.append((tokens.to(args.device), targets.to(args.device)))
-        return found
-
-    variants = [build_variant(name) for name in args.variants.split(",")]
-    common.train(variants, batch, args.steps)
-    common.report(variants, batch(0))
-    if args.pp > 1:
-        pipeline.show(variants)
-    common.leave()
+    # Every rank of a group of experts reads batches of its own.
+    compare(args, build, cross_entropy, along, group.rank(), averaged)
 
 
 if __name__ == "__main__":

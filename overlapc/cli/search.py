@@ -29,8 +29,7 @@ def declare_search(command: Declare) -> None:
     add(
         "--framework",
         default="overlapc",
-        help="framework that runs the model: overlapc, megatron, megatron-2021 ... "
-        "(docs/validation.md)",
+        help="framework that runs the model: overlapc, megatron ... (see docs/validation.md)",
     )
     add("--memory", help='usable memory of one GPU, such as "72GB"; by default 92%% of it')
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 for each GPU")

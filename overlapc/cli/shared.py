@@ -23,6 +23,7 @@ Declare = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Arg
 
 
 def positive(text: str) -> int:
+    """Parse an argument that must be a whole number above 0."""
     try:
         number = int(text)
     except ValueError:
@@ -33,6 +34,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
+    """Parse an argument that must be a number of seconds above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -56,6 +58,7 @@ def can_write(path: Path | None) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells as columns."""
     print("\n".join(table(rows)))
 
 
@@ -65,4 +68,5 @@ def print_text(text: str) -> None:
 
 
 def say(text: str) -> None:
+    """Print a message to stderr."""
     print(text, file=sys.stderr, flush=True)

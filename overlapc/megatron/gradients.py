@@ -29,6 +29,7 @@ class Receiver(Owner):
 
 
 def receiver(parameter: Tensor, ddp: Any) -> Receiver:
+    """Find how a parameter receives its gradient under this DDP."""
     hooked = ddp is not None and parameter in ddp.param_to_bucket_group
     foreign = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     make = getattr(ddp, "_make_backward_post_hook", None)

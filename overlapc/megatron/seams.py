@@ -44,6 +44,7 @@ def install(run: Run) -> None:
 
 
 def remove() -> None:
+    """Give the schedule functions their own code back."""
     for function, (code, defaults) in _before.items():
         function.__code__, function.__kwdefaults__ = code, defaults
         del function.__signature__  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Passes between PyTorch's graphs and overlapc's traces and plans. Begin with `trace.py`."""

@@ -80,6 +80,7 @@ def as_eager(inputs: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def are_fake(inputs: Iterable[Any]) -> bool:
+    """Is any of the inputs a fake tensor?"""
     tensors = [t for t in inputs if isinstance(t, Tensor)]
     return any(isinstance(t, FakeTensor) or t.is_meta for t in tensors)
 

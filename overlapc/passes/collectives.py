@@ -167,7 +167,7 @@ class Raw(TorchDispatchMode):
             if any(_overlap(tensor, other) for tensor in tensors for other in known):
                 raise CaptureError(
                     f"{op} {'writes' if writes else 'reads'} a tensor that dist.{flight.name} "
-                    f"({flight.line}) may still be at, expected work.wait() before it",
+                    f"({flight.line}) may still be using, expected work.wait() before it",
                     _line(),
                 )
 

@@ -333,8 +333,8 @@ def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequenc
         place = _place(node.meta["desc"])
         if place is None and type(node.meta["desc"]).__name__ == "ForwardTokenAOTInput":
             raise CaptureError(
-                "the model calls an op whose effects keep their order (as torch.linalg.inv's check "
-                "for errors); expected ops without (torch.linalg.inv_ex)"
+                "the model calls an op with ordered side effects (as torch.linalg.inv's check for "
+                "errors); expected an op without any (torch.linalg.inv_ex)"
             )
         if place is None:
             raise CaptureError(
@@ -347,7 +347,7 @@ def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequenc
     descs = output.meta["desc"]
     gradients = list(output.args[0][count:])
     if len(gradients) != len(inputs):
-        raise CaptureError("gradients are other tensor subclasses than what they are of")
+        raise CaptureError("gradients are of other tensor subclasses than their tensors")
     tangents = {
         node.name: node.meta["desc"]
         for node in joint.graph.find_nodes(op="placeholder")

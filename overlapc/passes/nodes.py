@@ -31,6 +31,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def primal_nodes(joint: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of the model, in order."""
     return [node for node in joint.graph.find_nodes(op="placeholder") if is_primal(node)]
 
 
@@ -53,6 +54,7 @@ def input_kinds(
 
 
 def is_start(node: fx.Node) -> bool:
+    """Is the node the start of a collective?"""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target.namespace in ("_c10d_functional", "c10d_functional")
@@ -61,6 +63,7 @@ def is_start(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
+    """Is the node the wait of a collective?"""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target._schema.name.split("::")[-1] == "wait_tensor"

@@ -328,7 +328,7 @@ def _meta(tensor: Tensor | None) -> Tensor | None:
 
 def _made_up(tensor: Tensor) -> Tensor:
     if any(not isinstance(size, int) for size in tensor.shape):
-        raise CaptureError("it is given a tensor whose size is data")
+        raise CaptureError("it is given a tensor of data-dependent size")
     new = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -11,6 +11,7 @@ UNBACKED_HINT = 8192  # assumed elements along a dimension of unknown size
 
 
 def storage_bytes(val: Any) -> int:
+    """Count the bytes of a value's storage."""
     total = 0
     for tensor in tensors_of(val):
         try:

@@ -116,8 +116,8 @@ def given(
                 expected = _strides(came, tangents[i].meta["val"])
                 say(
                     f"the gradient of a result of shape {tuple(came.shape)} came with strides "
-                    f"{came.stride()}, not the traced {expected}: it is copied into these, and "
-                    "what goes by strides, as the order of a sum, may be other than eager's"
+                    f"{came.stride()}, not the traced {expected}: it is copied to the traced ones, "
+                    "and what depends on strides, as the order of a sum, may differ from eager's"
                 )
                 arguments[i] = came.new_empty_strided(came.shape, expected).copy_(came)
         return run(arguments)

@@ -125,6 +125,7 @@ def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -
 def profile_captured(
     captured: Captured, options: Options, primals: Sequence[Any] | None
 ) -> tuple[Profile, Mapping[str, int]]:
+    """Measure or estimate a graph's costs; also return the measured sizes of its values."""
     from overlapc.profiler.cache import Cache
 
     path = None if isinstance(options.cache, bool) else options.cache

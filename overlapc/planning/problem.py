@@ -70,5 +70,6 @@ def tangent_bytes(trace: Trace) -> int:
 
 
 def eager_timeline(problem: Problem) -> Timeline:
+    """Simulate the plan that saves everything, in the trace's own order."""
     needs = Needs(problem.trace)
     return simulate(problem, plan_on_demand(problem, needs.storages, "none", needs))

@@ -202,14 +202,14 @@ def reports(
 
     if not step.lag or len(plans) == 1:
         if given and len(plans) > 1:
-            raise OptionError("plan: found that of merged microbatches, but none are merged here")
+            raise OptionError("plan: found one of merged microbatches, but none are merged here")
         return [alone(plan) for plan in plans]
     lone, both = plans
     for what in ("saved", "recomputed"):
         if set(getattr(lone, what)) != set(getattr(both, what)):
             raise InvalidPlan(
-                f"the plan of merged microbatches has other values {what} than that of one: "
-                "expected the two of one report"
+                f"the plan of merged microbatches has other values {what} than the plan of one "
+                "microbatch: expected the two plans of one report"
             )
     merged = judged("merged", merge(problem, step.lag), both, ranks, given=given)
     return [replace(alone(lone), lag=step.lag, merged=merged)]

@@ -1,0 +1,1 @@
+"""The profiler measures or estimates ops and links. Begin with `measure.py`."""

@@ -40,6 +40,8 @@ class Step:
 
 
 class Watcher(Protocol):
+    """Sees each node of a replay before and after it runs."""
+
     def before(self, step: Step) -> None: ...
 
     def after(self, step: Step, result: Any) -> None:

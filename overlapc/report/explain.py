@@ -90,13 +90,13 @@ def op_fates(report: Report) -> list[Fate]:
             what, why = "recomputed", _where(ran.get(issue(op.name, True)), windows)
         elif made.keys() & saved:
             what = "saved"
-            why = f"{_ms(cost_ns)} ms to make again"
+            why = f"{_ms(cost_ns)} ms to recompute"
             if not needs.may_rerun(op):
                 why = "must not run twice"
         elif made.keys() & returned:
             what, why = "returned", "an output of the graph"
         else:
-            what, why = "dropped", "nothing behind the forward needs it"
+            what, why = "dropped", "only the forward reads it"
         module = trace.modules.get(op.name, "")
         fates.append(Fate(op.name, cost_ns, sum(made.values()), what, why, module))
     return fates

@@ -126,13 +126,13 @@ def _found(document: Mapping[str, Any]) -> list[str]:
         ),
         "</div>",
         *_section(
-            "This layout with the plans of",
+            "This layout, planned by",
             _founds(document["compared"], lambda found: str(found["solver"]), best),
         ),
     ]
     if document["rivals"]:
         body += _section(
-            "Each on the layout that suits it best",
+            "Each on its own best layout",
             _founds([best, *document["rivals"]], _both, best),
             "Layers split evenly.",
         )

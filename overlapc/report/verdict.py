@@ -36,13 +36,13 @@ def verdict(
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
     if compared:
-        lines += ["", "this layout with the plans of", *_rows(compared)]
+        lines += ["", "this layout, planned by", *_rows(compared)]
     if result.rivals:
-        lines += ["", "each on the layout that suits it best, layers split evenly"]
+        lines += ["", "each on its own best layout, layers split evenly"]
         lines += _rows(result.rivals, _by_both)
     fitting = [found for found in result.tried if found.fits]
     if len(fitting) > 1:
-        lines += ["", "next to it", *_rows(fitting[:top], lambda found: str(found.layout))]
+        lines += ["", "the next layouts", *_rows(fitting[:top], lambda found: str(found.layout))]
     return "\n".join([*lines, *_memory(result, result.best, fitting)])
 
 

@@ -233,7 +233,9 @@ class Partition:
 
         if self.plan is not None:
             if self.plan.digest != captured.trace.digest:
-                raise CaptureError("the graph traces otherwise the second time", self.graph.name)
+                raise CaptureError(
+                    "the second trace of the graph differs from the first", self.graph.name
+                )
             return emit(self.plan)
         groups, timeout_s = captured.trace.lanes, self.backend.options.timeout_s
         with trace_ended(), self.backend.attempts.exchange_for(groups, timeout_s) as exchange:

@@ -41,6 +41,7 @@ class _Partitioner(CustomPartitionerFn):
 def compile_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's with Inductor, planned by `partition`."""
     key = uuid.uuid4().hex
     _partitions[key] = partition
     options = {**_ORDER_PINNED, "custom_partitioner_fn": _Partitioner(key)}

@@ -53,8 +53,8 @@ def warn_of_seeds(
             warnings.warn(
                 f"overlapc: ranks {', '.join(map(str, ranks))} hold the same activations where "
                 f"{node.name} draws random numbers ({line_of(node)}), but their random states "
-                "differ, so each makes something else of them and trains on without an error: seed "
-                "these ranks alike (torch.manual_seed with one number) before the first step",
+                "differ: from there on their copies differ, without an error. Seed these ranks "
+                "alike (torch.manual_seed with one number) before the first step",
                 RuntimeWarning,
                 stacklevel=2,
             )

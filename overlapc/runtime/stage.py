@@ -221,8 +221,8 @@ def _sent(joint: Joint) -> list[tuple[int, str]]:
     marked = [(number, i) for i, number in enumerate(joint.marks) if number is not None]
     if not marked:
         raise CaptureError(
-            "it returns something else than tensors; expected a tensor, or a tuple of one or more "
-            "tensors in all"
+            "it returns something else than tensors; expected a tensor, or a tuple of at least "
+            "one tensor"
         )
     if any(i not in plain for _, i in marked):
         raise CaptureError("a result is a view of an input or a tensor subclass")

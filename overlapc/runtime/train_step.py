@@ -361,7 +361,7 @@ def _given(microbatches: Sequence[Any]) -> list[Given]:
     if isinstance(microbatches, (Tensor, Mapping)) or not isinstance(microbatches, Iterable):
         raise OptionError(
             f"TrainStep was given a {type(microbatches).__name__}, expected a list of "
-            "microbatches: [x] is one that the model is called with, [(x, y)] of two arguments"
+            "microbatches: [x] is one of one argument, [(x, y)] is one of two arguments"
         )
     each = [Given.of(microbatch) for microbatch in microbatches]
     if not each:

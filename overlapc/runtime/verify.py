@@ -42,9 +42,9 @@ class Verified:
 
 
 def verify(where: str, **options: Any) -> Verified:
-    """Compare. `where` is "module:function"; the function returns a model and its inputs, and the
-    model returns the loss. Under torchrun every rank calls this. Options are those of
-    `optimize`."""
+    """Compare a model under its plan with eager. `where` is "module:function", which returns a
+    model and its inputs; the model returns the loss. Under torchrun every rank calls this. Options
+    are those of `optimize`."""
     make = find_function(where, "examples.gpt.model:tiny")
     joins = "RANK" in os.environ and not dist.is_initialized()
     if joins:

@@ -101,7 +101,7 @@ class _Config:
             if self.found.get(key) not in (None, harmless):
                 raise FileError(
                     f"{self.shown}: {key} is {self.found[key]!r}, which the search has no model "
-                    "of; expected none: without that line it is a model near yours that is searched"
+                    "of; expected none: without that line the search is of a model near yours"
                 )
 
     def number(self, key: str, *names: str, default: int | None = None) -> int:

@@ -86,8 +86,8 @@ class Fixed:
     def __post_init__(self) -> None:
         if self.chunks and self.schedule not in ("", "interleaved"):
             raise OptionError(
-                f"chunks={self.chunks} with schedule {self.schedule!r}, whose ranks hold as many "
-                "stages as it says; expected the schedule interleaved, or none"
+                f"chunks={self.chunks} with schedule {self.schedule!r}, which fixes the stages of "
+                "a rank; expected the schedule interleaved, or none"
             )
         if self.chunks == 1:
             raise OptionError(
@@ -234,4 +234,5 @@ def static_bytes(
 
 
 def microbatches(cluster: Cluster, layout: Layout) -> int:
+    """The number of microbatches of a layout's step."""
     return cluster.global_batch // layout.dp // layout.microbatch

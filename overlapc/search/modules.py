@@ -48,6 +48,8 @@ class Ranks:
 
 
 class Norm(nn.Module):
+    """LayerNorm, or RMSNorm for gated models."""
+
     def __init__(self, model: Model, width: int = 0) -> None:
         super().__init__()
         width = width or model.width

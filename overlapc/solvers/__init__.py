@@ -178,7 +178,7 @@ def _merged(problem: Problem, solver: str) -> Plan:
     """The best plan found for merged microbatches, which all solvers search alike."""
     if solver not in ("overlap", "heu", "opt"):
         raise OptionError(
-            f"solver={solver!r} knows nothing of merged pieces; expected overlap, heu or opt"
+            f"solver={solver!r} cannot plan merged microbatches; expected overlap, heu or opt"
         )
     needs = Needs(problem.trace)
     choices = [needs.complete(kept, "hull") for kept in keep_sets(problem, needs, 2 * RUNGS)]

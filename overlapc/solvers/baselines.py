@@ -53,11 +53,13 @@ _MOVES = ("cat", "clone", "_to_copy", "copy")  # ops that make a tensor of gathe
 
 
 def none(problem: Problem) -> Plan:
+    """Save everything that the backward reads."""
     needs = Needs(problem.trace)
     return plan_on_demand(problem, needs.storages, "none", needs)
 
 
 def full(problem: Problem) -> Plan:
+    """Recompute every layer, as `torch.utils.checkpoint` around it does."""
     trace = problem.trace
     kept = {value.storage for value in trace.values} - made_inside(trace, layers(trace))
     return plan_on_demand(problem, kept, "full")
@@ -178,15 +180,18 @@ def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
 
 
 def megatron_none(problem: Problem) -> Plan:
+    """Megatron's plan without recompute."""
     return _hide_weights(problem, _megatron_without(problem, set(), "megatron-none"), at_most=1)
 
 
 def megatron_selective(problem: Problem) -> Plan:
+    """Megatron's plan that recomputes the core of attention."""
     plan = _megatron_without(problem, _core_attention(problem), "megatron-selective")
     return _hide_weights(problem, plan, at_most=1)
 
 
 def megatron_full(problem: Problem) -> Plan:
+    """Megatron's plan that recomputes every layer whole."""
     trace = problem.trace
     spans = layers(trace)
     plan = _megatron_without(problem, made_inside(trace, spans), "megatron-full")
@@ -315,6 +320,7 @@ def lynx(problem: Problem) -> Plan:
 
 
 def fits(problem: Problem, plan: Plan) -> bool:
+    """Is the plan within the problem's budget?"""
     budget = problem.budget_bytes
     return budget is None or max(memory_curve(problem, plan), default=0) <= budget
 

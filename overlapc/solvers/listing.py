@@ -22,10 +22,10 @@ _LOOK = 2 * RUNGS  # how many spare ops are compared for a window, or to free me
 
 @dataclass(frozen=True)
 class Style:
-    """`overshoot`: a filler may be this many times longer than what is left of its window.
-    `by_path`: among ready ops take the one with the longest way to the end, else the first in
-    the trace. `fills`: what may be put into windows, of "R" (recompute) and "W" (weight
-    gradients)."""
+    """The choices of a list scheduler. `overshoot`: a filler may be so many times longer than what
+    is left of its window. `by_path`: among ready ops take the one with the longest path to the end,
+    else the first in the trace. `fills`: the kinds that windows may take, of "R" (recompute) and
+    "W" (weight gradients)."""
 
     overshoot: float
     by_path: bool

@@ -23,6 +23,7 @@ from overlapc.schedule import Action, Schedule, Step, steps_of
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
     _positive(ranks, microbatches)
     rows = [
         [Action(r, kind, m) for kind in "FB" for m in range(microbatches)] for r in range(ranks)
@@ -31,6 +32,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """As many forwards as ranks follow, then one forward and one backward in turn."""
     _positive(ranks, microbatches)
     rows = []
     for r in range(ranks):
@@ -86,6 +88,7 @@ def zero_bubble(ranks: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
+    """Two stages on each rank in a V: the last stage is on the first rank."""
     _positive(ranks, microbatches)
     placement = {stage: min(stage, 2 * ranks - 1 - stage) for stage in range(2 * ranks)}
     return _through_time("zero-bubble-v", placement, microbatches, limit=2 * ranks)

@@ -109,6 +109,7 @@ class Work:
 
 
 def forward_work(problem: Problem) -> Work:
+    """The forward of a problem."""
     nodes = [i for i, op in enumerate(problem.trace.ops) if op.is_forward]
     work = Work(problem, Choice((), ()), nodes)
     return _measure(work, _link(work))

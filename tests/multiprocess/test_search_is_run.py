@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from examples.gpt.model import Block, GPTConfig, Shard, cross_entropy
+from examples.gpt.model import GPTConfig, with_ends
 from overlapc import Repeats
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
@@ -33,30 +32,8 @@ WHERE = f"{__name__}:own"
 EFFORT = 20_000  # to merge microbatches with: any will do, if it is the same for both
 
 
-class Embed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(SIZE.vocab, SIZE.width)
-        self.places = nn.Embedding(SIZE.max_seq, SIZE.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
-
-
-class Scores(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE.width)
-        self.words = nn.Linear(SIZE.width, SIZE.vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.words(self.norm(x))
-
-
 def own(tensor: Any, expert: Any) -> Repeats:
-    block = Block(SIZE, Shard(tensor))
-    size = SIZE.layers, SIZE.width, SIZE.max_seq, SIZE.vocab, SIZE.heads
-    return Repeats(block, *size, first=Embed(), last=Scores(), loss=cross_entropy)
+    return with_ends(SIZE, tensor)
 
 
 def found_by(fixed: Fixed, cluster: Cluster) -> Found:

@@ -43,11 +43,11 @@ def equal(cells: list[str], head: list[str], found: dict[str, Any]) -> None:
 
 def test_its_figures_are_those_of_the_json(document: dict[str, Any]) -> None:
     found = check_page(page(document))
-    head, *rows = found.tables["This layout with the plans of"]
+    head, *rows = found.tables["This layout, planned by"]
     for cells, one in zip(rows, document["compared"], strict=True):
         assert cells[0] == one["solver"]
         equal(cells, head, one)
-    head, *rows = found.tables["Each on the layout that suits it best"]
+    head, *rows = found.tables["Each on its own best layout"]
     for cells, one in zip(rows, [document["best"], *document["rivals"]], strict=True):
         assert cells[0] == f"{one['solver']}: {layout_name(one)}"
         equal(cells, head, one)
