@@ -13,10 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from opcode import opname
 
 from overlapc.errors import RankError
 
 LOOK_S = 0.5
+# An exception that is raised where C++ calls Python and expects none ends the process. So the guard
+# looks often, for so long, for a moment at which the thread is between two lines of Python.
+_OFTEN_S, _PATIENCE_S = 0.001, 1.0
+_BETWEEN = ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # in names of ops that let others run
+_CALLED_BACK = "/torch/_library/"  # files whose functions PyTorch's dispatcher calls
 
 
 class Lost(BaseException):
@@ -101,7 +107,8 @@ class _Guard(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        while not self._over.wait(LOOK_S):
+        until = 0.0  # when the search for a good moment ends
+        while not self._over.wait(_OFTEN_S if time.monotonic() < until else LOOK_S):
             try:
                 lost = self.found or self._look()
             except RankError as error:
@@ -112,8 +119,13 @@ class _Guard(threading.Thread):
                 self.found = lost
                 # Python drops exceptions in finalizers and callbacks of weak references, so a block
                 # that goes on is interrupted again.
-                if not self.resting and not _ends(self._whom):
+                if self.resting or _ends(self._whom):
+                    continue
+                if not until:
+                    until = time.monotonic() + _PATIENCE_S
+                if _is_between(self._whom) or time.monotonic() >= until:
                     _interrupt(self._whom, Lost)
+                    until = 0.0
 
     def rest(self, resting: bool) -> None:
         with self._lock:
@@ -134,6 +146,15 @@ def _ends(thread: int) -> bool:
     while error is not None and not isinstance(error, Lost):
         error = error.__context__
     return error is not None
+
+
+def _is_between(thread: int) -> bool:
+    """Does the thread run Python, not C++ that may call Python?"""
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_lasti < 0 or _CALLED_BACK in frame.f_code.co_filename:
+        return False
+    op = opname[frame.f_code.co_code[frame.f_lasti]]
+    return any(name in op for name in _BETWEEN)
 
 
 def _interrupt(thread: int, error: type[BaseException] | None) -> None:

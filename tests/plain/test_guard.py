@@ -98,3 +98,33 @@ def test_a_block_that_looks_itself_is_told() -> None:
 
     _lost(block)
     assert told == [LOST]
+
+
+def test_the_interrupt_comes_between_two_lines_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = []
+    interrupt = guard._interrupt
+
+    def seen(thread: int, error: type[BaseException] | None) -> None:
+        if error is not None:
+            at.append(guard._is_between(thread))
+        interrupt(thread, error)
+
+    def block() -> None:
+        until = time.monotonic() + 60.0
+        while time.monotonic() < until:
+            for _ in range(10_000):
+                pass
+
+    monkeypatch.setattr(guard, "_interrupt", seen)
+    _lost(block)
+    assert at == [True]
+
+
+def test_a_thread_within_a_call_of_c_is_interrupted_in_the_end() -> None:
+    def block() -> None:
+        for _ in range(600):
+            time.sleep(0.1)
+
+    began = time.monotonic()
+    _lost(block)
+    assert time.monotonic() - began < 30.0
