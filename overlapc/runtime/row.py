@@ -1,19 +1,18 @@
 """`Run` runs one rank's row of a pipeline: the parts of its stages, and transfers between ranks.
 
 Results for another rank are sent as soon as they are made, while the rank goes on; receives are
-posted a few steps ahead. A rank that waits longer than `Links.patience_s`, or whose peer is gone,
-raises a RankError that names the action. When a stage's last gradients are made, their reduction
-begins, while the rank goes on.
+posted a few steps ahead. A rank that waits longer than `Links.patience_s` while no other compiles,
+or whose peer is gone, raises a RankError that names the action. When a stage's last gradients are
+made, their reduction begins, while the rank goes on.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin only from 3.11
 from dataclasses import dataclass
-from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from overlapc.errors import RankError
 from overlapc.pipeline import AHEAD
 from overlapc.runtime.stage import Shape, Stage, blank, has_gradient
+from overlapc.runtime.waiting import REST_S, Peers, Waiter
 from overlapc.schedule import Action, Schedule, Step, format_step, is_pair
 
 # A transfer: the receiving stage, is it an activation, microbatch, which of several tensors
@@ -48,57 +48,34 @@ class Links:
 
 
 class Sent:
-    """Tensors being sent to other ranks. Only a wait tells that one has arrived, so a thread waits
-    for one after the other; then its memory is freed before the end of the step."""
+    """Tensors being sent to other ranks. A thread waits until each has arrived, so that its memory
+    is freed before the end of the step."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._failed: Exception | None = None
-        self._entries: deque[tuple[Any, Tensor, str]] = deque()
-        self._arrived = 0  # of all ever added
-        self._released = 0
+        self._waiter = Waiter("overlapc-sent")
+        self._entries: deque[tuple[Future[None], Tensor, str]] = deque()
 
     def add(self, work: Any, tensor: Tensor, what: str) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="overlapc-sent")
-            self._thread.start()
-        self._entries.append((work, tensor, what))
-        self._queue.put(work)
+        self._entries.append((self._waiter.put(work), tensor, what))
 
     def release(self) -> None:
         """Free the tensors that have arrived."""
-        while self._released < self._arrived:
+        while self._entries and self._entries[0][0].done():
+            if self._entries[0][0].exception() is not None:
+                return  # `wait` raises it
             self._entries.popleft()
-            self._released += 1
 
-    def wait(self, seconds: float) -> None:
-        """Wait until all tensors have arrived, at most so many seconds after the last arrival;
-        raise what went wrong."""
+    def wait(self, patiently: Callable[[Future[None], str], None]) -> None:
+        """Wait until all tensors have arrived, each as `patiently` does; raise what went wrong."""
         self.close()
-        before = -1
-        while self._thread is not None and self._thread.is_alive() and before < self._arrived:
-            before = self._arrived
-            self._thread.join(seconds)
-        self.release()
-        if self._failed is not None:
-            raise self._failed
-        if self._entries:
-            raise TimeoutError(f"{self._entries[0][2]} was not taken")
+        while self._entries:
+            arrived, _, what = self._entries[0]
+            patiently(arrived, f"{what} was not taken")
+            self._entries.popleft()
 
     def close(self) -> None:
         """End the thread: no more tensors will be added."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work.wait()
-            except Exception as error:
-                self._failed = error
-                return
-            del work  # memory is freed on the thread that allocated it
-            self._arrived += 1
+        self._waiter.close()
 
 
 class Run:
@@ -120,6 +97,8 @@ class Run:
         self.here: dict[Key, Tensor] = {}  # results of this rank for this rank
         self.asked: dict[Key, tuple[Any, Tensor]] = {}
         self.sent = Sent()
+        self.waiter = Waiter("overlapc-received")
+        self.peers = Peers()
         self.at = ""
         self.last_of: dict[int, int] = {}  # stage -> the last step that makes gradients
         for i, step in enumerate(row):
@@ -138,20 +117,22 @@ class Run:
             stage.states.clear()
         before = self.lay_by_tied()
         try:
-            losses = self.run_row()
+            with self.peers.told_of_compiling():
+                losses = self.run_row()
             self.at = "the end of the step"
             for which, names in enumerate(self.links.tied):
                 self.add_tied(which, names)
             self.end_averages()
             for parameter, gradient in before:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-            self.guarded(lambda: self.sent.wait(self.links.patience_s), "waiting for what was sent")
+            self.guarded(lambda: self.sent.wait(self.patiently), "waiting for what was sent")
         except BaseException:  # gradients from before the step are not lost
             for parameter, gradient in before:
                 parameter.grad = gradient
             raise
         finally:
             self.sent.close()
+            self.waiter.close()
         return losses
 
     def run_row(self) -> list[Tensor]:
@@ -339,8 +320,19 @@ class Run:
         )
 
     def wait(self, work: Any, what: str) -> None:
-        limit = timedelta(seconds=self.links.patience_s)
-        self.guarded(lambda: work.wait(limit), f"waiting for {what}")
+        ended = self.waiter.put(work)
+        self.guarded(lambda: self.patiently(ended, "it did not come"), f"waiting for {what}")
+
+    def patiently(self, ended: Future[None], late: str) -> None:
+        """Wait until a transfer has ended: for long only while some rank compiles."""
+        seconds = self.links.patience_s
+        while True:
+            try:
+                return ended.result(seconds)
+            except FutureTimeoutError:
+                if not self.peers.is_one_at_work(self.links.timeout_s):
+                    raise TimeoutError(f"{late}, and no rank is compiling") from None
+                seconds = REST_S
 
     def guarded(self, do: Callable[[], Any], what: str) -> Any:
         try:
@@ -350,8 +342,7 @@ class Run:
             raise RankError(
                 f"rank {self.links.rank} at action {self.at}, {what}: {first_line}; expected it "
                 f"within {self.links.patience_s:.3g} s: see the output of that rank for why it "
-                "ended or is late. A stage whose forward changes what it reads is traced anew "
-                "within the step: change that between steps, or pass a larger timeout_s"
+                "ended or is late"
             ) from error
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from examples.gpt.model import Block as ParallelBlock
@@ -580,6 +581,43 @@ def slow_to_plan(rank: int, ranks: int) -> int:
 
 def test_a_rank_that_plans_for_long_is_waited_for() -> None:
     assert run_ranks(slow_to_plan, 2, timeout_s=120) == [0, 2]
+
+
+class Counts(nn.Module):
+    """Is another graph at each call, for which it is traced within the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+def slow_to_compile(rank: int, ranks: int) -> list[float]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    stage, last = Counts(), rank == ranks - 1
+    pipeline = Pipeline(
+        {rank: stage}, "1f1b", 3, loss=F.mse_loss if last else None, timeout_s=2.0, solver="heu"
+    )
+    x = [torch.randn(2, WIDTH) for _ in range(3)]
+    given = x if rank == 0 else (), x if last else ()
+    pipeline(*given)
+    slow = (lambda _: time.sleep(5.0)) if rank == 1 else (lambda _: None)
+    callback_handler.register_end_callback(slow)
+    pipeline(*given)
+    dist.barrier()
+    dist.destroy_process_group()
+    return [stage.calls, float(stage.linear.weight.grad.sum())]
+
+
+def test_a_rank_that_compiles_within_a_step_is_waited_for() -> None:
+    for calls, gradient in run_ranks(slow_to_compile, 2):
+        assert calls >= 6
+        assert gradient != 0.0
 
 
 def one_stays_away(rank: int, ranks: int) -> Any:
