@@ -106,10 +106,10 @@ def write(path: Path, document: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every", type=int, default=6, help="only each n-th case of the set")
+    parser.add_argument("--every", type=int, default=6, help="only every N-th case of the set")
     parser.add_argument("--solvers", default=",".join(SOLVED))
-    parser.add_argument("--problems", type=Path, help="where `problems.py --write` has put them")
-    parser.add_argument("--json", type=Path, help="keep what is found here, and go on from it")
+    parser.add_argument("--problems", type=Path, help="folder that `problems.py --write` wrote")
+    parser.add_argument("--json", type=Path, help="file that keeps results and is continued")
     args = parser.parse_args()
     chosen: list[Case] = list(cases())[:: args.every]
     rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []

@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--solvers", default="overlap")
     parser.add_argument("--model", default="gpt", choices=("gpt", "llama"))
-    parser.add_argument("--budget", type=float, default=None, help="of eager's activation memory")
+    parser.add_argument(
+        "--budget", type=float, default=None, help="fraction of eager's activation memory"
+    )
     parser.add_argument("--reps", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -296,10 +296,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=["gpt", "moe"], default="gpt")
-    add("--rates", default="400,800,none", help="of the link, in Mbit/s; none is unshaped")
+    add("--rates", default="400,800,none", help="rates of the link in Mbit/s; none is unshaped")
     add("--reps", type=int, default=7)
     add("--levels", default="1.0,1.1,eager", help="peaks, relative to checkpoint_sync's")
-    add("--variants", default="torch,overlapc", help="beside eager and checkpoint_sync")
+    add("--variants", default="torch,overlapc", help="variants beside eager and checkpoint_sync")
     add("--solver", default="overlap")
     add(
         "--torch-budgets",

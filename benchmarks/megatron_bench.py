@@ -241,9 +241,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--layout", choices=LAYOUTS, default="tp")
-    add("--rates", default="400", help="of the link, in Mbit/s; none is unshaped")
+    add("--rates", default="400", help="rates of the link in Mbit/s; none is unshaped")
     add("--reps", type=int, default=5)
-    add("--settings", default=",".join(SETTINGS), help="Megatron's own to be held against")
+    add("--settings", default=",".join(SETTINGS), help="Megatron's settings to compare with")
     add("--levels", default="none,full", help="settings of Megatron's whose peak is the limit")
     add("--solver", default="overlap")
     add("--schedule", default="1f1b")

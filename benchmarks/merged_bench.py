@@ -179,8 +179,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=["gpt", "moe"], default="gpt")
-    add("--width", type=int, help="of the GPT: the narrower, the more communication")
-    add("--rates", default="400,800", help="of the link, in Mbit/s; none is unshaped")
+    add("--width", type=int, help="width of the GPT: the narrower, the more communication")
+    add("--rates", default="400,800", help="rates of the link in Mbit/s; none is unshaped")
     add("--microbatches", type=int, default=8)
     add("--reps", type=int, default=5)
     add("--levels", default="1.0,1.3", help="peaks, relative to full recompute's")

@@ -83,7 +83,7 @@ def main() -> None:
     add(
         "--room-gb",
         default="1.5,4",
-        help="left for activations beside what the largest stage holds",
+        help="memory for activations beside what the largest stage holds",
     )
     args = parser.parse_args()
     rooms = [float(word) for word in args.room_gb.split(",")]

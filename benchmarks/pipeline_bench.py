@@ -293,7 +293,7 @@ def save(variants: list[Variant], args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--rates", default="400", help="of the link, in Mbit/s; none is unshaped")
+    add("--rates", default="400", help="rates of the link in Mbit/s; none is unshaped")
     add("--microbatches", type=int, default=8)
     add("--reps", type=int, default=5)
     add("--rows", default="1f1b", help="schedules of ours, with commas")

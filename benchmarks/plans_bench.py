@@ -223,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=["gpt", "moe"], default="gpt")
-    add("--rate", type=float, default=400.0, help="of the link, in Mbit/s")
+    add("--rate", type=float, default=400.0, help="rate of the link in Mbit/s")
     add("--levels", default="1.0,1.3", help="peaks, relative to checkpointing's")
     add("--reps", type=int, default=5)
     add("--opt-seconds", type=float, default=30.0)

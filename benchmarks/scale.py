@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--budget", type=float, default=0.5, help="of eager's activation memory")
+    parser.add_argument(
+        "--budget", type=float, default=0.5, help="fraction of eager's activation memory"
+    )
     args = parser.parse_args()
 
     import torch

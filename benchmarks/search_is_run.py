@@ -241,12 +241,12 @@ def search_layouts(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--rate", default="400", help="of the link, in Mbit/s; none is unshaped")
+    add("--rate", default="400", help="rates of the link in Mbit/s; none is unshaped")
     add("--size", default="8,512,256", help="layers, width (heads of 64, an even number), sequence")
     add("--batch", type=int, default=16, help="sequences in a step on both ranks")
     add("--microbatch", type=int, default=2)
     add("--reps", type=int, default=9)
-    add("--seconds", type=float, default=60, help="to profile the machine for")
+    add("--seconds", type=float, default=60, help="how long to profile the machine")
     add("--solver", default="heu")
     add("--folder", type=Path, help=argparse.SUPPRESS)
     add("--phase", help=argparse.SUPPRESS)

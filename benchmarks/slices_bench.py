@@ -188,10 +188,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=["gpt", "moe"], default="moe")
-    add("--rates", default="400,1000", help="of the link, in Mbit/s; none is unshaped")
-    add("--slices", default="2,4", help="and as many microbatches")
+    add("--rates", default="400,1000", help="rates of the link in Mbit/s; none is unshaped")
+    add("--slices", default="2,4", help="numbers of slices, and of microbatches to compare with")
     add("--reps", type=int, default=7)
-    add("--budget", type=float, help="a fraction of eager's activation memory; all of its peak")
+    add("--budget", type=float, help="a fraction of eager's activation memory; by default its peak")
     args = parser.parse_args()
     as_two_ranks(rank_main, args, parse_rates(args.rates), f"{args.model}, ")
 

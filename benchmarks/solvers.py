@@ -229,15 +229,15 @@ def spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--every", type=int, default=1, help="only each n-th case")
-    parser.add_argument("--from", dest="first", type=int, default=0, help="number of the first")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--every", type=int, default=1, help="only every N-th case")
+    parser.add_argument(
+        "--from", dest="first", type=int, default=0, help="number of the first case"
+    )
     parser.add_argument("--opt-seconds", type=float, default=20.0)
     parser.add_argument("--opt-gap", type=float, default=0.003, help="proven gap that is enough")
     parser.add_argument("--thorough", action="store_true", help="the full cross product")
-    parser.add_argument(
-        "--json", type=Path, help="keep what is found in this file, and go on from it"
-    )
+    parser.add_argument("--json", type=Path, help="file that keeps results and is continued")
     add_depths = {"type": lambda text: [int(word) for word in text.split(",")]}
     parser.add_argument("--depths", help="layers at which to time HEU's search", **add_depths)
     args = parser.parse_args()

@@ -27,40 +27,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 aten = torch.ops.aten
 
 # These compute each element the same way at any place in memory: arithmetic that rounds once, and
-# choices. fmt: off
+# choices.
+# fmt: off
 _ALIKE = (
-    "abs",
-    "add",
-    "bitwise_and",
-    "bitwise_left_shift",
-    "bitwise_not",
-    "bitwise_or",
-    "bitwise_right_shift",
-    "bitwise_xor",
-    "ceil",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
-    "conj_physical",
-    "div",
-    "floor",
-    "hardtanh",
-    "leaky_relu",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "mul",
-    "nan_to_num",
-    "neg",
-    "nextafter",
-    "relu",
-    "round",
-    "sgn",
-    "sign",
-    "sub",
-    "trunc",
+    "abs", "add", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or",
+    "bitwise_right_shift", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "clip",
+    "conj_physical", "div", "floor", "hardtanh", "leaky_relu", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "mul", "nan_to_num", "neg", "nextafter", "relu", "round", "sgn",
+    "sign", "sub", "trunc",
 )
 # fmt: on
 # Pointwise ops that PyTorch does not tag as such.

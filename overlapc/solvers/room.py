@@ -16,8 +16,8 @@ class Room:
 
     It looks further ahead than the balance: to what the plain order would hold it adds what delayed
     weight gradients hold, whoever else reads it. A state is safe if the forward can go on to some
-    place, and the backward from there to its end. (After that the forward needs less than the
-    backward has freed.)
+    place, and the backward from there to its end. (The rest of the forward then has the memory that
+    the backward has freed.)
     """
 
     def __init__(self, work: Work, forward: Sequence[int], backward: Sequence[int]) -> None:

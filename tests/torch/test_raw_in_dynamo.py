@@ -96,19 +96,24 @@ def test_optimize_and_train_step_take_one_graph_and_are_exact(name: str) -> None
         assert torch.equal(parameter.grad, gradient + gradient)
 
 
-def test_python_state_beside_asynchronous_collectives_is_guarded() -> None:
-    model = seeded(partial(TensorParallel, layers=1))
-    step = TrainStep(model, loss=lambda model, x: model(x) * model.scale, **ESTIMATE)
+def check_scale_is_seen(model: nn.Module, step: TrainStep, made: Callable[[float], Any]) -> None:
+    """Half of the model's scale gives half of its gradients."""
     x = randn(8, 16)
     found = []
     for scale in (1.0, 0.5):
-        model.scale = scale
+        model.scale = made(scale)
         model.zero_grad()
         step([(x,)])
         found.append([parameter.grad.clone() for parameter in model.parameters()])
     assert step.unchanged == []
     for one, half in zip(*found, strict=True):
         assert torch.equal(one * 0.5, half)
+
+
+def test_python_state_beside_asynchronous_collectives_is_guarded() -> None:
+    model = seeded(partial(TensorParallel, layers=1))
+    step = TrainStep(model, loss=lambda model, x: model(x) * model.scale, **ESTIMATE)
+    check_scale_is_seen(model, step, lambda scale: scale)
 
 
 # What Dynamo says of what it cannot trace, where the direct tracer says something else.
@@ -132,16 +137,7 @@ def test_a_tensor_that_is_a_plain_attribute_is_an_input() -> None:
 
     model = seeded(partial(Scaled, layers=1))
     step = TrainStep(model, **ESTIMATE)
-    x = randn(8, 16)
-    found = []
-    for scale in (1.0, 0.5):
-        model.scale = torch.tensor(scale)
-        model.zero_grad()
-        step([(x,)])
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert step.unchanged == []
-    for one, half in zip(*found, strict=True):
-        assert torch.equal(one * 0.5, half)
+    check_scale_is_seen(model, step, torch.tensor)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
