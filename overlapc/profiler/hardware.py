@@ -205,8 +205,13 @@ def _known(name: str) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
+    return _parsed(path, read_text(path, "hardware file"))
+
+
+@cache
+def _parsed(path: Path, text: str) -> Hardware:
     try:
-        data = tomllib.loads(read_text(path, "hardware file"))
+        data = tomllib.loads(text)
         base = data.pop("base", None)
         if isinstance(base, str) and base in known_hardware():
             text = read_text(_FOLDER / f"{base}.toml", "hardware file")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline
 from overlapc.merge import merge
@@ -20,6 +21,10 @@ from overlapc.solvers.bounds import phase_bounds_ns
 from overlapc.stages import in_parts
 from overlapc.valid import validated
 
+if TYPE_CHECKING:
+    from overlapc.profiler.estimate import Described
+
+_T = TypeVar("_T")
 _HEAD = "head"
 BLOCKS = 4  # that are captured, or one period; a stage of more is as many times as long
 
@@ -85,6 +90,16 @@ class Unit(Record):
     least: Least
     head_ran: Timeline
 
+    @cached_property
+    def _found(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, what: Hashable, find: Callable[[], _T]) -> _T:
+        """What `find` finds: it is asked once, and must depend on the unit and on `what` alone."""
+        if what not in self._found:
+            self._found[what] = find()
+        return self._found[what]  # type: ignore[no-any-return]
+
     def planned_by(self, solver: str) -> Unit:
         """The same; where the solver has one plan, whatever the memory, with what that takes."""
         if solver not in BASELINES:
@@ -146,24 +161,31 @@ def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
 
 
 def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:
-    from overlapc.passes.capture import capture
-    from overlapc.passes.parts import parameter_gradients
     from overlapc.profiler.cache import Cache
-    from overlapc.profiler.estimate import estimate
+    from overlapc.profiler.estimate import priced
 
-    captured = capture(module, x)
+    described, gradients = described_module(key, module, x)
     machine = load_hardware(key.hardware)
     known = Cache(key.costs) if key.costs else None
     framework = find_framework(key.framework)
     add_ns = machine.add_ns_per_kib
     if not key.model.whole:
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
-    step = TrainingStep(gradients=tuple(parameter_gradients(captured)), add_ns_per_kib=add_ns)
-    problem = step.microbatch(
-        captured.trace, estimate(captured, machine, known=known, attention=framework.attention)
-    )
+    step = TrainingStep(gradients=gradients, add_ns_per_kib=add_ns)
+    profile = priced(described, machine, known, framework.attention)
+    problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
     return Problem(problem.trace, _launched(problem, framework)), received
+
+
+def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tuple[str, ...]]:
+    """Capture a module of the key's; and its parameters' gradients. Costs have no part in it."""
+    from overlapc.passes.capture import capture
+    from overlapc.passes.parts import parameter_gradients
+    from overlapc.profiler.estimate import describe
+
+    captured = capture(module, x)
+    return describe(captured), tuple(parameter_gradients(captured))
 
 
 def _launched(problem: Problem, framework: Framework) -> Profile:
