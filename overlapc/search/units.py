@@ -124,10 +124,11 @@ class Unit(Record):
         return validated(replace(self.problem, trace=replace(trace, ops=ops), profile=profile))
 
 
-def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
-    """Capture the key's blocks and head on fake tensors and ranks, with estimated costs. The
-    process has no process groups before and after. Unless it is to be `bounded`, nothing is known
-    of what the blocks take at least, which takes longer than all the rest."""
+def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
+    """Capture the key's blocks, at `most` so many or one period, and its head on fake tensors and
+    ranks, with estimated costs. The process has no process groups before and after. Unless it is to
+    be `bounded`, nothing is known of what the blocks take at least, which takes longer than all
+    the rest."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -142,7 +143,7 @@ def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
         torch.set_default_dtype(dtype)
     try:
         with fake_groups(key.gpus, key.tp, key.expert_ranks) as (tensor, expert), FakeTensorMode():
-            count = min(model.layers, max(BLOCKS // model.period, 1) * model.period)
+            count = min(model.layers, max(most // model.period, 1) * model.period)
             shape = (key.microbatch, model.seq)
             if key.sequence:
                 shape = (model.seq // key.tp, key.microbatch)
