@@ -8,7 +8,6 @@ the nearest, whose name is its `base`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import sys
@@ -19,10 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from overlapc.emulate.model import Kind, Link
+from overlapc.emulate.model import Kind
 from overlapc.errors import FileError, OptionError
 from overlapc.files import StrPath, printable, read_text
 from overlapc.ir import Slowdown
+from overlapc.profiler.link_spec import LinkSpec, Measured, Table, interpolate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,44 +34,6 @@ __all__ = ["Hardware", "Kernels", "LinkSpec", "format_hardware", "known_hardware
 _FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
-
-Table = tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class LinkSpec:
-    """One kind of link, per rank and direction.
-
-    A kind in `busbw` (full bytes -> bus bandwidth, ascending) is read from that table: the wire
-    volume of the ring algorithm over the bus bandwidth. Any other kind takes `alpha_ns` plus
-    the wire volume over `bytes_per_s` times its `efficiency`.
-    """
-
-    alpha_ns: int
-    bytes_per_s: float
-    efficiency: Mapping[str, float]
-    busbw: Mapping[str, Table]
-    slowdown: Slowdown
-
-    def collective_ns(self, kind: Kind, size_bytes: int, ranks: int, share: float = 1.0) -> int:
-        """How long a collective takes; `share` is this rank's part of `bytes_per_s`, in tables
-        too."""
-        if ranks <= 1 or size_bytes <= 0:
-            return 0
-
-        def wire_ns(size: float, bytes_per_s: float) -> float:
-            return Link.wire_bytes(kind, size, ranks) / (bytes_per_s * share) * 1e9  # type: ignore[arg-type]
-
-        table = self.busbw.get(kind)
-        if table is None:
-            rate = self.bytes_per_s * self.efficiency.get(kind, 1.0)
-            return round(self.alpha_ns + wire_ns(size_bytes, rate))
-        smallest, rate = table[0]
-        if size_bytes >= smallest:
-            return round(wire_ns(size_bytes, interpolate(table, size_bytes)))
-        first = wire_ns(smallest, rate)  # below the table: a line down to the latency
-        alpha = min(float(self.alpha_ns), first)
-        return round(alpha + (first - alpha) * size_bytes / smallest)
 
 
 # Of a product's tiles, rows and columns, and the part of the largest's rate that each reaches.
@@ -170,17 +132,6 @@ class Hardware:
         return self.inter.collective_ns(kind, size_bytes, ranks, share)
 
 
-def interpolate(table: Table, at: float) -> float:
-    """Interpolate linearly in the logarithm of the key; flat beyond both ends."""
-    if at <= table[0][0]:
-        return table[0][1]
-    for (left, low), (right, high) in itertools.pairwise(table):
-        if at <= right:
-            part = math.log(at / left) / math.log(right / left)
-            return low + (high - low) * part
-    return table[-1][1]
-
-
 def known_hardware() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
@@ -274,6 +225,9 @@ def format_hardware(machine: Hardware) -> str:
             lines.append(figure(f"{name}.efficiency.{kind}", part))
         for kind, table in link.busbw.items():
             lines.append(figure(f"{name}.busbw.{kind}", table))
+        if link.measured:
+            rows = [[ranks, size, round(ns / 1000, 3)] for ranks, size, ns in link.measured]
+            lines.append(figure(f"{name}.all_reduce_us", rows))
     return "\n".join(lines) + "\n"
 
 
@@ -315,6 +269,7 @@ class _TomlReader:
         )
 
     def link(self, name: str) -> LinkSpec:
+        given = self.section(name)
         efficiency = {
             kind: self.part(f"{name}.efficiency.{kind}") for kind in self.kinds(name, "efficiency")
         }
@@ -329,7 +284,20 @@ class _TomlReader:
             efficiency=efficiency,
             busbw=busbw,
             slowdown=Slowdown(*slow),
+            measured=self.measured(f"{name}.all_reduce_us") if "all_reduce_us" in given else (),
         )
+
+    def measured(self, key: str) -> tuple[Measured, ...]:
+        rows = self.figure(key)
+        good = isinstance(rows, list) and all(
+            isinstance(row, list) and len(row) == 3 and all(map(_is_positive, row)) for row in rows
+        )
+        self.require(good, key, "a list of [ranks, full bytes, microseconds] rows, above zero")
+        keys = [(row[0], row[1]) for row in rows]
+        self.require(keys == sorted(set(keys)), key, "rows by ranks, and of these by bytes")
+        enough = bool(keys) and min(Counter(ranks for ranks, _ in keys).values()) > 1
+        self.require(enough, key, "two sizes or more for each number of ranks")
+        return tuple((int(ranks), int(size), us * 1000.0) for ranks, size, us in rows)
 
     def require(self, holds: bool, key: str, expected: str) -> None:
         if not holds:
