@@ -19,9 +19,6 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-# float32 weight and moments read and written, gradient read, bf16 weight written
-_OPTIMIZER_MOVES = 2 * 12 + 4 + 2
-
 
 @dataclass(frozen=True)
 class Update:
@@ -80,6 +77,6 @@ class Update:
         if not framework.hides_reduction:
             late_ns = max(sum(sums[s] for s in layout.stages_of(r)) for r in range(layout.pp))
             sums = [0 for _ in sums]
-        moved = max(map(sum, of_rank)) * _OPTIMIZER_MOVES / (layout.dp if shards else 1)
+        moved = max(map(sum, of_rank)) * framework.optimizer_moves / (layout.dp if shards else 1)
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
         return Update(tuple(sums), round(machine.memory_ns(moved)), gather_ns, late_ns)

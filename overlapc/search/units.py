@@ -176,7 +176,7 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     profile = priced(described, machine, known, framework.attention)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
-    return Problem(problem.trace, _launched(problem, framework)), received
+    return Problem(problem.trace, _launched(problem, framework, key.model.seq)), received
 
 
 def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tuple[str, ...]]:
@@ -189,13 +189,18 @@ def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tupl
     return describe(captured), tuple(parameter_gradients(captured))
 
 
-def _launched(problem: Problem, framework: Framework) -> Profile:
-    """The costs as a framework runs the ops. Its host launches them one by one: a forward or a
-    backward takes no less than the host does for it, and what the device waits is spread evenly
-    over the kernels."""
+def _launched(problem: Problem, framework: Framework, seq: int) -> Profile:
+    """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
+    one by one: a forward or a backward takes no less than the host does for it, and what the device
+    waits is spread evenly over the kernels."""
     profile = problem.profile
+    slower = dict.fromkeys(profile.costs, framework.slower)
+    if "attention" in framework.unfused:
+        scores = f",{seq},{seq}]"
+        for op in problem.trace.ops:
+            slower[op.name] *= framework.attention if scores in op.signature else 1.0
     costs = {
-        name: replace(cost, compute_ns=round(cost.compute_ns * framework.slower))
+        name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()
     }
     for is_forward in (True, False):
