@@ -251,7 +251,7 @@ def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) ->
     if layout.pp == 1:
         return 0
     across = layout.tp * layout.dp >= cluster.gpus_per_node
-    # Ranks of a node send at the same time, each its part of the width.
-    apart = across and not layout.sequence
+    # Ranks of a node send at the same time, each its part of the width or all of it.
+    apart = across and not layout.sequence and find_framework(cluster.framework).scatters
     size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
     return machine.collective_ns("p2p", size, 2, 1 if across else 2)
