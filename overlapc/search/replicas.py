@@ -71,8 +71,14 @@ class Update:
         of_stage = stage_parameters(model, layout, layers)
         framework = find_framework(cluster.framework)
         shards = framework.shards_optimizer and not model.whole
-        kind: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter" if shards else "all_reduce"
-        sums = [takes(kind, held, framework.gradient_bytes) for held in of_stage]
+        whole = framework.sums_all or not shards
+        kind: Literal["all_reduce", "reduce_scatter"] = "all_reduce" if whole else "reduce_scatter"
+        size = framework.summed_bytes or framework.gradient_bytes
+        copied = framework.summing_moves if layout.dp > 1 else 0
+        sums = [
+            takes(kind, held, size) + round(machine.memory_ns(sum(held) * copied))
+            for held in of_stage
+        ]
         late_ns = 0
         if not framework.hides_reduction:
             late_ns = max(sum(sums[s] for s in layout.stages_of(r)) for r in range(layout.pp))
