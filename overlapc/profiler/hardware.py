@@ -88,6 +88,7 @@ class Hardware:
     inter: LinkSpec
     sources: Mapping[str, str] = field(repr=False)
     kernels: Kernels | None = None  # where they were measured
+    total: int = 0  # bytes that CUDA reports; 0: as many as the vendor says
 
     def flops_ns(self, flops: float, dtype: str, efficiency: float) -> float:
         peak = self.peak_flops.get(dtype) or self.peak_flops["float32"]
@@ -95,6 +96,10 @@ class Hardware:
 
     def memory_ns(self, moved_bytes: float) -> float:
         return moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e9
+
+    @property
+    def total_bytes(self) -> int:
+        return self.total or self.memory_bytes
 
     @property
     def add_ns_per_kib(self) -> float:
@@ -198,6 +203,7 @@ def format_hardware(machine: Hardware) -> str:
     lines += ["", "# flops per second", "[peak_flops]"]
     lines += [figure(f"peak_flops.{dtype}", rate) for dtype, rate in machine.peak_flops.items()]
     lines += ["", "[memory]", figure("memory.bytes", machine.memory_bytes)]
+    lines += [figure("memory.total", machine.total)] if machine.total else []
     lines += [
         figure("memory.bytes_per_s", machine.memory_bytes_per_s),
         figure("memory.efficiency", machine.memory_efficiency),
@@ -259,6 +265,7 @@ class _TomlReader:
             inter=self.link("inter"),
             sources=self.sources,
             kernels=self.kernels() if "kernels" in self.data else None,
+            total=int(self.number("memory.total")) if "total" in self.section("memory") else 0,
         )
 
     def kernels(self) -> Kernels:

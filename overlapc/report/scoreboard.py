@@ -24,7 +24,8 @@ class Score:
     spearman: float = 0.0  # of predicted and measured; 1 is the same order
     refused: int = 0
     memory: float | None = None  # median error's size of peaks
-    fits_right: tuple[int, int] = (0, 0)  # of so many rows known to fit or not
+    fits_right: tuple[int, int] = (0, 0)  # of so many rows that are said to fit or not
+    risky: int = 0  # of which neither is said
 
     @staticmethod
     def of(predicted: Sequence[Predicted]) -> Score:
@@ -38,11 +39,14 @@ class Score:
             if each.row.peak_bytes and not each.refused
         ]
         judged = [each for each in predicted if not each.refused]
-        right = sum(each.fits == each.row.fits for each in judged)
-        fits = (right, len(judged)) if not all(each.row.fits for each in judged) else (0, 0)
+        if all(each.row.fits for each in judged):
+            judged = []  # of a table that tells nothing of runs that failed
+        certain = [each for each in judged if each.answer != "risky"]
+        right = sum((each.answer == "fits") == each.row.fits for each in certain)
+        fits, risky = (right, len(certain)), len(judged) - len(certain)
         memory = median(peaks) if peaks else None
         if not timed:
-            return Score(0, refused=refused, memory=memory, fits_right=fits)
+            return Score(0, refused=refused, memory=memory, fits_right=fits, risky=risky)
         return Score(
             len(timed),
             median(sizes),
@@ -52,6 +56,7 @@ class Score:
             refused,
             memory,
             fits,
+            risky,
         )
 
 
@@ -83,7 +88,18 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
 def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
     """Print a line for each table, for all that count together, and the rows that are worst."""
     rows: list[tuple[str, ...]] = [
-        ("table", "rows", "median", "90%", "bias", "Spearman", "memory", "fits or not", "refused")
+        (
+            "table",
+            "rows",
+            "median",
+            "90%",
+            "bias",
+            "Spearman",
+            "memory",
+            "fits or not",
+            "risky",
+            "refused",
+        )
     ]
     rows += [
         _line(one.name + (" (calibrates)" if one.calibrates else ""), Score.of(found))
@@ -123,6 +139,7 @@ def _line(name: str, score: Score) -> tuple[str, ...]:
         f"{score.spearman:.3f}" if timed else "-",
         "-" if score.memory is None else f"{score.memory:.1%}",
         f"{right} of {known}" if known else "-",
+        str(score.risky) if known else "-",
         str(score.refused),
     )
 
@@ -140,7 +157,9 @@ def as_json(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> list[dict[st
                     "predicted_ns": each.step_ns,
                     "measured_peak_bytes": each.row.peak_bytes,
                     "predicted_peak_bytes": each.peak_bytes,
+                    "needed_bytes": each.needed_bytes,
                     "fits": each.row.fits,
+                    "answer": each.answer,
                     "refused": each.refused,
                 }
                 for each in found

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline
 from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
-from overlapc.search.layouts import Cluster, expert_ranks
+from overlapc.search.frameworks import find_framework
+from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
 from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments
+from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
 from overlapc.search.search import Result
 from overlapc.solvers.partition import layout
-
-_RISKY = 0.93  # of a GPU's memory; by default a search uses 92%
 
 
 def verdict(
@@ -31,7 +32,11 @@ def verdict(
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
-    lines += ["", *_winner(result, result.best, machine), *_megatron(model, result.best)]
+    lines += [
+        "",
+        *_winner(model, cluster, result, result.best, machine),
+        *_megatron(model, result.best),
+    ]
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
     if compared:
@@ -45,7 +50,7 @@ def verdict(
     return "\n".join([*lines, *_memory(result, result.best, fitting)])
 
 
-def _winner(result: Result, best: Found, machine: Any) -> list[str]:
+def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
     kept = "interrupted, the best so far" if result.interrupted else "the fastest"
     gap = best.step_ns / max(1, result.bound_ns) - 1
     lines = [
@@ -59,11 +64,12 @@ def _winner(result: Result, best: Found, machine: Any) -> list[str]:
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",
     ]
-    most = max(best.peak_bytes, default=0)
-    if most > _RISKY * machine.memory_bytes:
+    static = static_bytes(model, best.layout, best.layers, find_framework(cluster.framework))
+    needed = max(map(needed_bytes, repeat(best.layout), static, best.peak_bytes), default=0)
+    if answer(machine, needed) != "fits":
         lines.append(
-            f"  risky: {gigabytes(most)} of {gigabytes(machine.memory_bytes)} GB; CUDA, NCCL and "
-            "fragments take some GB besides, and without room for them steps are slow or fail"
+            f"  risky: {gigabytes(needed)} of {gigabytes(machine.total_bytes)} GB with what CUDA, "
+            "NCCL and fragments take; so near the whole, steps are slow or fail"
         )
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")

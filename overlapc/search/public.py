@@ -22,7 +22,8 @@ from overlapc.files import StrPath, printable, read_text
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.layouts import Cluster, Layout, static_bytes
+from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
 from overlapc.search.units import Unit, UnitKey, make_unit
 
@@ -82,7 +83,8 @@ class Predicted:
 
     row: Row
     step_ns: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # of tensors
+    needed_bytes: int = 0  # with all that is beside them
     refused: str = ""
 
     @property
@@ -91,8 +93,9 @@ class Predicted:
         return self.step_ns / self.row.step_ns - 1
 
     @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.row.cluster.memory_bytes
+    def answer(self) -> Answer:
+        """Whether it will run."""
+        return answer(load_hardware(self.row.cluster.hardware), self.needed_bytes)
 
 
 def predict(row: Row, unit: Unit) -> Predicted:
@@ -102,7 +105,12 @@ def predict(row: Row, unit: Unit) -> Predicted:
         found = evaluate(row.model, cluster, row.layout, unit, row.recompute, bounded=False).found
     except OverlapcError as error:
         return Predicted(row, refused=str(error))
-    return Predicted(row, found.step_ns, max(found.peak_bytes))
+    framework = find_framework(row.cluster.framework)
+    static = static_bytes(row.model, row.layout, found.layers, framework)
+    needed = [
+        needed_bytes(row.layout, *rank) for rank in zip(static, found.peak_bytes, strict=True)
+    ]
+    return Predicted(row, found.step_ns, max(found.peak_bytes), max(needed))
 
 
 def predict_alike(key: UnitKey, rows: tuple[Row, ...]) -> list[Predicted]:
