@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -26,6 +26,7 @@ class Score:
     memory: float | None = None  # median error's size of peaks
     fits_right: tuple[int, int] = (0, 0)  # of so many rows that are said to fit or not
     risky: int = 0  # of which neither is said
+    within: float = 0.0  # part of the measured steps that are in the predicted interval
 
     @staticmethod
     def of(predicted: Sequence[Predicted]) -> Score:
@@ -57,6 +58,7 @@ class Score:
             memory,
             fits,
             risky,
+            mean(each.is_within for each in timed),
         )
 
 
@@ -95,6 +97,7 @@ def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
             "90%",
             "bias",
             "Spearman",
+            "within",
             "memory",
             "fits or not",
             "risky",
@@ -137,6 +140,7 @@ def _line(name: str, score: Score) -> tuple[str, ...]:
         f"{score.most:.1%}" if timed else "-",
         f"{score.bias:+.1%}" if timed else "-",
         f"{score.spearman:.3f}" if timed else "-",
+        f"{score.within:.0%}" if timed else "-",
         "-" if score.memory is None else f"{score.memory:.1%}",
         f"{right} of {known}" if known else "-",
         str(score.risky) if known else "-",
@@ -156,6 +160,7 @@ def as_json(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> list[dict[st
                     "measured_ns": each.row.step_ns,
                     "predicted_ns": each.step_ns,
                     "measured_peak_bytes": each.row.peak_bytes,
+                    "within": None if each.within is None else asdict(each.within),
                     "predicted_peak_bytes": each.peak_bytes,
                     "needed_bytes": each.needed_bytes,
                     "fits": each.row.fits,

@@ -11,6 +11,7 @@ from overlapc.pipeline import PipelineTimeline
 from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
+from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
 from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments
 from overlapc.search.memory import answer, needed_bytes
@@ -58,6 +59,7 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
         f"  step {milliseconds(best.step_ns)} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
         f"{best.mfu:.1%}; no layout that fits with its layers split evenly is more than "
         f"{gap:.1%} faster, by bound",
+        _within(best, cluster),
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
         "  (E embedding, t*n so many transformer layers, L loss, | between stages: Megatron's "
         "--pipeline-model-parallel-layout)",
@@ -78,6 +80,14 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
     if best.merged:
         lines.append("  microbatches merged: each forward with the backward before (TrainStep)")
     return lines
+
+
+def _within(best: Found, cluster: Cluster) -> str:
+    """Where a measured step should be, and what its sources only guess."""
+    found = interval(best, cluster)
+    low, high = milliseconds(found.low_ns), milliseconds(found.high_ns)
+    guessed = f"; guessed: {', '.join(found.guessed)}" if found.guessed else ""
+    return f"  predicted: four of five measured steps should be within {low} to {high} ms{guessed}"
 
 
 def _megatron(model: Model, best: Found) -> list[str]:

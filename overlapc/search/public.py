@@ -22,6 +22,7 @@ from overlapc.files import StrPath, printable, read_text
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
+from overlapc.search.interval import Interval, interval
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
@@ -85,12 +86,19 @@ class Predicted:
     step_ns: int = 0
     peak_bytes: int = 0  # of tensors
     needed_bytes: int = 0  # with all that is beside them
+    within: Interval | None = None  # in which the measured step should be
     refused: str = ""
 
     @property
     def error(self) -> float:
         """How much longer than measured the predicted step is, as a part of the measured."""
         return self.step_ns / self.row.step_ns - 1
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the measured step is in the predicted interval."""
+        within = self.within
+        return within is not None and within.low_ns <= self.row.step_ns <= within.high_ns
 
     @property
     def answer(self) -> Answer:
@@ -110,7 +118,9 @@ def predict(row: Row, unit: Unit) -> Predicted:
     needed = [
         needed_bytes(row.layout, *rank) for rank in zip(static, found.peak_bytes, strict=True)
     ]
-    return Predicted(row, found.step_ns, max(found.peak_bytes), max(needed))
+    return Predicted(
+        row, found.step_ns, max(found.peak_bytes), max(needed), interval(found, cluster)
+    )
 
 
 def predict_alike(key: UnitKey, rows: tuple[Row, ...]) -> list[Predicted]:
