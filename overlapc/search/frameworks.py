@@ -25,6 +25,7 @@ class Framework:
     unfused: str = ""
     attention: float = 1.0  # how long fused attention takes, or unfused one's ops on all scores,
     # beside the best kernels
+    loss_bytes: int = 0  # of memory at the loss for a token and a word, if more than its ops take
     dropout: bool = False
     shards_optimizer: bool = True  # over the replicas
     gradient_bytes: int = 4  # of an element, as it is added up and summed over replicas
@@ -80,7 +81,10 @@ _MEGATRON_2021: dict[str, Any] = {
 }
 # As its public sources have it (github.com/Aleph-Alpha/scaling): gradients are copied to a bucket,
 # divided, copied to float32, summed on all replicas, and copied back twice (24 bytes an element).
+# The loss: calibrated by `layouts-13b`, where eight sequences at a time are at the edge of memory
+# on two stages, and with two tensor-parallel ranks.
 _SCALING: dict[str, Any] = {
+    "loss_bytes": 20,
     "summed_bytes": 4,
     "sums_all": True,
     "summing_moves": 4 + 4 + 6 + 6 + 4,

@@ -24,7 +24,7 @@ COMMUNICATOR_BYTES = 24 * 2 * 5 * 2**20
 CUBLAS_BYTES = 2 * 32 * 2**20
 # What the allocator keeps of freed blocks, as a part of what is not there throughout. Calibrated by
 # `layouts-13b`: with less the runs that failed of it are said to fit.
-FRAGMENTS = 0.10
+FRAGMENTS = 0.20
 # So near the whole of a GPU's memory nobody knows: a run may fit, fail, or take several times as
 # long, because the allocator frees and asks again. Calibrated by `layouts-13b`.
 EDGE = 0.07

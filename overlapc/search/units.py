@@ -156,6 +156,8 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
         torch.set_default_dtype(before)
     problem, received = blocks
     head_ran = simulate(head, solve(head, "none"))
+    at_loss = find_framework(key.framework).loss_bytes * key.microbatch * model.seq * model.vocab
+    head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * x.element_size()
     return Unit(count, problem, received, head, x.nbytes, table, least, head_ran)
