@@ -41,6 +41,9 @@ class Framework:
     slower: float = 1.0  # than its kernels alone, for reasons that nobody gave: calibrated
     host_ns: int = 0  # that the host takes for an op
     host_collective_ns: int = 0
+    # As how many layers the table of words, and the last norm and the scores, count when stages get
+    # as many each, the first of them what is left over
+    ends: tuple[int, int] = 0, 0
     scatters: bool = True  # between stages on two nodes, tensor-parallel ranks send a part each
 
     @property
@@ -48,6 +51,15 @@ class Framework:
         """The solvers that plan as this framework runs, by what it recomputes."""
         first = "" if self.name == "overlapc" else "megatron-"
         return {again: first + again for again in ("none", "selective", "full")}
+
+    def layers_of(self, layers: int, stages: int) -> tuple[int, ...] | None:
+        """How many layers each stage gets; None where ends do not count."""
+        first, last = self.ends
+        each, more = divmod(layers + first + last, stages)
+        counts = [each + (stage < more) for stage in range(stages)]
+        counts[0] -= first
+        counts[-1] -= last
+        return tuple(counts) if first + last and min(counts) > 0 else None
 
     def of(self, model: _M) -> _M:
         """The model as this framework runs it; a block of the user's own is as it is."""
@@ -91,8 +103,9 @@ _SCALING: dict[str, Any] = {
     "added_moves": 6,
     "optimizer_moves": _MEGATRON_HALF,
     "scatters": False,
+    "ends": (1, 2),
     "stragglers": _STRAGGLERS,
-    "slower": 1.09,
+    "slower": 1.11,
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
 }
@@ -109,6 +122,8 @@ FRAMEWORKS = {
             added_moves=0,
             optimizer_moves=_MEGATRON_FLOAT32,
             stragglers=_STRAGGLERS,
+            host_ns=_HOST_NS,
+            host_collective_ns=_HOST_COLLECTIVE_NS,
         ),
         Framework(
             "megatron-2021",

@@ -109,18 +109,18 @@ class Predicted:
 def predict(row: Row, unit: Unit) -> Predicted:
     """Predict the row's step and its peak, however little memory there is."""
     cluster = replace(row.cluster, memory_bytes=_ENOUGH)
+    framework = find_framework(cluster.framework)
+    layers = framework.layers_of(row.model.layers, row.layout.stages)
+    where = row.model, cluster, row.layout, unit, row.recompute
     try:
-        found = evaluate(row.model, cluster, row.layout, unit, row.recompute, bounded=False).found
+        found = evaluate(*where, layers=layers, bounded=False).found
     except OverlapcError as error:
         return Predicted(row, refused=str(error))
-    framework = find_framework(row.cluster.framework)
     static = static_bytes(row.model, row.layout, found.layers, framework)
-    needed = [
-        needed_bytes(row.layout, *rank) for rank in zip(static, found.peak_bytes, strict=True)
-    ]
-    return Predicted(
-        row, found.step_ns, max(found.peak_bytes), max(needed), interval(found, cluster)
-    )
+    ranks = zip(static, found.peak_bytes, strict=True)
+    needed = max(needed_bytes(row.layout, *rank) for rank in ranks)
+    within = interval(found, cluster)
+    return Predicted(row, found.step_ns, max(found.peak_bytes), needed, within)
 
 
 def predict_alike(key: UnitKey, rows: tuple[Row, ...]) -> list[Predicted]:

@@ -10,6 +10,7 @@ import pytest
 from overlapc.errors import Infeasible
 from overlapc.planning.road import judged
 from overlapc.search.evaluate import evaluate
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.place import Place, planned
@@ -67,3 +68,11 @@ def test_few_blocks_stand_for_many() -> None:
     )
     assert two.step_ns == pytest.approx(four.step_ns, rel=0.02)
     assert max(two.peak_bytes) == pytest.approx(max(four.peak_bytes), rel=0.05)
+
+
+def test_ends_count_as_layers_where_a_framework_says_so() -> None:
+    scaling = find_framework("scaling")
+    assert scaling.layers_of(40, 2) == (21, 19)
+    assert scaling.layers_of(60, 16) == (3, *[4] * 14, 1)
+    assert scaling.layers_of(8, 8) is None  # the last stage would have none
+    assert find_framework("megatron").layers_of(40, 2) is None
