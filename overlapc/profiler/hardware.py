@@ -33,6 +33,7 @@ __all__ = ["Hardware", "Kernels", "LinkSpec", "format_hardware", "known_hardware
 
 _FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
+_FILLS = ("attention_forward_fill", "attention_backward_fill")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 
@@ -54,6 +55,7 @@ class Kernels:
     multiprocessors: int
     ramp: float
     parts: Mapping[str, float]  # tn, nn, nt, attention_forward, attention_backward
+    fills: Mapping[str, float]  # how many waves of attention's blocks take as long as its ends
 
     def matmul_part(self, m: int, n: int, k: int, layout: str, batch: int = 1) -> float:
         filled = 0.0
@@ -67,7 +69,8 @@ class Kernels:
     def attention_part(self, heads: int, seq: int, kind: str) -> float:
         """Of causal attention, half of whose scores are made; heads of all sequences."""
         waves = heads * -(-seq // _ATTENTION_ROWS) / self.multiprocessors
-        return self.parts[kind] * waves / (waves + 1) * seq / (seq + _ATTENTION_RAMP)
+        filled = waves / (waves + self.fills[f"{kind}_fill"])
+        return self.parts[kind] * filled * seq / (seq + _ATTENTION_RAMP)
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,8 @@ def format_hardware(machine: Hardware) -> str:
         lines += ["", "[kernels]"]
         lines += [figure("kernels.multiprocessors", machine.kernels.multiprocessors)]
         lines += [figure("kernels.ramp", machine.kernels.ramp)]
-        lines += [figure(f"kernels.{k}", part) for k, part in machine.kernels.parts.items()]
+        parts = {**machine.kernels.parts, **machine.kernels.fills}
+        lines += [figure(f"kernels.{k}", part) for k, part in parts.items()]
     lines += ["", "[node]", figure("node.gpus", machine.gpus_per_node)]
     for name, link in (("intra", machine.intra), ("inter", machine.inter)):
         lines += ["", f"[{name}]", figure(f"{name}.alpha_ns", link.alpha_ns)]
@@ -273,6 +277,7 @@ class _TomlReader:
             int(self.number("kernels.multiprocessors")),
             self.number("kernels.ramp"),
             {key: self.part(f"kernels.{key}") for key in _KERNELS},
+            {key: self.number(f"kernels.{key}") for key in _FILLS},
         )
 
     def link(self, name: str) -> LinkSpec:

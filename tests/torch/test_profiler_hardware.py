@@ -86,6 +86,29 @@ def test_all_reduces_take_what_was_measured_by_ranks_and_size() -> None:
     assert more == pytest.approx(eight * (15 / 16) / (7 / 8), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "forward_us", "backward_us"),
+    [  # causal, 4,096 tokens, heads of 128, as SimuMax 1.2's system files have them
+        ("a100-pcie-80", 8, 282, 723),
+        ("a100-pcie-80", 64, 1484, 4383),
+        ("b200", 8, 98, 116),
+        ("b200", 16, 106, 205),
+        ("b200", 128, 490, 1470),
+    ],
+)
+def test_attention_takes_what_was_measured(
+    name: str, heads: int, forward_us: float, backward_us: float
+) -> None:
+    machine = load_hardware(name)
+    kernels = machine.kernels
+    assert kernels is not None
+    flops = heads * 4096**2 * 2 * 128  # half of all scores, two products
+    for kind, us, times in (("forward", forward_us, 1.0), ("backward", backward_us, 2.5)):
+        part = kernels.attention_part(heads, 4096, f"attention_{kind}")
+        took_us = machine.flops_ns(times * flops, "bfloat16", part) / 1000
+        assert took_us == pytest.approx(us, rel=0.17)
+
+
 def test_unknown_machine_names_the_known_ones() -> None:
     with pytest.raises(OptionError, match=r"unknown hardware 'h100'.*h100-sxm"):
         load_hardware("h100")
