@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any
 
@@ -110,7 +110,13 @@ def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
     ]
     counted = [each for one, found in judged if not one.calibrates for each in found]
     if counted:
-        rows.append(_line("all that count", Score.of(counted)))
+        each_table = [Score.of(found) for one, found in judged if not one.calibrates]
+        right, known = (
+            sum(count) for count in zip(*(s.fits_right for s in each_table), strict=True)
+        )
+        total = replace(Score.of(counted), fits_right=(right, known))
+        total = replace(total, risky=sum(score.risky for score in each_table))
+        rows.append(_line("all that count", total))
     lines = table(rows)
     for one, found in judged:
         timed = [each for each in found if each.row.step_ns and not each.refused]
