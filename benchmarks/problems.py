@@ -152,7 +152,8 @@ def costed(stage: Stage, hardware: str) -> Problem:
     graph = captured(stage)
     lanes = {lane: stage.ranks for lane in graph.trace.lanes}
     # By the size of matrices alone, as when the set was listed: plans of then stay comparable.
-    machine = replace(load_hardware(hardware), kernels=None)
+    machine = load_hardware(hardware)
+    machine = replace(machine, kernels=None, intra=replace(machine.intra, measured=()))
     return formulate(graph.trace, estimate(graph, machine, lanes))
 
 

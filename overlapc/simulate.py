@@ -253,8 +253,7 @@ def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
     again keeps its state until then; while it runs again, the current state is put aside, too."""
     end = len(plan.order)
     random = [name for name in plan.recomputed if problem.trace.op[name].random]
-    copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * len(random)
-    ledger.add(problem.resident_bytes + ceil(problem.copies * copy), -1, end)
+    ledger.add(problem.resident_bytes + copies_bytes(problem, plan), -1, end)
     at = {text: i for i, text in enumerate(plan.order)} if random else {}
     for name in random:
         again_at = at[issue(name, True)]
@@ -262,6 +261,13 @@ def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
         kept = [(-1, again_at), (at[name], end)] if ahead else [(at[name], again_at)]
         for first, last in (*kept, (again_at, again_at)):
             ledger.add(RNG_STATE_BYTES, first, last)
+
+
+def copies_bytes(problem: Problem, plan: Plan) -> int:
+    """Count what microbatches in flight beyond the traced one hold, at every moment."""
+    random = sum(problem.trace.op[name].random for name in plan.recomputed)
+    copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * random
+    return ceil(problem.copies * copy)
 
 
 def saved_bytes(problem: Problem, saved: Sequence[str]) -> int:

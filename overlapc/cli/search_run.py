@@ -25,6 +25,7 @@ from overlapc.schedule import format_schedule
 from overlapc.search.chosen import VERSION, memory_budgets
 from overlapc.search.evaluate import Found, Outcome, evaluate
 from overlapc.search.frameworks import find_framework
+from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, Fixed, static_bytes
 from overlapc.search.models import Model, Transformer, find_model
 from overlapc.search.search import Progress, Result, compare, search
@@ -142,6 +143,7 @@ def _document(
         "certain": result.certain,
         "pruned": result.pruned,
         "best": None if best is None else best.as_json(),
+        "within": best and asdict(interval(best, cluster)),
         "static_bytes": best and static_bytes(model, best.layout, best.layers),
         "memory_budgets": best and memory_budgets(model, cluster, best),
         "tried": [found.as_json() for found in result.tried],

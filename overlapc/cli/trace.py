@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from overlapc.cli.shared import GOOD, Declare, positive, print_table
+from overlapc.errors import FileError
+from overlapc.report.beside import Beside, beside, by_name
 from overlapc.report.kineto import Exposure, Run, read_run
 
 
@@ -18,19 +20,75 @@ def declare_trace(command: Declare) -> None:
     add(
         "files", nargs="+", type=Path, help="Chrome trace JSON of torch.profiler, one for each rank"
     )
+    add(
+        "--plan",
+        nargs=2,
+        metavar=("PROBLEM", "PLAN"),
+        help="files of the plan that ran: what it predicted beside what was measured, op by op",
+    )
     add("--top", type=positive, default=10, help="number of collectives, stalls and ops to list")
 
 
 def _trace(args: argparse.Namespace) -> int:
     runs = [read_run(path) for path in args.files]
+    found = [None if args.plan is None else _beside(run, *args.plan) for run in runs]
     if args.json:
-        print(json.dumps([asdict(run) | {"exposed": run.exposed} for run in runs], indent=1))
+        document = []
+        for run, one in zip(runs, found, strict=True):
+            document.append({**asdict(replace(run, ops=())), "exposed": run.exposed})
+            document[-1] |= {} if one is None else {"plan": asdict(one)}
+        print(json.dumps(document, indent=1))
         return GOOD
-    for number, run in enumerate(runs):
+    for number, (run, one) in enumerate(zip(runs, found, strict=True)):
         if number:
             print()
         _print(run, args.top)
+        if one is not None:
+            print()
+            _print_beside(one, args.top)
     return GOOD
+
+
+def _beside(run: Run, problem: str, plan: str) -> Beside:
+    from overlapc.files import load_plan, load_problem
+
+    found = beside(run, load_problem(problem), load_plan(plan))
+    if not found.steps:
+        raise FileError(
+            f"{run.name} has no step of the plan {plan}: fewer than half of its ops are found in "
+            "its order; expected a trace of what this plan ran, recorded with CPU activities"
+        )
+    return found
+
+
+def _print_beside(found: Beside, top: int) -> None:
+    measured, predicted = found.measured_ns, found.predicted_ns
+    print(
+        f"beside the plan, means of {found.steps} step{'s' * (found.steps > 1)}: ops predicted "
+        f"{predicted / 1e6:.3f} ms, measured {measured / 1e6:.3f} ms; {len(found.ops)} matched, "
+        f"{len(found.unmatched)} not found in the run"
+    )
+    head = "predicted ms", "measured ms", "measured / predicted"
+    rows = [
+        (name, str(count), *_three(before, after)) for name, count, before, after in by_name(found)
+    ]
+    print_table([("ops", "issues", *head), *rows[:top]])
+    print()
+    worst = sorted(found.ops, key=lambda pair: -abs(pair.measured_ns - pair.predicted_ns))[:top]
+    far = [(pair.issue, pair.name, *_three(pair.predicted_ns, pair.measured_ns)) for pair in worst]
+    print_table([("farthest off", "op", *head), *far])
+    if found.collectives:
+        print()
+        sent = [
+            (pair.issue, *_three(pair.predicted_ns, pair.measured_ns), *_three(*exposed)[:2])
+            for pair, exposed in zip(found.collectives, found.exposed, strict=True)
+        ]
+        print_table([("collective", *head, "exposed, predicted", "exposed, measured"), *sent[:top]])
+
+
+def _three(predicted_ns: float, measured_ns: float) -> tuple[str, str, str]:
+    ratio = f"{measured_ns / predicted_ns:.2f}" if predicted_ns else "-"
+    return f"{predicted_ns / 1e6:.3f}", f"{measured_ns / 1e6:.3f}", ratio
 
 
 def _print(run: Run, top: int) -> None:

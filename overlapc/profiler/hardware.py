@@ -8,7 +8,6 @@ the nearest, whose name is its `base`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import sys
@@ -19,10 +18,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from overlapc.emulate.model import Kind, Link
+from overlapc.emulate.model import Kind
 from overlapc.errors import FileError, OptionError
 from overlapc.files import StrPath, printable, read_text
 from overlapc.ir import Slowdown
+from overlapc.profiler.link_spec import LinkSpec, Measured, Table, interpolate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,45 +33,8 @@ __all__ = ["Hardware", "Kernels", "LinkSpec", "format_hardware", "known_hardware
 
 _FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
+_FILLS = ("attention_forward_fill", "attention_backward_fill")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
-
-Table = tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class LinkSpec:
-    """One kind of link, per rank and direction.
-
-    A kind in `busbw` (full bytes -> bus bandwidth, ascending) is read from that table: the wire
-    volume of the ring algorithm over the bus bandwidth. Any other kind takes `alpha_ns` plus
-    the wire volume over `bytes_per_s` times its `efficiency`.
-    """
-
-    alpha_ns: int
-    bytes_per_s: float
-    efficiency: Mapping[str, float]
-    busbw: Mapping[str, Table]
-    slowdown: Slowdown
-
-    def collective_ns(self, kind: Kind, size_bytes: int, ranks: int, share: float = 1.0) -> int:
-        """How long a collective takes; `share` is this rank's part of `bytes_per_s`, in tables
-        too."""
-        if ranks <= 1 or size_bytes <= 0:
-            return 0
-
-        def wire_ns(size: float, bytes_per_s: float) -> float:
-            return Link.wire_bytes(kind, size, ranks) / (bytes_per_s * share) * 1e9  # type: ignore[arg-type]
-
-        table = self.busbw.get(kind)
-        if table is None:
-            rate = self.bytes_per_s * self.efficiency.get(kind, 1.0)
-            return round(self.alpha_ns + wire_ns(size_bytes, rate))
-        smallest, rate = table[0]
-        if size_bytes >= smallest:
-            return round(wire_ns(size_bytes, interpolate(table, size_bytes)))
-        first = wire_ns(smallest, rate)  # below the table: a line down to the latency
-        alpha = min(float(self.alpha_ns), first)
-        return round(alpha + (first - alpha) * size_bytes / smallest)
 
 
 # Of a product's tiles, rows and columns, and the part of the largest's rate that each reaches.
@@ -92,6 +55,7 @@ class Kernels:
     multiprocessors: int
     ramp: float
     parts: Mapping[str, float]  # tn, nn, nt, attention_forward, attention_backward
+    fills: Mapping[str, float]  # how many waves of attention's blocks take as long as its ends
 
     def matmul_part(self, m: int, n: int, k: int, layout: str, batch: int = 1) -> float:
         filled = 0.0
@@ -105,7 +69,8 @@ class Kernels:
     def attention_part(self, heads: int, seq: int, kind: str) -> float:
         """Of causal attention, half of whose scores are made; heads of all sequences."""
         waves = heads * -(-seq // _ATTENTION_ROWS) / self.multiprocessors
-        return self.parts[kind] * waves / (waves + 1) * seq / (seq + _ATTENTION_RAMP)
+        filled = waves / (waves + self.fills[f"{kind}_fill"])
+        return self.parts[kind] * filled * seq / (seq + _ATTENTION_RAMP)
 
 
 @dataclass(frozen=True)
@@ -126,6 +91,7 @@ class Hardware:
     inter: LinkSpec
     sources: Mapping[str, str] = field(repr=False)
     kernels: Kernels | None = None  # where they were measured
+    total: int = 0  # bytes that CUDA reports; 0: as many as the vendor says
 
     def flops_ns(self, flops: float, dtype: str, efficiency: float) -> float:
         peak = self.peak_flops.get(dtype) or self.peak_flops["float32"]
@@ -133,6 +99,10 @@ class Hardware:
 
     def memory_ns(self, moved_bytes: float) -> float:
         return moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e9
+
+    @property
+    def total_bytes(self) -> int:
+        return self.total or self.memory_bytes
 
     @property
     def add_ns_per_kib(self) -> float:
@@ -170,17 +140,6 @@ class Hardware:
         return self.inter.collective_ns(kind, size_bytes, ranks, share)
 
 
-def interpolate(table: Table, at: float) -> float:
-    """Interpolate linearly in the logarithm of the key; flat beyond both ends."""
-    if at <= table[0][0]:
-        return table[0][1]
-    for (left, low), (right, high) in itertools.pairwise(table):
-        if at <= right:
-            part = math.log(at / left) / math.log(right / left)
-            return low + (high - low) * part
-    return table[-1][1]
-
-
 def known_hardware() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
@@ -205,8 +164,13 @@ def _known(name: str) -> Hardware:
 
 
 def _read(path: Path) -> Hardware:
+    return _parsed(path, read_text(path, "hardware file"))
+
+
+@cache
+def _parsed(path: Path, text: str) -> Hardware:
     try:
-        data = tomllib.loads(read_text(path, "hardware file"))
+        data = tomllib.loads(text)
         base = data.pop("base", None)
         if isinstance(base, str) and base in known_hardware():
             text = read_text(_FOLDER / f"{base}.toml", "hardware file")
@@ -242,6 +206,7 @@ def format_hardware(machine: Hardware) -> str:
     lines += ["", "# flops per second", "[peak_flops]"]
     lines += [figure(f"peak_flops.{dtype}", rate) for dtype, rate in machine.peak_flops.items()]
     lines += ["", "[memory]", figure("memory.bytes", machine.memory_bytes)]
+    lines += [figure("memory.total", machine.total)] if machine.total else []
     lines += [
         figure("memory.bytes_per_s", machine.memory_bytes_per_s),
         figure("memory.efficiency", machine.memory_efficiency),
@@ -256,7 +221,8 @@ def format_hardware(machine: Hardware) -> str:
         lines += ["", "[kernels]"]
         lines += [figure("kernels.multiprocessors", machine.kernels.multiprocessors)]
         lines += [figure("kernels.ramp", machine.kernels.ramp)]
-        lines += [figure(f"kernels.{k}", part) for k, part in machine.kernels.parts.items()]
+        parts = {**machine.kernels.parts, **machine.kernels.fills}
+        lines += [figure(f"kernels.{k}", part) for k, part in parts.items()]
     lines += ["", "[node]", figure("node.gpus", machine.gpus_per_node)]
     for name, link in (("intra", machine.intra), ("inter", machine.inter)):
         lines += ["", f"[{name}]", figure(f"{name}.alpha_ns", link.alpha_ns)]
@@ -269,6 +235,9 @@ def format_hardware(machine: Hardware) -> str:
             lines.append(figure(f"{name}.efficiency.{kind}", part))
         for kind, table in link.busbw.items():
             lines.append(figure(f"{name}.busbw.{kind}", table))
+        if link.measured:
+            rows = [[ranks, size, round(ns / 1000, 3)] for ranks, size, ns in link.measured]
+            lines.append(figure(f"{name}.all_reduce_us", rows))
     return "\n".join(lines) + "\n"
 
 
@@ -300,6 +269,7 @@ class _TomlReader:
             inter=self.link("inter"),
             sources=self.sources,
             kernels=self.kernels() if "kernels" in self.data else None,
+            total=int(self.number("memory.total")) if "total" in self.section("memory") else 0,
         )
 
     def kernels(self) -> Kernels:
@@ -307,9 +277,11 @@ class _TomlReader:
             int(self.number("kernels.multiprocessors")),
             self.number("kernels.ramp"),
             {key: self.part(f"kernels.{key}") for key in _KERNELS},
+            {key: self.number(f"kernels.{key}") for key in _FILLS},
         )
 
     def link(self, name: str) -> LinkSpec:
+        given = self.section(name)
         efficiency = {
             kind: self.part(f"{name}.efficiency.{kind}") for kind in self.kinds(name, "efficiency")
         }
@@ -324,7 +296,20 @@ class _TomlReader:
             efficiency=efficiency,
             busbw=busbw,
             slowdown=Slowdown(*slow),
+            measured=self.measured(f"{name}.all_reduce_us") if "all_reduce_us" in given else (),
         )
+
+    def measured(self, key: str) -> tuple[Measured, ...]:
+        rows = self.figure(key)
+        good = isinstance(rows, list) and all(
+            isinstance(row, list) and len(row) == 3 and all(map(_is_positive, row)) for row in rows
+        )
+        self.require(good, key, "a list of [ranks, full bytes, microseconds] rows, above zero")
+        keys = [(row[0], row[1]) for row in rows]
+        self.require(keys == sorted(set(keys)), key, "rows by ranks, and of these by bytes")
+        enough = bool(keys) and min(Counter(ranks for ranks, _ in keys).values()) > 1
+        self.require(enough, key, "two sizes or more for each number of ranks")
+        return tuple((int(ranks), int(size), us * 1000.0) for ranks, size, us in rows)
 
     def require(self, holds: bool, key: str, expected: str) -> None:
         if not holds:

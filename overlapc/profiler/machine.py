@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import OptionError
 from overlapc.profiler.clock import Clock, device_name
-from overlapc.profiler.hardware import Hardware, LinkSpec, Table
+from overlapc.profiler.hardware import Hardware, LinkSpec
 from overlapc.profiler.link_model import Collective
+from overlapc.profiler.link_spec import Table
 from overlapc.profiler.links import measure_links
 
 __all__ = ["measure_machine"]

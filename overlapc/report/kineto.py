@@ -13,7 +13,7 @@ import gzip
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from overlapc.files import StrPath, printable
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _WORKS = ("gloo:", "nccl:", "mpi:")  # prefixes of a backend's report of a work
 _WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms")
+_NO_OPS = (*_WORKS, "autograd::")
 _LATE_US = 20.0  # a kernel that begins so much later than it could waited for the host
 _STEP = "ProfilerStep#"
 
@@ -38,6 +39,7 @@ class Event:
     start: float
     end: float
     bytes: int = 0
+    external: int = -1  # by which a kernel names the op that launched it
 
     @property
     def took(self) -> float:
@@ -69,6 +71,7 @@ class Run:
     collectives: tuple[Exposure, ...]
     stalls: tuple[tuple[float, float, str], ...]  # (from, how long, next event) while neither ran
     longest: tuple[tuple[str, float, int], ...]  # compute: name, time, number
+    ops: tuple[Event, ...] = ()  # PyTorch's, as long as their kernels take, in order
 
     @property
     def exposed(self) -> float:
@@ -79,18 +82,22 @@ def read_run(path: StrPath) -> Run:
     """Read a trace file, compressed or not."""
     events, steps = _events(Path(path))
     on_gpu = [event for event, category in events if category in _GPU]
+    called = [event for event, category in events if category == "cpu_op"]
+    ops = _outermost(called)
     if on_gpu:
         traffic = [event for event in on_gpu if "nccl" in event.name.lower()]
         compute = [event for event in on_gpu if "nccl" not in event.name.lower()]
+        ops = _by_kernels(ops, called, compute)
     else:
         traffic = [event for event, _ in events if event.name.startswith(_WORKS)]
-        compute = _outermost([event for event, category in events if category == "cpu_op"])
+        compute = list(ops)
     if not compute:
         raise FileError(
             f"trace {printable(str(path))} has neither kernels nor ops; expected what "
             "torch.profiler exports, recorded with its CPU or CUDA activities"
         )
-    return _run(printable(Path(path).name), max(1, steps), compute, traffic)
+    run = _run(printable(Path(path).name), max(1, steps), compute, traffic)
+    return replace(run, ops=tuple(ops))
 
 
 def _run(name: str, steps: int, compute: list[Event], traffic: list[Event]) -> Run:
@@ -180,15 +187,37 @@ def _size(intervals: Sequence[Interval]) -> float:
 
 
 def _outermost(ops: list[Event]) -> list[Event]:
-    """Ops that no other op called, without those that only start or wait for traffic."""
+    """Ops that no other op called, without those that only start or wait for traffic. What is no
+    op, as autograd's nodes and compiled regions, has no namespace or autograd's."""
     found: list[Event] = []
     until: dict[str, float] = {}
     for event in sorted(ops, key=lambda event: (event.start, -event.end)):
-        if event.name.startswith(_WORKS) or event.start < until.get(event.lane, -1.0):
+        if event.name.startswith(_NO_OPS) or event.start < until.get(event.lane, -1.0):
+            continue
+        if "::" not in event.name and event.name not in _WAITS:
             continue
         until[event.lane] = event.end
         if not event.name.startswith(_WAITS):
             found.append(event)
+    return found
+
+
+def _by_kernels(
+    ops: Sequence[Event], called: Sequence[Event], kernels: Sequence[Event]
+) -> list[Event]:
+    """The ops, each as long as the kernels that it and the ops it called have launched."""
+    took: dict[int, float] = {}
+    for kernel in kernels:
+        took[kernel.external] = took.get(kernel.external, 0.0) + kernel.took
+    by_lane: dict[str, list[Event]] = {}
+    for event in sorted(called, key=lambda event: event.start):
+        by_lane.setdefault(event.lane, []).append(event)
+    starts = {lane: [event.start for event in each] for lane, each in by_lane.items()}
+    found = []
+    for op in ops:
+        first, last = (bisect_left(starts[op.lane], at) for at in (op.start, op.end))
+        ids = {event.external for event in by_lane[op.lane][first:last]} - {-1}
+        found.append(replace(op, end=op.start + sum(took.get(each, 0.0) for each in ids)))
     return found
 
 
@@ -225,6 +254,7 @@ def _event(each: dict[str, Any]) -> Event | None:
     args = args if isinstance(args, dict) else {}
     stream = args.get("stream")
     lane = f"stream {stream}" if stream is not None else f"thread {each.get('tid')}"
-    moved = args.get("In msg nelems")
+    moved, external = args.get("In msg nelems"), args.get("External id")
     size = moved if isinstance(moved, int) else 0
-    return Event(printable(str(name)), printable(lane), start, start + took, size)
+    launched = external if isinstance(external, int) else -1
+    return Event(printable(str(name)), printable(lane), start, start + took, size, launched)

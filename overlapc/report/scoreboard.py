@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any
 
@@ -24,7 +24,9 @@ class Score:
     spearman: float = 0.0  # rank correlation of predicted and measured; 1 is the same order
     refused: int = 0
     memory: float | None = None  # median absolute error of peaks
-    fits_right: tuple[int, int] = (0, 0)  # (right, of so many) rows known to fit or not
+    fits_right: tuple[int, int] = (0, 0)  # (right, of so many) rows said to fit or not
+    risky: int = 0  # rows of which neither is said
+    within: float = 0.0  # share of the measured steps that are in the predicted interval
 
     @staticmethod
     def of(predicted: Sequence[Predicted]) -> Score:
@@ -38,11 +40,14 @@ class Score:
             if each.row.peak_bytes and not each.refused
         ]
         judged = [each for each in predicted if not each.refused]
-        right = sum(each.fits == each.row.fits for each in judged)
-        fits = (right, len(judged)) if not all(each.row.fits for each in judged) else (0, 0)
+        if all(each.row.fits for each in judged):
+            judged = []  # of a table that tells nothing of runs that failed
+        certain = [each for each in judged if each.answer != "risky"]
+        right = sum((each.answer == "fits") == each.row.fits for each in certain)
+        fits, risky = (right, len(certain)), len(judged) - len(certain)
         memory = median(peaks) if peaks else None
         if not timed:
-            return Score(0, refused=refused, memory=memory, fits_right=fits)
+            return Score(0, refused=refused, memory=memory, fits_right=fits, risky=risky)
         return Score(
             len(timed),
             median(sizes),
@@ -52,6 +57,8 @@ class Score:
             refused,
             memory,
             fits,
+            risky,
+            mean(each.is_within for each in timed),
         )
 
 
@@ -83,7 +90,19 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
 def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
     """Write a line for each table, one for all tables that count, and the worst rows."""
     rows: list[tuple[str, ...]] = [
-        ("table", "rows", "median", "90%", "bias", "Spearman", "memory", "fits or not", "refused")
+        (
+            "table",
+            "rows",
+            "median",
+            "90%",
+            "bias",
+            "Spearman",
+            "within",
+            "memory",
+            "fits or not",
+            "risky",
+            "refused",
+        )
     ]
     rows += [
         _line(one.name + (" (calibrates)" if one.calibrates else ""), Score.of(found))
@@ -91,7 +110,13 @@ def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
     ]
     counted = [each for one, found in judged if not one.calibrates for each in found]
     if counted:
-        rows.append(_line("all that count", Score.of(counted)))
+        each_table = [Score.of(found) for one, found in judged if not one.calibrates]
+        right, known = (
+            sum(count) for count in zip(*(s.fits_right for s in each_table), strict=True)
+        )
+        total = replace(Score.of(counted), fits_right=(right, known))
+        total = replace(total, risky=sum(score.risky for score in each_table))
+        rows.append(_line("all that count", total))
     lines = table(rows)
     for one, found in judged:
         timed = [each for each in found if each.row.step_ns and not each.refused]
@@ -121,8 +146,10 @@ def _line(name: str, score: Score) -> tuple[str, ...]:
         f"{score.most:.1%}" if timed else "-",
         f"{score.bias:+.1%}" if timed else "-",
         f"{score.spearman:.3f}" if timed else "-",
+        f"{score.within:.0%}" if timed else "-",
         "-" if score.memory is None else f"{score.memory:.1%}",
         f"{right} of {known}" if known else "-",
+        str(score.risky) if known else "-",
         str(score.refused),
     )
 
@@ -139,8 +166,11 @@ def as_json(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> list[dict[st
                     "measured_ns": each.row.step_ns,
                     "predicted_ns": each.step_ns,
                     "measured_peak_bytes": each.row.peak_bytes,
+                    "within": None if each.within is None else asdict(each.within),
                     "predicted_peak_bytes": each.peak_bytes,
+                    "needed_bytes": each.needed_bytes,
                     "fits": each.row.fits,
+                    "answer": each.answer,
                     "refused": each.refused,
                 }
                 for each in found

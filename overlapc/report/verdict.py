@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline
 from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
-from overlapc.search.layouts import Cluster, expert_ranks
+from overlapc.search.frameworks import find_framework
+from overlapc.search.interval import interval
+from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
 from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments
+from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
 from overlapc.search.search import Result
 from overlapc.solvers.partition import layout
-
-_RISKY = 0.93  # share of a GPU's memory; a search uses 92% by default
 
 
 def verdict(
@@ -32,7 +34,11 @@ def verdict(
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
-    lines += ["", *_winner(result, result.best, machine), *_megatron(model, result.best)]
+    lines += [
+        "",
+        *_winner(model, cluster, result, result.best, machine),
+        *_megatron(model, result.best),
+    ]
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
     if compared:
@@ -46,7 +52,7 @@ def verdict(
     return "\n".join([*lines, *_memory(result, result.best, fitting)])
 
 
-def _winner(result: Result, best: Found, machine: Any) -> list[str]:
+def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
     kept = "interrupted, the best so far" if result.interrupted else "the fastest"
     gap = best.step_ns / max(1, result.bound_ns) - 1
     lines = [
@@ -54,17 +60,19 @@ def _winner(result: Result, best: Found, machine: Any) -> list[str]:
         f"  step {milliseconds(best.step_ns)} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
         f"{best.mfu:.1%}; no layout that fits with its layers split evenly is more than "
         f"{gap:.1%} faster, by bound",
+        _within(best, cluster),
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
         "  (E embedding, t*n so many transformer layers, L loss, | between stages: Megatron's "
         "--pipeline-model-parallel-layout)",
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",
     ]
-    most = max(best.peak_bytes, default=0)
-    if most > _RISKY * machine.memory_bytes:
+    static = static_bytes(model, best.layout, best.layers, find_framework(cluster.framework))
+    needed = max(map(needed_bytes, repeat(best.layout), static, best.peak_bytes), default=0)
+    if answer(machine, needed) != "fits":
         lines.append(
-            f"  risky: {gigabytes(most)} of {gigabytes(machine.memory_bytes)} GB; CUDA, NCCL and "
-            "fragments take some GB besides, and without room for them steps are slow or fail"
+            f"  risky: {gigabytes(needed)} of {gigabytes(machine.total_bytes)} GB with what CUDA, "
+            "NCCL and fragments take; so near the whole, steps are slow or fail"
         )
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
@@ -73,6 +81,14 @@ def _winner(result: Result, best: Found, machine: Any) -> list[str]:
     if best.merged:
         lines.append("  microbatches merged: each forward with the backward before (TrainStep)")
     return lines
+
+
+def _within(best: Found, cluster: Cluster) -> str:
+    """Where a measured step should be, and what its sources only guess."""
+    found = interval(best, cluster)
+    low, high = milliseconds(found.low_ns), milliseconds(found.high_ns)
+    guessed = f"; guessed: {', '.join(found.guessed)}" if found.guessed else ""
+    return f"  predicted: four of five measured steps should be within {low} to {high} ms{guessed}"
 
 
 def _megatron(model: Model, best: Found) -> list[str]:

@@ -304,6 +304,10 @@ def figures_of(
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
     step_ns = gradients_ns + update.after_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
+    if layout.dp > 1 and cluster.gpus > cluster.gpus_per_node:
+        late_ns = round(step_ns * find_framework(cluster.framework).stragglers)
+        exposed |= {"stragglers": late_ns} if late_ns else {}
+        step_ns += late_ns
     stages = max(ranks, key=lambda rank: sum(stage.microbatch_ns for stage in rank))
     slowest = [ran_of for stage in stages for ran_of in stage.ran(count)]
     for plan, times in slowest:

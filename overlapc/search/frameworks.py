@@ -6,7 +6,7 @@ cross memory, which is most of what separates measured steps from the flops of t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from overlapc.errors import OptionError
 from overlapc.search.models import Transformer
@@ -20,16 +20,31 @@ class Framework:
 
     name: str
     source: str
-    unfused: str = ""  # of attention, softmax, norm, loss: what is not one kernel
-    attention: float = 1.0  # how long fused attention takes, beside the best kernels
+    # Of attention, softmax, norm, rotary, loss: what is not one kernel; and scores, where each rank
+    # gathers those of all words
+    unfused: str = ""
+    attention: float = 1.0  # how long fused attention takes, or unfused one's ops on all scores,
+    # beside the best kernels
+    loss_bytes: int = 0  # of memory at the loss for a token and a word, if more than its ops take
     dropout: bool = False
     shards_optimizer: bool = True  # over the replicas
     gradient_bytes: int = 4  # of an element, as it is added up and summed over replicas
     hides_reduction: bool = True  # under the backward of the last microbatch
+    summed_bytes: int = 0  # of an element on its way between replicas, if not as it is kept
+    sums_all: bool = False  # on every replica, though the optimizer is divided
+    summing_moves: int = 0  # bytes that are copied for an element before and behind the sum
     added_moves: int = 10  # bytes that move for an element of a gradient to be added up
+    # Bytes that the optimizer moves for an element: float32 weight and moments read and written,
+    # gradient read, bf16 weight written
+    optimizer_moves: int = 2 * 12 + 4 + 2
+    stragglers: float = 0.0  # of a step, that replicas on several nodes wait for the slowest
     slower: float = 1.0  # than its kernels alone, for reasons that nobody gave: calibrated
     host_ns: int = 0  # that the host takes for an op
     host_collective_ns: int = 0
+    # As how many layers the table of words, and the last norm and the scores, count when stages get
+    # as many each, the first of them what is left over
+    ends: tuple[int, int] = 0, 0
+    scatters: bool = True  # between stages on two nodes, tensor-parallel ranks send a part each
 
     @property
     def plans(self) -> dict[str, str]:
@@ -37,12 +52,63 @@ class Framework:
         first = "" if self.name == "overlapc" else "megatron-"
         return {again: first + again for again in ("none", "selective", "full")}
 
+    def layers_of(self, layers: int, stages: int) -> tuple[int, ...] | None:
+        """How many layers each stage gets; None where ends do not count."""
+        first, last = self.ends
+        each, more = divmod(layers + first + last, stages)
+        counts = [each + (stage < more) for stage in range(stages)]
+        counts[0] -= first
+        counts[-1] -= last
+        return tuple(counts) if first + last and min(counts) > 0 else None
+
     def of(self, model: _M) -> _M:
         """The model as this framework runs it; a block of the user's own is as it is."""
         if isinstance(model, Transformer):
             return replace(model, unfused=self.unfused, dropout=self.dropout)
         return model
 
+
+# What Megatron's optimizer moves for an element, counted op by op: of gradients that are in float32
+# the norm 4 and the clipping 8, Adam 28, the weight's copy 6, the gradient's zeros 4; of those in
+# half precision the copy to float32 6 and the unscaling 8 besides, and 2 for the zeros.
+_MEGATRON_FLOAT32, _MEGATRON_HALF = 4 + 8 + 28 + 6 + 4, 6 + 8 + 4 + 8 + 28 + 6 + 2
+# From one to eight replicas of 280 GPUs a step went from 37.83 to 39.15 s (Korthikanti et al. 2022,
+# section 6.3); the reduction of gradients is 0.9% of it, and the rest is this.
+_STRAGGLERS = 0.026
+# What the host of PyTorch takes without CUDA graphs: calibrated by `vtrain-small-calibration`.
+_HOST_NS, _HOST_COLLECTIVE_NS = 48_000, 25_000
+# Attention: selective recompute of the core adds 1.3 ms to a layer of 22B (Korthikanti et al. 2022,
+# table 4), and its two products, softmax and dropout take 1.15 at the rates of other kernels.
+_MEGATRON_2021: dict[str, Any] = {
+    "unfused": "attention loss",
+    "attention": 1.13,
+    "dropout": True,
+    "shards_optimizer": False,
+    "gradient_bytes": 2,
+    "hides_reduction": False,
+    "added_moves": 6,
+    "stragglers": _STRAGGLERS,
+    "host_ns": _HOST_NS,
+    "host_collective_ns": _HOST_COLLECTIVE_NS,
+}
+# As its public sources have it (github.com/Aleph-Alpha/scaling): gradients are copied to a bucket,
+# divided, copied to float32, summed on all replicas, and copied back twice (24 bytes an element).
+# The loss: calibrated by `layouts-13b`, where eight sequences at a time are at the edge of memory
+# on two stages, and with two tensor-parallel ranks.
+_SCALING: dict[str, Any] = {
+    "loss_bytes": 20,
+    "summed_bytes": 4,
+    "sums_all": True,
+    "summing_moves": 4 + 4 + 6 + 6 + 4,
+    "added_moves": 6,
+    "optimizer_moves": _MEGATRON_HALF,
+    "scatters": False,
+    "ends": (1, 2),
+    "stragglers": _STRAGGLERS,
+    "slower": 1.11,
+    "host_ns": _HOST_NS,
+    "host_collective_ns": _HOST_COLLECTIVE_NS,
+}
 
 FRAMEWORKS = {
     each.name: each
@@ -54,19 +120,23 @@ FRAMEWORKS = {
             "Engine, weight gradients added up in float32 by the matrix product itself",
             hides_reduction=False,
             added_moves=0,
+            optimizer_moves=_MEGATRON_FLOAT32,
+            stragglers=_STRAGGLERS,
+            host_ns=_HOST_NS,
+            host_collective_ns=_HOST_COLLECTIVE_NS,
         ),
         Framework(
             "megatron-2021",
             "Megatron-LM before FlashAttention: fused softmax, dropout, gradients in half "
             "precision that are summed when all are there, an optimizer on every replica",
-            unfused="attention loss",
-            dropout=True,
-            shards_optimizer=False,
-            gradient_bytes=2,
-            hides_reduction=False,
-            added_moves=6,
-            host_ns=48_000,
-            host_collective_ns=25_000,
+            optimizer_moves=_MEGATRON_HALF,
+            **_MEGATRON_2021,
+        ),
+        Framework(
+            "megatron-deepspeed",
+            "Megatron-DeepSpeed of the same time, whose optimizer moves less",
+            optimizer_moves=34,
+            **_MEGATRON_2021,
         ),
         *(
             Framework(
@@ -76,15 +146,19 @@ FRAMEWORKS = {
                 attention=attention,
                 gradient_bytes=2,
                 hides_reduction=False,
-                added_moves=6,
-                slower=1.14,
+                **_SCALING,
             )
             for kind, what, unfused, attention in (
-                ("", ", with FlashAttention 2 and a fused norm", "loss", 1.0),
-                ("-unfused-norm", ", with FlashAttention 2", "norm loss", 1.0),
-                ("-flash-1", ", with FlashAttention 1", "norm loss", 2.5),
-                ("-fused-softmax", ", with Megatron's softmax", "norm attention loss", 1.0),
-                ("-torch", ", op by op", "norm attention softmax loss", 1.0),
+                ("", ", with FlashAttention 2 and a fused norm", "rotary scores", 1.0),
+                ("-unfused-norm", ", with FlashAttention 2", "norm rotary scores", 1.0),
+                ("-flash-1", ", with FlashAttention 1", "norm rotary scores", 2.0),
+                (
+                    "-fused-softmax",
+                    ", with Megatron's softmax",
+                    "norm attention rotary scores",
+                    1.13,
+                ),
+                ("-torch", ", op by op", "norm attention softmax rotary scores", 1.0),
             )
         ),
     )

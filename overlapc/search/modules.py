@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from overlapc.layers import (
     CopyToRanks,
     Exchange,
+    GatherColumns,
     GatherRows,
     ScatterRows,
     SumOverRanks,
@@ -90,7 +91,7 @@ class Attention(nn.Module):
         if self.norms:
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
         if self.turns:
-            q, k = _turned(q), _turned(k)
+            q, k = self.turned(q), self.turned(k)
         q, k, v = map(self.by_head, (q, k, v))
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
@@ -101,6 +102,8 @@ class Attention(nn.Module):
         """Attention as two batched matrix products with a softmax between them. The sequence is the
         first dimension, so that heads are batches without a copy."""
         q, k, v = (p.unflatten(-1, (-1, self.head_width)) for p in parts)
+        if self.turns:
+            q, k = self.turned(q), self.turned(k)
         if self.heads != self.kv_heads:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, 2) for t in (k, v))
         q, k, v = (t.flatten(1, 2).transpose(0, 1) for t in (q, k, v))
@@ -111,6 +114,14 @@ class Attention(nn.Module):
         weights = _dropped(torch.softmax(scores, -1).to(v.dtype), self.drop)
         mixed = torch.bmm(weights, v).transpose(0, 1)
         return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Turn with the position: in one kernel, or op by op, of which nothing is kept either."""
+        if "rotary" not in self.unfused:
+            return _turned(x)
+        cos, sin = (torch.ones(x.shape[-1], dtype=x.dtype, device=x.device) for _ in range(2))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
 
     def by_head(self, x: Tensor, back: bool = False) -> Tensor:
         """Reshape a rank's part to (batch, heads, sequence, width of a head); or back."""
@@ -248,15 +259,25 @@ class Head(nn.Module):
     def __init__(self, model: Model, tensor: ProcessGroup | None, sequence: bool = False) -> None:
         super().__init__()
         self.norm, self.tensor = Norm(model), Ranks(tensor, sequence)
-        self.unfused = "loss" in getattr(model, "unfused", "")
+        self.unfused = getattr(model, "unfused", "")
         self.scores = _linear(model.width, model.vocab // self.tensor.count)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.scores(self.tensor.enter(self.norm(x))).float().flatten(0, 1)
+        scores = self.scores(self.tensor.enter(self.norm(x))).flatten(0, 1)
         wanted = torch.zeros(scores.shape[0], dtype=torch.long, device=scores.device)
-        if self.unfused:
-            return LossByOps.apply(scores, wanted, self.tensor.name).mean()
-        return F.cross_entropy(scores, wanted)
+        if "scores" in self.unfused:
+            return self.of_all_words(scores, wanted)
+        if "loss" in self.unfused:
+            return LossByOps.apply(scores.float(), wanted, self.tensor.name).mean()
+        return F.cross_entropy(scores.float(), wanted)
+
+    def of_all_words(self, scores: Tensor, wanted: Tensor) -> Tensor:
+        """The loss where every rank gathers the scores of all words, and how many are right."""
+        if self.tensor.name is not None:
+            scores = GatherColumns.apply(scores, self.tensor.count, self.tensor.name)
+        exact = scores.float()
+        right = (exact.argmax(-1) == wanted).float().mean()
+        return F.cross_entropy(exact, wanted) + 0.0 * right
 
 
 class LossByOps(torch.autograd.Function):

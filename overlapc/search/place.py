@@ -24,8 +24,8 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
-from overlapc.simulate import simulate
-from overlapc.solvers import solve
+from overlapc.simulate import copies_bytes, simulate
+from overlapc.solvers import ONE_PLAN, solve
 from overlapc.solvers.merging import solve_step
 from overlapc.stages import in_parts, stage_cost
 
@@ -130,11 +130,36 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
     """Plan a rank's stages: their blocks in the memory that is left, and embedding and head."""
     problem = place.problem(unit)
     try:
-        plan = solve(problem, solver, time_limit_s=time_limit_s)
+        if solver in ONE_PLAN:
+            report = _planned_once(problem, unit, solver, place.head is not None)
+        else:
+            plan = solve(problem, solver, time_limit_s=time_limit_s)
+            report = judged(_NAME, problem, plan)
     except Infeasible as error:
         smallest = error.smallest_bytes + place.boundary_bytes
         raise Infeasible(place.cluster.memory_bytes, smallest) from None
-    return _stage(place, unit, judged(_NAME, problem, plan))
+    return _stage(place, unit, report)
+
+
+def _planned_once(problem: Problem, unit: Unit, solver: str, has_head: bool) -> Report:
+    """Report as `judged` does, for a solver with one plan: what is in flight besides the traced
+    microbatch adds the same bytes throughout."""
+    once = unit.once(("report", solver, has_head), lambda: _judged_alone(problem, solver))
+    ran = once.timeline
+    more = copies_bytes(problem, once.plan) - copies_bytes(once.problem, once.plan)
+    ran = replace(
+        ran,
+        memory=tuple(size + more for size in ran.memory),
+        peak_bytes=ran.peak_bytes + more,
+    )
+    if problem.budget_bytes is not None and ran.peak_bytes > problem.budget_bytes:
+        raise Infeasible(problem.budget_bytes, ran.peak_bytes)
+    return replace(once, problem=problem, timeline=ran)
+
+
+def _judged_alone(problem: Problem, solver: str) -> Report:
+    alone = replace(problem, in_flight=1, budget_bytes=None)
+    return judged(_NAME, alone, solve(alone, solver))
 
 
 def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
@@ -154,7 +179,12 @@ def _stage(place: Place, unit: Unit, report: Report) -> Stage:
     if place.in_pieces:
         ran = simulate(problem, in_parts(problem.trace, plan))
     received = unit.received if layout.pp > 1 else ()
-    cost = stage_cost(problem, plan, received, _sent_ns(cluster, layout, unit, machine))
+    if plan.solver in ONE_PLAN:
+        which = "costs", plan.solver, place.head is not None, received
+        cost = unit.once(which, lambda: stage_cost(problem, plan, received))
+    else:
+        cost = stage_cost(problem, plan, received)
+    cost = replace(cost, sent_ns=_sent_ns(cluster, layout, unit, machine))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
     if place.rank == 0:
         forward_ns, backward_ns = embedding_ns(cluster, layout, unit, machine)
@@ -222,7 +252,7 @@ def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) ->
     if layout.pp == 1:
         return 0
     across = layout.tp * layout.dp >= cluster.gpus_per_node
-    # The ranks of a node send at the same time, each its part of the width.
-    apart = across and not layout.sequence
+    # Ranks of a node send at the same time, each its part of the width or all of it.
+    apart = across and not layout.sequence and find_framework(cluster.framework).scatters
     size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
     return machine.collective_ns("p2p", size, 2, 1 if across else 2)

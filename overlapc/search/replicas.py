@@ -19,10 +19,6 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-# the optimizer reads and writes float32 weight and moments, reads the gradient, writes the bf16
-# weight
-_OPTIMIZER_MOVES = 2 * 12 + 4 + 2
-
 
 @dataclass(frozen=True)
 class Update:
@@ -75,12 +71,18 @@ class Update:
         of_stage = stage_parameters(model, layout, layers)
         framework = find_framework(cluster.framework)
         shards = framework.shards_optimizer and not model.whole
-        kind: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter" if shards else "all_reduce"
-        sums = [takes(kind, held, framework.gradient_bytes) for held in of_stage]
+        whole = framework.sums_all or not shards
+        kind: Literal["all_reduce", "reduce_scatter"] = "all_reduce" if whole else "reduce_scatter"
+        size = framework.summed_bytes or framework.gradient_bytes
+        copied = framework.summing_moves if layout.dp > 1 else 0
+        sums = [
+            takes(kind, held, size) + round(machine.memory_ns(sum(held) * copied))
+            for held in of_stage
+        ]
         late_ns = 0
         if not framework.hides_reduction:
             late_ns = max(sum(sums[s] for s in layout.stages_of(r)) for r in range(layout.pp))
             sums = [0 for _ in sums]
-        moved = max(map(sum, of_rank)) * _OPTIMIZER_MOVES / (layout.dp if shards else 1)
+        moved = max(map(sum, of_rank)) * framework.optimizer_moves / (layout.dp if shards else 1)
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
         return Update(tuple(sums), round(machine.memory_ns(moved)), gather_ns, late_ns)

@@ -3,9 +3,10 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline
 from overlapc.merge import merge
@@ -21,6 +22,10 @@ from overlapc.solvers.bounds import phase_bounds_ns
 from overlapc.stages import in_parts
 from overlapc.valid import validated
 
+if TYPE_CHECKING:
+    from overlapc.profiler.estimate import Described
+
+_T = TypeVar("_T")
 _HEAD = "head"
 BLOCKS = 4  # so many are captured, or one period; a longer stage is a multiple
 
@@ -86,6 +91,16 @@ class Unit(Record):
     least: Least
     head_ran: Timeline
 
+    @cached_property
+    def _found(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, what: Hashable, find: Callable[[], _T]) -> _T:
+        """What `find` finds: it is asked once, and must depend on the unit and on `what` alone."""
+        if what not in self._found:
+            self._found[what] = find()
+        return self._found[what]  # type: ignore[no-any-return]
+
     def planned_by(self, solver: str) -> Unit:
         """The unit for a solver. If the solver has one plan for any memory, its least times are
         those of that plan."""
@@ -111,10 +126,11 @@ class Unit(Record):
         return validated(replace(self.problem, trace=replace(trace, ops=ops), profile=profile))
 
 
-def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
-    """Capture the key's blocks and head on fake tensors and ranks, with estimated costs. The
-    process must have no process groups, and has none afterwards. Only if `bounded` the least times
-    are computed, which takes longer than all the rest."""
+def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
+    """Capture the key's blocks, at `most` so many or one period, and its head on fake tensors and
+    ranks, with estimated costs. The process has no process groups before and after. Unless it is to
+    be `bounded`, the least times of the blocks are not computed, which takes longer than all the
+    rest."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -129,7 +145,7 @@ def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
         torch.set_default_dtype(dtype)
     try:
         with fake_groups(key.gpus, key.tp, key.expert_ranks) as (tensor, expert), FakeTensorMode():
-            count = min(model.layers, max(BLOCKS // model.period, 1) * model.period)
+            count = min(model.layers, max(most // model.period, 1) * model.period)
             shape = (key.microbatch, model.seq)
             if key.sequence:
                 shape = (model.seq // key.tp, key.microbatch)
@@ -142,39 +158,53 @@ def make_unit(key: UnitKey, bounded: bool = True) -> Unit:
         torch.set_default_dtype(before)
     problem, received = blocks
     head_ran = simulate(head, solve(head, "none"))
+    at_loss = find_framework(key.framework).loss_bytes * key.microbatch * model.seq * model.vocab
+    head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * x.element_size()
     return Unit(count, problem, received, head, x.nbytes, table, least, head_ran)
 
 
 def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:
-    from overlapc.passes.capture import capture
-    from overlapc.passes.parts import parameter_gradients
     from overlapc.profiler.cache import Cache
-    from overlapc.profiler.estimate import estimate
+    from overlapc.profiler.estimate import priced
 
-    captured = capture(module, x)
+    described, gradients = described_module(key, module, x)
     machine = load_hardware(key.hardware)
     known = Cache(key.costs) if key.costs else None
     framework = find_framework(key.framework)
     add_ns = machine.add_ns_per_kib
     if not key.model.whole:
-        add_ns = machine.memory_ns(framework.added_moves * 512)  # in elements of two bytes
-    step = TrainingStep(gradients=tuple(parameter_gradients(captured)), add_ns_per_kib=add_ns)
-    problem = step.microbatch(
-        captured.trace, estimate(captured, machine, known=known, attention=framework.attention)
-    )
+        add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
+    step = TrainingStep(gradients=gradients, add_ns_per_kib=add_ns)
+    profile = priced(described, machine, known, framework.attention)
+    problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
-    return Problem(problem.trace, _launched(problem, framework)), received
+    return Problem(problem.trace, _launched(problem, framework, key.model.seq)), received
 
 
-def _launched(problem: Problem, framework: Framework) -> Profile:
-    """The costs under a framework whose host launches ops one by one: a forward or a backward takes
-    no less time than the host needs for it. The device's waits are spread evenly over the
-    kernels."""
+def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tuple[str, ...]]:
+    """Capture a module of the key's; and its parameters' gradients. Costs have no part in it."""
+    from overlapc.passes.capture import capture
+    from overlapc.passes.parts import parameter_gradients
+    from overlapc.profiler.estimate import describe
+
+    captured = capture(module, x)
+    return describe(captured), tuple(parameter_gradients(captured))
+
+
+def _launched(problem: Problem, framework: Framework, seq: int) -> Profile:
+    """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
+    one by one: a forward or a backward takes no less time than the host needs for it. The device's
+    waits are spread evenly over the kernels."""
     profile = problem.profile
+    slower = dict.fromkeys(profile.costs, framework.slower)
+    if "attention" in framework.unfused:
+        scores = f",{seq},{seq}]"
+        for op in problem.trace.ops:
+            slower[op.name] *= framework.attention if scores in op.signature else 1.0
     costs = {
-        name: replace(cost, compute_ns=round(cost.compute_ns * framework.slower))
+        name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()
     }
     for is_forward in (True, False):

@@ -37,6 +37,7 @@ from overlapc.solvers.overlap import overlap_plans, steady_plans
 __all__ = [
     "BASELINES",
     "FIELD",
+    "ONE_PLAN",
     "SOLVERS",
     "Progress",
     "best_baseline",
@@ -64,6 +65,8 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
     "lancet": baselines.lancet,
     "lynx": baselines.lynx,
 }
+# These have one plan, however much memory there is and however many microbatches are in flight.
+ONE_PLAN = (*BASELINES, "megatron-none", "megatron-selective", "megatron-full")
 SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
 _QUICK = ("uniform", "block", "megatron", "lancet")  # found in tenths of a second
 

@@ -68,6 +68,8 @@ LAYERS = {
     "profiler": Layer("emulate errors ir passes torch"),
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),
+    "profiler.link_spec": Layer("emulate ir"),
+    "profiler.work": Layer("emulate"),
     "profiler.link_model": Layer("emulate errors ir"),
     # torch and processes. The runtime calls the road, never a solver.
     "emulate": Layer("errors torch"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -59,13 +60,53 @@ def test_a_shipped_machine_is_complete_and_plausible(name: str) -> None:
 def test_figures_of_the_table_are_met() -> None:
     a100 = load_hardware("a100-sxm-80")
     seconds = 2 * 7 / 8 * 64 * 2**20 / 172e9  # 172 GB/s of bus bandwidth at 64 MiB
-    assert a100.collective_ns("all_reduce", 64 << 20, 8, 8) == pytest.approx(1e9 * seconds)
+    link = replace(a100.intra, measured=())
+    assert link.collective_ns("all_reduce", 64 << 20, 8) == pytest.approx(1e9 * seconds)
     assert a100.collective_ns("all_reduce", 1, 8, 8) == 44_000
 
 
 def test_interpolation_is_in_the_logarithm_and_flat_outside() -> None:
     table = ((10.0, 1.0), (1000.0, 3.0))
     assert [interpolate(table, at) for at in (1, 10, 100, 1000, 1e6)] == [1, 1, 2, 3, 3]
+
+
+def test_all_reduces_take_what_was_measured_by_ranks_and_size() -> None:
+    """And a ring's reduce-scatter and all-gather, which it is made of, half as long each."""
+    link = load_hardware("a100-sxm-80").intra
+    assert link.collective_ns("all_reduce", 28311552, 2) == 199_100
+    assert link.collective_ns("all_reduce", 28311552, 8) == 321_600
+    assert link.collective_ns("all_gather", 28311552, 8) == 160_800
+    assert link.collective_ns("reduce_scatter", 28311552, 8) == 160_800
+    for ranks in (2, 4, 8, 16):
+        sizes = [1 << n for n in range(8, 36)]
+        took = [link.collective_ns("all_reduce", size, ranks) for size in sizes]
+        assert took == sorted(took)
+        assert took[0] >= min(44_000, link.collective_ns("all_reduce", 1 << 20, ranks))
+    eight, more = (link.collective_ns("all_reduce", 1 << 30, n) for n in (8, 16))
+    assert more == pytest.approx(eight * (15 / 16) / (7 / 8), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "forward_us", "backward_us"),
+    [  # causal, 4,096 tokens, heads of 128, as SimuMax 1.2's system files have them
+        ("a100-pcie-80", 8, 282, 723),
+        ("a100-pcie-80", 64, 1484, 4383),
+        ("b200", 8, 98, 116),
+        ("b200", 16, 106, 205),
+        ("b200", 128, 490, 1470),
+    ],
+)
+def test_attention_takes_what_was_measured(
+    name: str, heads: int, forward_us: float, backward_us: float
+) -> None:
+    machine = load_hardware(name)
+    kernels = machine.kernels
+    assert kernels is not None
+    flops = heads * 4096**2 * 2 * 128  # half of all scores, two products
+    for kind, us, times in (("forward", forward_us, 1.0), ("backward", backward_us, 2.5)):
+        part = kernels.attention_part(heads, 4096, f"attention_{kind}")
+        took_us = machine.flops_ns(times * flops, "bfloat16", part) / 1000
+        assert took_us == pytest.approx(us, rel=0.17)
 
 
 def test_unknown_machine_names_the_known_ones() -> None:

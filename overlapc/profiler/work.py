@@ -1,0 +1,81 @@
+"""`Work` says what an op has to do, whatever machine does it; `work_ns` how long one takes for it.
+
+time of an op = launch + the longer of: flops / reachable flops · bytes moved / reachable rate
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from overlapc.emulate.model import Kind
+from overlapc.profiler.hardware import Hardware
+
+WorkKind = Literal["free", "collective", "matmul", "attention", "stream"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of matrices of m by k and of k by n, or of a batch of them; its layout is BLAS's:
+    TN, NN or NT."""
+
+    m: int
+    n: int
+    k: int
+    layout: str
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Fused attention of so many queries in each of all sequences' heads."""
+
+    heads: int
+    seq: int
+    causal: bool
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an op has to do. `smallest` is the smallest of the matrices' dimensions, for machines
+    whose kernels nobody measured."""
+
+    kind: WorkKind
+    flops: float = 0.0
+    dtype: str = "float32"
+    moved_bytes: int = 0
+    smallest: int = 1
+    product: Product | None = None
+    attention: Attention | None = None
+    traffic: tuple[Kind, int] | None = None  # of a collective: its kind and its bytes
+
+
+def work_ns(machine: Hardware, work: Work, attention: float = 1.0) -> int:
+    """How long the op occupies the device. Fused attention takes `attention` times as long as the
+    machine's best kernels. A collective only has to be launched."""
+    if work.kind == "free":
+        return 0
+    if work.kind == "collective":
+        return machine.launch_ns
+    flops_ns = _flops_ns(machine, work, attention) if work.flops else 0.0
+    return round(machine.launch_ns + max(flops_ns, machine.memory_ns(work.moved_bytes)))
+
+
+def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
+    flops, kernels, mixed, product = work.flops, machine.kernels, work.attention, work.product
+    dtype = work.dtype
+    if dtype == "tf32" and dtype not in machine.peak_flops:
+        dtype = "float32"
+    if mixed is not None:
+        flops *= attention
+        part = machine.attention_efficiency
+        if kernels is not None and mixed.causal:
+            flops /= 2  # formulas count all scores
+            kind = "attention_backward" if mixed.backward else "attention_forward"
+            part = kernels.attention_part(mixed.heads, mixed.seq, kind)
+    elif kernels is not None and product is not None:
+        part = kernels.matmul_part(product.m, product.n, product.k, product.layout, product.batch)
+    else:
+        part = machine.matmul_part(work.smallest)
+    return machine.flops_ns(flops, dtype, part)

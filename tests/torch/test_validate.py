@@ -1,0 +1,78 @@
+"""Predictions of published runs: what is planned once for many stages is what each would be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from overlapc.errors import Infeasible
+from overlapc.planning.road import judged
+from overlapc.search.evaluate import evaluate
+from overlapc.search.frameworks import find_framework
+from overlapc.search.layouts import Cluster, Layout, stage_layers
+from overlapc.search.models import Transformer
+from overlapc.search.place import Place, planned
+from overlapc.search.rows import Rows
+from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.solvers import ONE_PLAN, solve
+from overlapc.stages import stage_cost
+
+MODEL = Transformer("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
+CLUSTER = Cluster("a100-sxm-80", 8, 8, 1 << 40, 32, framework="megatron-2021")
+LAYOUT = Layout(2, 4, 1, 2)
+
+
+@cache
+def unit(most: int = 2) -> Unit:
+    return make_unit(UnitKey.of(MODEL, CLUSTER, LAYOUT), bounded=False, most=most)
+
+
+def place(rank: int, memory: int = CLUSTER.memory_bytes) -> Place:
+    schedule = Rows.of(LAYOUT, 16).few
+    cluster = replace(CLUSTER, memory_bytes=memory)
+    layers = stage_layers(MODEL, LAYOUT.stages)
+    return Place.of(MODEL, cluster, LAYOUT, unit(), schedule, rank, layers)
+
+
+@pytest.mark.parametrize("solver", ONE_PLAN)
+def test_one_plan_for_all_stages_is_that_of_each(solver: str) -> None:
+    for rank in range(LAYOUT.pp):
+        stage = planned(place(rank), unit(), solver, 10.0)
+        problem = place(rank).problem(unit())
+        alone = judged("alone", problem, solve(problem, solver))
+        assert stage.report.problem == problem
+        assert stage.report.plan == alone.plan
+        assert stage.report.timeline == alone.timeline
+        if rank not in (0, LAYOUT.pp - 1):  # without what is at the ends
+            cost = stage_cost(problem, alone.plan, unit().received)
+            assert stage.costs[0].whole_ns == cost.whole_ns  # as many layers as blocks
+            assert stage.costs[0].saved == cost.saved
+
+
+def test_what_does_not_fit_names_the_same_bytes() -> None:
+    problem = place(0).problem(unit())
+    peak = judged("alone", problem, solve(problem, "none")).peak_bytes
+    beside = place(0).static_bytes + place(0).boundary_bytes
+    planned(place(0, beside + peak), unit(), "none", 10.0)
+    with pytest.raises(Infeasible) as found:
+        planned(place(0, beside + peak - 1), unit(), "none", 10.0)
+    assert found.value.smallest_bytes == peak + place(0).boundary_bytes
+
+
+def test_few_blocks_stand_for_many() -> None:
+    two, four = (
+        evaluate(MODEL, CLUSTER, LAYOUT, unit(most), "megatron-full", bounded=False).found
+        for most in (2, 4)
+    )
+    assert two.step_ns == pytest.approx(four.step_ns, rel=0.02)
+    assert max(two.peak_bytes) == pytest.approx(max(four.peak_bytes), rel=0.05)
+
+
+def test_ends_count_as_layers_where_a_framework_says_so() -> None:
+    scaling = find_framework("scaling")
+    assert scaling.layers_of(40, 2) == (21, 19)
+    assert scaling.layers_of(60, 16) == (3, *[4] * 14, 1)
+    assert scaling.layers_of(8, 8) is None  # the last stage would have none
+    assert find_framework("megatron").layers_of(40, 2) is None
