@@ -72,12 +72,13 @@ def at(name: str, k: int) -> str:
     return f"{name}@{k}"
 
 
-def in_slices(problem: Problem, count: int) -> Problem:
+def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
     """Put `count` slices of one batch beside each other, each a copy of the `problem`, which is
-    that of one. They share parameters, buffers and incoming gradients. A slice adds its gradients
-    up when the slices before it have. None may draw random numbers."""
+    that of one. They share parameters and buffers and, if the trace ends in the `loss`, the
+    incoming gradient; otherwise each has its own. A slice adds its gradients up when the slices
+    before it have. None may draw random numbers."""
     trace = problem.trace
-    shared = {*trace.of_kind("parameter", "buffer", "gradient")}
+    shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     roots = {trace.value[name].storage for name in shared}
     values = [value for value in trace.values if value.name in shared]
     halves: tuple[list[Op], list[Op]] = [], []
