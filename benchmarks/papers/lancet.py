@@ -13,6 +13,10 @@ all-to-alls run under another slice of the same batch, which is cut as a whole, 
 backward; or under the backward of another microbatch. Each way is also shown without late weight
 gradients: with weight gradients that run as soon as they can, as eager has them. Slices add their
 gradients up, which takes time that the uncut batch does not need.
+
+Two more baselines cut only ranges (`overlapc/solvers/ranges.py`): Lancet's own program, whose
+backward stays whole, and the experts alone, from all-to-all to all-to-all, as Tutel and FasterMoE
+do, forward and backward; each with the number of pieces that suits it best.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from overlapc.planning.problem import TrainingStep, eager_timeline, formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.simulate import simulate
-from overlapc.solvers import solve
+from overlapc.solvers import ranges, solve
 from overlapc.solvers.merging import solve_step
 from overlapc.solvers.slices import solve_slices
 
@@ -60,6 +64,16 @@ def problem_of(model: str, kind: str, machine: Hardware) -> Problem:
     lanes = {lane: RANKS for lane in graph.trace.lanes}
     problem = formulate(graph.trace, estimate(graph, machine, lanes))
     return replace(problem, budget_bytes=eager_timeline(problem).peak_bytes)
+
+
+def pieces_of(model: str, kind: str, machine: Hardware) -> dict[int, Problem]:
+    """The problem of one of so many pieces of the batch; Lancet never takes more than four."""
+    found = {}
+    for count in (2, 4):
+        graph = captured(Stage(model, LAYERS[model], RANKS, 512, BATCH[model][kind] // count))
+        lanes = {lane: RANKS for lane in graph.trace.lanes}
+        found[count] = formulate(graph.trace, estimate(graph, machine, lanes))
+    return found
 
 
 def sliced(model: str, kind: str, machine: Hardware, slices: int, budget: int) -> tuple[Any, Plan]:
@@ -122,15 +136,19 @@ def measure(
         ("slices", simulate(cut, plan)),
     ):
         found[way] = timeline.step_ns, exposed_ns(timeline)
+    pieces = pieces_of(model, kind, machine)
+    for way, rival in ranges.BASELINES.items():
+        timeline = simulate(*rival(problem, pieces))
+        found[way] = timeline.step_ns, exposed_ns(timeline)
     lone, merged = solve_step(problem, alone, count)
     assert merged is not None, "merging found nothing faster"
     both = merge(problem, 1)
-    pieces = (problem, lone, 1), (both, merged, count - 1)
+    parts = (problem, lone, 1), (both, merged, count - 1)
     for way, placed in (
         ("microbatches merged, weight gradients at once", at_once),
         ("microbatches merged", lambda _, plan: plan),
     ):
-        ran = [(simulate(piece, placed(piece, plan)), times) for piece, plan, times in pieces]
+        ran = [(simulate(piece, placed(piece, plan)), times) for piece, plan, times in parts]
         found[way] = (
             sum(timeline.step_ns * times for timeline, times in ran) // count,
             sum(exposed_ns(timeline) * times for timeline, times in ran) // count,
