@@ -10,6 +10,7 @@ from dataclasses import replace
 from overlapc.ir import COMPUTE, Cost, Op, Plan, Problem, Trace, Value
 from overlapc.valid import validated
 
+BEFORE = "overlapc.before."  # begins the signature of what asks for what earlier slices counted
 ADD = "_add"  # what adds the gradient `mm_3` to the parameter's is the op `mm_3_add`
 
 
@@ -76,7 +77,7 @@ def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
     """Put `count` slices of one batch beside each other, each a copy of the `problem`, which is
     that of one. They share parameters and buffers and, if the trace ends in the `loss`, the
     incoming gradient; otherwise each has its own. A slice adds its gradients up when the slices
-    before it have. None may draw random numbers."""
+    before it have, and asks those for what they counted. None may draw random numbers."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     roots = {trace.value[name].storage for name in shared}
@@ -100,6 +101,8 @@ def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
             name = at(op.name, k)
             given = tuple(name_of(value, k) for value in op.inputs)
             made = tuple(at(value, k) for value in op.outputs)
+            if op.signature.startswith(BEFORE) and k:
+                given = at(op.inputs[0], k - 1), at(op.outputs[0], k - 1)
             if op.name.endswith(ADD) and not made:
                 made = (name,)  # a value without bytes: that it has been added
                 values.append(Value(name, 0, name, name))

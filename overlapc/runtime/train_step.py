@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
+from overlapc.layers import sliced
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced
 from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
@@ -150,7 +151,7 @@ class TrainStep:
             return step
 
         try:
-            with self._tracing(key):
+            with self._tracing(key), sliced(len(each)):
                 if self._compare(begin(), given, each, key):
                     begin()  # what the model counts has changed meanwhile
                 return _detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
@@ -192,7 +193,7 @@ class TrainStep:
         each = each[0].cut(slices) if slices > 1 else each
         key = self._key(each)
         try:
-            with self._tracing(key):
+            with self._tracing(key), sliced(slices):
                 self._traced[key](*each[0].args, **each[0].kwargs)
         except Stop:
             return self.report

@@ -76,8 +76,8 @@ LAYERS = {
     "emulate": Layer("errors torch"),
     "emulate.model": Layer("errors"),
     "runtime": Layer(
-        "api errors files flags functions ir merge passes pipeline planning profiler progress "
-        "schedule shares stages torch"
+        "api errors files flags functions ir layers merge passes pipeline planning profiler "
+        "progress schedule shares stages torch"
     ),
     "runtime.guard": Layer("errors"),
     # Which layout of a cluster, without running it.

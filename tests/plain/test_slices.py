@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from overlapc.check import check
 from overlapc.errors import InvalidPlan
 from overlapc.ir import Problem
-from overlapc.merge import ADD, accumulate, in_slices, of_slice, one_by_one
+from overlapc.merge import ADD, BEFORE, accumulate, in_slices, of_slice, one_by_one
 from overlapc.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
@@ -70,6 +70,23 @@ def test_slices_of_a_stage_have_incoming_gradients_of_their_own():
     problem = in_slices(accumulate(lone, ["dp"]), 2, loss=False)
     assert problem.trace.of_kind("gradient") == ("g@0", "g@1")
     assert problem.trace.op["back@1"].inputs == ("g@1", "z@1")
+
+
+def test_a_slice_asks_the_one_before_it_what_it_counted():
+    lone = tiny("count F | x > n | 1\nask F | n > m | 1\nuse F | x m > y | 1", outputs="y")
+    ops = tuple(
+        replace(op, signature=f"{BEFORE}default", recomputable=False) if op.name == "ask" else op
+        for op in lone.trace.ops
+    )
+    problem = in_slices(replace(lone, trace=replace(lone.trace, ops=ops)), 3)
+    asked = [problem.trace.op[f"ask@{k}"].inputs for k in range(3)]
+    assert asked == [("n@0",), ("n@0", "m@0"), ("n@1", "m@1")]
+    plain = plan_on_demand(problem, Needs(problem.trace).storages, "none")
+    check(problem, plain)
+    late = ("count@1", "ask@1", *(t for t in plain.order if t not in ("count@1", "ask@1")))
+    with pytest.raises(InvalidPlan, match="ask@1"):
+        check(problem, replace(plain, order=late))
+    assert "ask@2" in slice_order(forward_work(problem), NEVER, Style(1.0, False), TURNS[0])
 
 
 def test_what_one_slice_waits_for_runs_under_the_other():

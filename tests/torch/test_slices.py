@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
+from overlapc.layers import before, in_turn, whole
+from overlapc.merge import BEFORE
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import DYNAMO_WARNINGS, randn
@@ -164,6 +166,117 @@ def capacity(x: Tensor) -> Tensor:
     chosen = F.one_hot(x.argmax(1), 16)
     keep = (chosen.cumsum(0) * chosen).sum(1) <= max(1, x.shape[0] // 16)
     return x * keep[:, None]
+
+
+class Switch(nn.Module):
+    """The best of a few experts for each token, of which each takes only so many, in the order of
+    the batch: what they drop is zero. `asks`: of the whole batch; else each slice for itself."""
+
+    def __init__(self, experts: int, factor: float, asks: bool = True) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.factor, self.asks = factor, asks
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, chosen = F.softmax(self.router(x), dim=-1).max(dim=-1)
+        hot = F.one_hot(chosen, len(self.experts))
+        place, rows = hot.cumsum(0), x.shape[0]
+        if self.asks:
+            place, rows = place + before(hot.sum(0)), whole(rows)
+        keep = (place * hot).sum(1) <= int(self.factor * rows / len(self.experts))
+        done = sum(expert(x) * (hot[:, e] * keep)[:, None] for e, expert in enumerate(self.experts))
+        return done * gate[:, None], keep
+
+
+class Switches(nn.Module):
+    def __init__(self, *layers: Switch) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = []
+        for layer in self.layers:
+            y, keep = layer(x)
+            x = x + y
+            kept.append(keep)
+        return x.square().mean(), torch.stack(kept, 1)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
+def test_capacity_that_is_passed_on_routes_as_the_whole_batch(slices, factor):
+    """200 random gates: not one token goes elsewhere, also where an expert gets none."""
+    torch.manual_seed(0)
+    model = Switches(Switch(4, factor), Switch(4, factor))
+    step = TrainStep(model, slices=slices, profile="estimate")
+    tokens_dropped = 0
+    for gate in range(200 // 9 + 1):
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.router.weight.normal_()
+                if gate % 3 == 0:
+                    layer.router.weight[0] = 0.0
+        x = randn(48, WIDTH, seed=gate)
+        model.zero_grad()
+        ((loss, kept),) = step([(x,)])
+        mine = gradients(model)
+        model.zero_grad()
+        expected, expected_kept = model(x)
+        expected.backward()
+        assert torch.equal(kept, expected_kept)
+        tokens_dropped += int((~kept).sum())
+        torch.testing.assert_close(loss, expected.detach())
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6)
+        model.zero_grad()  # and bit by bit plain accumulation, one slice after the other
+        with in_turn(slices) as begin:
+            for each in x.chunk(slices):
+                begin()
+                (model(each)[0] / slices).backward()
+        assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+    assert step.unchanged == []
+    assert tokens_dropped > 0 or factor == 2.0
+
+
+def test_what_is_passed_on_is_planned_and_kept():
+    """In the least memory, where all runs again that may: what earlier slices counted is not asked
+    for a second time."""
+    torch.manual_seed(0)
+    model, x = Switches(Switch(4, 1.0), Switch(2, 1.0)), randn(48, WIDTH)
+    with pytest.raises(Infeasible) as infeasible:
+        TrainStep(model, slices=2, profile="estimate", memory_budget=0.01).plan([(x,)])
+    smallest = infeasible.value.smallest_bytes
+    step = TrainStep(model, slices=2, profile="estimate", memory_budget=smallest)
+    plan, trace = step.plan([(x,)]).plan, step.report.problem.trace
+    asked = [op for op in trace.ops if op.signature.startswith(BEFORE)]
+    assert len(asked) == 4
+    assert plan.recomputed
+    assert not {op.name for op in asked} & {*plan.recomputed}
+    first, second = (op for op in asked if op.name.startswith(asked[0].name[:-1]))
+    assert second.inputs == (first.inputs[0], first.outputs[0])
+    ((_, kept),) = step([(x,)])
+    assert torch.equal(kept, model(x)[1])
+
+
+def test_capacity_for_each_slice_is_refused_by_name():
+    torch.manual_seed(0)
+    model = Switches(Switch(4, 1.0, asks=False))
+    with pytest.raises(OptionError, match=r"layers.0 \(Switch\) sees the whole batch"):
+        TrainStep(model, slices=2, profile="estimate")([(randn(48, WIDTH),)])
+
+
+def test_uncut_a_model_that_asks_has_the_whole_batch():
+    assert whole(7) == 7
+    assert torch.equal(before(torch.tensor([3, 4])), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="require a gradient"):
+        before(randn(2, requires_grad=True))
+    with in_turn(2) as begin:
+        for expected in (0, 3):
+            begin()
+            assert whole(7) == 14
+            assert before(torch.tensor([3])).item() == expected
+    assert whole(7) == 7
 
 
 def summed(model: nn.Module, x: Tensor) -> Tensor:
