@@ -88,9 +88,17 @@ class TrainStep:
 
     and those of the uncut batch to rounding; a model for which they are not is refused.
 
+    `slices="auto"` runs a batch whole, or in two or four slices if these are predicted to be faster
+    and are not refused (`runtime/auto.py`).
+
     What cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged` and
     `explain()` tell what was decided.
     """
+
+    def __new__(cls, *_args: Any, slices: Any = 1, **_options: Any) -> TrainStep:
+        from overlapc.runtime.auto import AutoStep  # which is one
+
+        return super().__new__(AutoStep if cls is TrainStep and slices == "auto" else cls)
 
     def __init__(
         self,
@@ -124,7 +132,7 @@ class TrainStep:
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; returns what the model returned for
         each, detached."""
-        each = _given(microbatches)
+        each = givens(microbatches)
         if self._options.slices > 1:
             return [self._in_slices(given, len(each)) for given in each]
         key = self._key(each)
@@ -187,7 +195,7 @@ class TrainStep:
     def plan(self, microbatches: Sequence[Any]) -> Report | None:
         """What a call with these microbatches would do; None if it would run as plain PyTorch.
         All ranks call this together."""
-        each = _given(microbatches)
+        each = givens(microbatches)
         slices = self._options.slices
         self._step = (Slices if slices > 1 else _Step)(len(each), runs=False)
         each = each[0].cut(slices) if slices > 1 else each
@@ -348,7 +356,7 @@ class _Step:
             flight.end()
 
 
-def _given(microbatches: Sequence[Any]) -> list[Given]:
+def givens(microbatches: Sequence[Any]) -> list[Given]:
     if isinstance(microbatches, (Tensor, Mapping)) or not isinstance(microbatches, Iterable):
         raise OptionError(
             f"TrainStep was given a {type(microbatches).__name__}, expected a list of "

@@ -80,6 +80,32 @@ def test_two_ranks(name: str, budget: float | None) -> None:
         assert found["hidden"]
 
 
+def automatic(rank: int, ranks: int) -> dict[str, Any]:
+    init_link(SLOW_LINK)
+    torch.manual_seed(1)
+    model = moe()
+    step = TrainStep(model, solver="heu", timeout_s=30, slices="auto")
+    batch = tokens(rank), tokens(50 + rank)
+    (found,) = step([batch])
+    mine, slices = gradients(model), step.report.slices
+    model.zero_grad()
+    expected = plainly(model, batch, slices)
+    same = [torch.equal(expected, found)]
+    same += [torch.equal(mine[name], grad) for name, grad in gradients(model).items()]
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"slices": slices, "same": all(same), "said": step.explain().splitlines()[-3:]}
+
+
+def test_all_ranks_take_as_many_slices() -> None:
+    one, other = run_ranks(automatic, 2, timeout_s=280)
+    assert one["same"]
+    assert other["same"]
+    assert one["slices"] == other["slices"]
+    assert one["said"] == other["said"]
+    assert [line[:9] for line in one["said"]] == ["1 slices:", "2 slices:", "4 slices:"]
+
+
 class Switch(nn.Module):
     """Top-1, each expert takes only so many tokens of a rank's batch, and only these travel."""
 

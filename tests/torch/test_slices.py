@@ -4,10 +4,12 @@ what sees the whole batch is refused by name."""
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +116,84 @@ def test_slices_hide_each_others_collectives():
         assert sliced.timeline.exposed_ns < sliced.eager.exposed_ns
         assert uncut.slices == 1
         assert any(letter in sliced.explain() for letter in ("F0 ", "F1 "))
+
+
+# Whose work takes as long as its bytes: half of it, half as long.
+SLOW = """
+name = "slow"
+status = "made up"
+base = "v100-sxm2-32"
+memory.bytes_per_s = { value = 1e8, source = "made up" }
+compute.launch_ns = { value = 10, source = "made up" }
+intra.alpha_ns = { value = 10, source = "made up" }
+intra.bytes_per_s = { value = 3e7, source = "made up" }
+"""
+
+
+@pytest.fixture
+def auto(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "slow.toml"
+    path.write_text(SLOW)
+    return {"slices": "auto", "profile": "estimate", "hardware": str(path), "solver": "heu"}
+
+
+def test_auto_takes_the_slices_that_are_predicted_to_be_fastest(auto):
+    with on_fabric():
+        batch = (tokens(32, 8), tokens(32, 8, seed=9))
+        torch.manual_seed(1)
+        model = gpt()()
+        step = TrainStep(model, **auto)
+        report = step.plan([batch])
+        said = re.findall(r"(\d) slices: ([\d.]+) ms predicted", step.explain())
+        assert [count for count, _ in said] == ["1", "2", "4"]
+        assert report.slices == int(min(said, key=lambda each: float(each[1]))[0]) > 1
+        (loss,) = step([batch])
+        assert step.report == report
+        mine = gradients(model)
+        model.zero_grad()
+        assert torch.equal(loss, plainly(model, batch, report.slices))
+        assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+
+
+def test_auto_runs_whole_what_has_nothing_to_hide():
+    model, x = MLP(), randn(8, 16)
+    step = TrainStep(model, mean, slices="auto", profile="estimate")
+    (found,) = step([x])
+    assert step.report.slices == 1
+    mine = gradients(model)
+    model.zero_grad()
+    expected = mean(model, x)
+    expected.backward()
+    assert torch.equal(found, expected.detach())
+    assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+    assert "2 slices" not in step.explain()
+
+
+@pytest.mark.parametrize("how", ["summed", "dropout", "odd"])
+def test_auto_runs_whole_what_is_refused_in_slices(how, auto):
+    """At planning (dropout, a batch that cannot be cut), or when the first batch has run."""
+
+    def loss(model: nn.Module, *batch: Tensor) -> Tensor:
+        return model(*batch) * batch[0].shape[0]  # no mean over samples
+
+    with on_fabric():
+        count = 33 if how == "odd" else 32
+        batch = (tokens(count, 8), tokens(count, 8, seed=9))
+        torch.manual_seed(1)
+        model = gpt(dropout=0.1)() if how == "dropout" else gpt()()
+        step = TrainStep(model, loss if how == "summed" else None, **auto)
+        torch.manual_seed(2)
+        (found,) = step([batch])
+        assert step.report.slices == 1
+        said = {"summed": "is another", "dropout": "draws random", "odd": "inputs of shapes"}
+        assert said[how] in step.explain()
+        mine = gradients(model)
+        model.zero_grad()
+        torch.manual_seed(2)
+        expected = loss(model, *batch) if how == "summed" else model(*batch)
+        expected.backward()
+        assert torch.equal(found, expected.detach())
+        assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
 
 
 def test_several_results_are_those_of_the_batch():
