@@ -1,12 +1,14 @@
 """Autograd Functions for the communication of a model on several ranks; all can be captured.
 
 Megatron's f and g operators, those of its sequence parallelism, and the experts' all-to-all, as
-functional collectives.
+functional collectives. And what a model asks for that sees its whole batch, also where it is run in
+slices: `whole` and `before`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,3 +121,87 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange(grad, ctx.send, ctx.receive, ctx.group), None, None, None
+
+
+# --------------------------------------------------------------------------- what sees the batch
+
+_count = 1  # slices of the batch that the model is called with
+_turns: list[_Turns] = []  # of slices that run one after the other, the innermost last
+
+
+def whole(rows: int) -> int:
+    """How many rows (tokens, samples) the whole batch has, of which this call has so many: the
+    same number, or that of all slices where `TrainStep(slices=k)` has cut the batch."""
+    return rows * _count
+
+
+def before(counts: Tensor) -> Tensor:
+    """What the slices before this one counted at this place, added up: zeros, unless
+    `TrainStep(slices=k)` has cut the batch. With it a gate whose experts take only so many tokens
+    gives and drops in slices what it gives and drops of the whole batch:
+
+        place = hot.cumsum(0) + before(hot.sum(0))  # of each token among those of its expert
+        keep = place <= factor * whole(tokens) / experts
+    """
+    if counts.requires_grad:
+        raise ValueError("before: found counts that require a gradient; expected numbers of rows")
+    found: Tensor = torch.ops.overlapc.before(counts)
+    return found
+
+
+@torch.library.custom_op("overlapc::before", mutates_args=())
+def _before(counts: Tensor) -> Tensor:
+    return _turns[-1].pass_on(counts) if _turns else torch.zeros_like(counts)
+
+
+@_before.register_fake
+def _(counts: Tensor) -> Tensor:
+    return torch.empty_like(counts)
+
+
+class _Turns:
+    """Slices that run one after the other: what those so far counted, by place in the model."""
+
+    def __init__(self) -> None:
+        self.totals: list[Tensor] = []
+        self.place = 0
+
+    def begin(self) -> None:
+        self.place = 0
+
+    def pass_on(self, counts: Tensor) -> Tensor:
+        if self.place == len(self.totals):
+            self.totals.append(torch.zeros_like(counts))
+        found = self.totals[self.place]
+        self.totals[self.place] = found + counts
+        self.place += 1
+        return found
+
+
+@contextlib.contextmanager
+def sliced(count: int) -> Iterator[None]:
+    """While this is on, a model is called with one of so many slices of a batch."""
+    global _count
+    outer, _count = _count, count
+    try:
+        yield
+    finally:
+        _count = outer
+
+
+@contextlib.contextmanager
+def in_turn(count: int) -> Iterator[Callable[[], None]]:
+    """Run so many slices of a batch one after the other as plain PyTorch:
+
+    with in_turn(len(slices)) as begin:
+        for each in slices:
+            begin()
+            (model(*each) / len(slices)).backward()
+    """
+    turns = _Turns()
+    _turns.append(turns)
+    try:
+        with sliced(count):
+            yield turns.begin
+    finally:
+        _turns.pop()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from overlapc.ir import COMPUTE, Cost, Op, Plan, Problem, Trace, Value
 from overlapc.valid import validated
 
+BEFORE = "overlapc.before."  # begins the signature of an op that asks what earlier slices counted
 ADD = "_add"  # the op `mm_3_add` adds the gradient `mm_3` to the parameter's
 
 
@@ -73,12 +74,13 @@ def at(name: str, k: int) -> str:
     return f"{name}@{k}"
 
 
-def in_slices(problem: Problem, count: int) -> Problem:
+def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
     """Put `count` slices of one batch beside each other, each a copy of `problem`, the problem of
-    one slice. Slices share parameters, buffers and incoming gradients. Each slice adds its
-    gradients up after the slices before it. No slice may draw random numbers."""
+    one slice. Slices share parameters and buffers and, if the trace ends in the `loss`, the
+    incoming gradient; otherwise each slice has its own. Each slice adds its gradients up after the
+    slices before it, and asks those what they counted. No slice may draw random numbers."""
     trace = problem.trace
-    shared = {*trace.of_kind("parameter", "buffer", "gradient")}
+    shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     roots = {trace.value[name].storage for name in shared}
     values = [value for value in trace.values if value.name in shared]
     halves: tuple[list[Op], list[Op]] = [], []
@@ -100,6 +102,8 @@ def in_slices(problem: Problem, count: int) -> Problem:
             name = at(op.name, k)
             given = tuple(name_of(value, k) for value in op.inputs)
             made = tuple(at(value, k) for value in op.outputs)
+            if op.signature.startswith(BEFORE) and k:
+                given = at(op.inputs[0], k - 1), at(op.outputs[0], k - 1)
             if op.name.endswith(ADD) and not made:
                 made = (name,)  # a value without bytes, which says that the gradient has been added
                 values.append(Value(name, 0, name, name))

@@ -1,6 +1,6 @@
 """Lancet's models on Lancet's clusters (Jiang et al., MLSys 2024): published beside predicted.
 
-    python benchmarks/papers/lancet.py [--microbatches 4]
+    python benchmarks/papers/lancet.py [--microbatches 4] [--slices 2]
 
 Eight nodes of eight GPUs, two experts each, every other block of experts, capacity factor 1,
 float32, the batch a GPU that the paper gives. Blocks only: no embedding, head, loss or gradient
@@ -9,9 +9,14 @@ and everything saved, and may use as much memory, but for the greedy placement, 
 memory and may use any. Everything is *predicted*.
 
 Lancet also cuts forwards into parts that overlap each other's all-to-alls. Here a forward's
-all-to-alls run under the backward of another microbatch instead. Each of the two ways is also
-shown without the other: weight gradients alone, and merged microbatches whose weight gradients
-run as soon as they can, as eager has them.
+all-to-alls run under another slice of the same batch, which is cut as a whole, forward and
+backward; or under the backward of another microbatch. Each way is also shown without late weight
+gradients: with weight gradients that run as soon as they can, as eager has them. Slices add their
+gradients up, which takes time that the uncut batch does not need.
+
+Two more baselines cut only ranges (`overlapc/solvers/ranges.py`): Lancet's own program, whose
+backward stays whole, and the experts alone, from all-to-all to all-to-all, as Tutel and FasterMoE
+do, forward and backward; each with the number of pieces that suits it best.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ from benchmarks.lab import write_results
 from benchmarks.problems import MOE_SHAPES, Stage, captured
 from overlapc.ir import Plan, Problem, Timeline, issue
 from overlapc.merge import merge
-from overlapc.planning.problem import eager_timeline, formulate
+from overlapc.passes.parts import parameter_gradients
+from overlapc.planning.problem import TrainingStep, eager_timeline, formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.simulate import simulate
-from overlapc.solvers import solve
+from overlapc.solvers import ranges, solve
 from overlapc.solvers.merging import solve_step
+from overlapc.solvers.slices import solve_slices
 
 RANKS = 64
 LAYERS = {"lancet-S": 12, "lancet-L": 24}
@@ -59,6 +66,31 @@ def problem_of(model: str, kind: str, machine: Hardware) -> Problem:
     return replace(problem, budget_bytes=eager_timeline(problem).peak_bytes)
 
 
+def pieces_of(model: str, kind: str, machine: Hardware) -> dict[int, Problem]:
+    """The problem of one of so many pieces of the batch; Lancet never takes more than four."""
+    found = {}
+    for count in (2, 4):
+        graph = captured(Stage(model, LAYERS[model], RANKS, 512, BATCH[model][kind] // count))
+        lanes = {lane: RANKS for lane in graph.trace.lanes}
+        found[count] = formulate(graph.trace, estimate(graph, machine, lanes))
+    return found
+
+
+def sliced(model: str, kind: str, machine: Hardware, slices: int, budget: int) -> tuple[Any, Plan]:
+    """The problem of a batch in slices, and its plan."""
+    graph = captured(Stage(model, LAYERS[model], RANKS, 512, BATCH[model][kind] // slices))
+    profile = estimate(graph, machine, {lane: RANKS for lane in graph.trace.lanes})
+    step = TrainingStep(
+        gradients=tuple(parameter_gradients(graph)),
+        add_ns_per_kib=machine.add_ns_per_kib,
+        slices=slices,
+        loss=False,
+    )
+    both = formulate(graph.trace, profile, None, step), step.slice(graph.trace, profile)
+    problem, lone = (replace(each, budget_bytes=budget) for each in both)
+    return problem, solve_slices(problem, lone, solve(lone, "overlap"))
+
+
 def exposed_ns(timeline: Timeline) -> int:
     return sum(exposure.exposed_ns for exposure in timeline.exposures)
 
@@ -76,14 +108,16 @@ def at_once(problem: Problem, plan: Plan) -> Plan:
                 continue
             if issue(maker.name, True) in order:
                 made.add(issue(maker.name, True))
-            elif maker.piece.microbatch == op.piece.microbatch:  # or an earlier step saved it
-                made.add(maker.name)
+            elif not maker.is_forward or maker.piece.microbatch == op.piece.microbatch:
+                made.add(maker.name)  # what an earlier step saved is there
         last = max((at for at, text in enumerate(order) if text in made), default=-1)
         order.insert(last + 1, op.name)
     return replace(plan, order=tuple(order))
 
 
-def measure(model: str, name: str, kind: str, machine: Hardware, count: int) -> dict[str, Any]:
+def measure(
+    model: str, name: str, kind: str, machine: Hardware, count: int, slices: int
+) -> dict[str, Any]:
     problem = problem_of(model, kind, machine)
     plain = eager_timeline(problem)
     lanes = sum(problem.cost(op.name).comm_ns for op in problem.trace.ops)
@@ -94,20 +128,34 @@ def measure(model: str, name: str, kind: str, machine: Hardware, count: int) -> 
     alone = solve(problem, "overlap")
     joint = simulate(problem, alone)
     found["joint"] = joint.step_ns, exposed_ns(joint)
+    cut, plan = sliced(model, kind, machine, slices, plain.peak_bytes)
+    compute_ns = sum(problem.cost(op.name).compute_ns for op in problem.trace.ops)
+    more_ns = sum(cut.cost(op.name).compute_ns for op in cut.trace.ops)
+    for way, timeline in (
+        ("slices, weight gradients at once", simulate(cut, at_once(cut, plan))),
+        ("slices", simulate(cut, plan)),
+    ):
+        found[way] = timeline.step_ns, exposed_ns(timeline)
+    pieces = pieces_of(model, kind, machine)
+    for way, rival in ranges.BASELINES.items():
+        timeline = simulate(*rival(problem, pieces))
+        found[way] = timeline.step_ns, exposed_ns(timeline)
     lone, merged = solve_step(problem, alone, count)
     assert merged is not None, "merging found nothing faster"
     both = merge(problem, 1)
-    pieces = (problem, lone, 1), (both, merged, count - 1)
+    parts = (problem, lone, 1), (both, merged, count - 1)
     for way, placed in (
         ("microbatches merged, weight gradients at once", at_once),
         ("microbatches merged", lambda _, plan: plan),
     ):
-        ran = [(simulate(piece, placed(piece, plan)), times) for piece, plan, times in pieces]
+        ran = [(simulate(piece, placed(piece, plan)), times) for piece, plan, times in parts]
         found[way] = (
             sum(timeline.step_ns * times for timeline, times in ran) // count,
             sum(exposed_ns(timeline) * times for timeline, times in ran) // count,
         )
     return {
+        "slices_peak": simulate(cut, plan).peak_bytes / plain.peak_bytes,
+        "slices_compute": more_ns / compute_ns,
         "greedy_peak": greedy.peak_bytes / plain.peak_bytes,
         "model": model,
         "cluster": name,
@@ -127,12 +175,13 @@ def measure(model: str, name: str, kind: str, machine: Hardware, count: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, default=4, help="of a merged step")
+    parser.add_argument("--slices", type=int, default=2, help="of a batch")
     args = parser.parse_args()
     rows = []
     for model in LAYERS:
         assert MOE_SHAPES[model][2] == 2
         for name, (kind, machine) in machines().items():
-            row = measure(model, name, kind, machine, args.microbatches)
+            row = measure(model, name, kind, machine, args.microbatches, args.slices)
             rows.append(row)
             (most, mean), cuts = row["published"]
             print(
@@ -141,6 +190,7 @@ def main() -> None:
                 f"-{cuts[1]:.0%}"
             )
             print(f"    (the greedy placement's peak is {row['greedy_peak']:.2f} of the others')")
+            print(f"    (slices compute {row['slices_compute']:.3f} of the uncut batch's time)")
             for way, ns in row["ways"].items():
                 print(
                     f"    {way:46} {ns['step_ms']:8.1f} ms  {ns['faster']:.2f}x  exposed "
@@ -148,6 +198,7 @@ def main() -> None:
                     flush=True,
                 )
     note = {"what": "predicted, per microbatch", "microbatches": args.microbatches}
+    note["slices"] = args.slices
     write_results("papers_lancet", {**note, "rows": rows})
 
 

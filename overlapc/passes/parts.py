@@ -26,7 +26,7 @@ from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.merge import ADD
 from overlapc.passes.joint import Owner, is_gradient, owner_of
-from overlapc.passes.nodes import is_folded_getitem, primal_nodes
+from overlapc.passes.nodes import is_before, is_folded_getitem, primal_nodes
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
 from overlapc.passes.trace import Captured, changed_inputs, may_alias
 from overlapc.stages import TURNS, turns
@@ -119,6 +119,10 @@ def join(
         for node in part.module.graph.nodes:
             if node.op == "output":
                 results += fx.node.map_arg(node.args[0], copy.__getitem__)
+            elif which and is_before(node):
+                copy[node] = _passed_on(
+                    graph, parts[which - 1], copies[which - 1], part.names[node]
+                )
             elif node.op != "placeholder":
                 copy[node] = graph.node_copy(node, copy.__getitem__)
             if node in part.names:
@@ -127,6 +131,14 @@ def join(
     module = fx.GraphModule(_attributes(parts), graph)
     _ordered(module, order, names)
     return Part(module, tuple(takes), tuple(gives), names)
+
+
+def _passed_on(graph: fx.Graph, part: Part, copy: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
+    """What the slice of this part counted at the op of that name, with what came before it."""
+    mine = next(node for node, each in part.names.items() if each == name)
+    passed = graph.call_function(torch.ops.aten.add.Tensor, (copy[mine.args[0]], copy[mine]))
+    passed.meta = dict(mine.meta)
+    return passed
 
 
 def _piece(backward: Part, turns: Mapping[fx.Node, int], letter: str) -> Part:

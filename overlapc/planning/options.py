@@ -64,7 +64,7 @@ class Options:
     check           at the first call, compare a step by eager and one by the plan bit by bit:
                     `explain()` says what was found, and what differs is warned of
     slices          how many pieces a batch is cut into, along dimension 0, that hide each other's
-                    communication
+                    communication; "auto": 1, 2 or 4, as is predicted to be fastest
 
     Options print as `memory_budget=8GB solver=heu`, without those at their defaults, and
     `Options.parse` reads that text.
@@ -80,7 +80,7 @@ class Options:
     cache: bool | StrPath | None = None
     dynamic: bool | None = None
     check: bool = False
-    slices: int = 1
+    slices: Any = 1  # a number, or "auto"
     plans: tuple[Plan, ...] = field(init=False, repr=False)  # `plan`, read
     # Costs and plans so far: a graph that comes again is not measured or planned again.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -102,8 +102,11 @@ class Options:
             raise OptionError(f"dynamic={self.dynamic!r}: expected True, False or None")
         if not isinstance(self.check, bool):
             raise OptionError(f"check={self.check!r}: expected True or False")
-        if isinstance(self.slices, bool) or not isinstance(self.slices, int) or self.slices < 1:
-            raise OptionError(f"slices={self.slices!r}: expected a number of slices, 1 or more")
+        number = isinstance(self.slices, int) and not isinstance(self.slices, bool)
+        if self.slices != "auto" and not (number and int(self.slices) >= 1):
+            raise OptionError(
+                f'slices={self.slices!r}: expected a number of slices, 1 or more, or "auto"'
+            )
         object.__setattr__(self, "plans", _plans(self.plan))
 
     def _expect(self, name: str, known: Collection[str]) -> None:

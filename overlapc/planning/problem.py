@@ -30,20 +30,25 @@ class TrainingStep:
     add_ns_per_kib: float = 0.0  # time of adding them
     sums: bool = True  # the budget covers their sums
     slices: int = 1  # slices of a microbatch; the graph is of one
+    loss: bool = True  # the graph ends in it; the slices of a stage get gradients of their own
 
     def microbatch(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one microbatch, without a budget."""
-        problem = validated(Problem(trace, profile, resident_bytes=tangent_bytes(trace)))
+        tangents = 1 if self.loss else self.slices
+        given_bytes = tangents * tangent_bytes(trace)
+        problem = validated(Problem(trace, profile, resident_bytes=given_bytes))
         if self.gradients is not None:
             problem = accumulate(problem, self.gradients, self.add_ns_per_kib, self.sums)
-        return problem if self.slices == 1 else in_slices(problem, self.slices)
+        return problem if self.slices == 1 else in_slices(problem, self.slices, self.loss)
 
     def slice(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one slice, with the memory of all slices held, without a budget."""
         lone = replace(self, slices=1).microbatch(trace, profile)
-        others_bytes = (self.slices - 1) * saved_bytes(lone, lone.trace.outputs)
-        resident_bytes = lone.resident_bytes + self.beside_bytes + others_bytes
-        return replace(lone, in_flight=self.slices, resident_bytes=resident_bytes)
+        of_each = saved_bytes(lone, lone.trace.outputs)
+        of_each += 0 if self.loss else tangent_bytes(trace)
+        others_bytes = self.beside_bytes + (self.slices - 1) * of_each
+        in_flight, resident_bytes = self.in_flight * self.slices, lone.resident_bytes + others_bytes
+        return replace(lone, in_flight=in_flight, resident_bytes=resident_bytes)
 
 
 GRAPH = TrainingStep()

@@ -138,7 +138,7 @@ def _sliced(
     if options.solver in FIELD:
         return (one_by_one(problem, alone),)
     with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):
-        return (solve_slices(problem, lone, alone),)
+        return (solve_slices(problem, lone, alone, quick=options.solver == "heu"),)
 
 
 def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:

@@ -30,12 +30,13 @@ from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.foreign import refuse_foreign, refuse_unmade
+from overlapc.runtime.given import Given, alike
 from overlapc.runtime.link_times import averaging_ns, sent_ns
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.stage import Shapes, Stage, blank
-from overlapc.runtime.train_step import Given, adding, alike
+from overlapc.runtime.train_step import adding
 from overlapc.schedule import Schedule, format_schedule
 
 

@@ -4,7 +4,8 @@
 
 The loss of the batch is the mean of its slices' losses, and gradients are added up in the order of
 slices, bitwise as by `for each in slices: (model(*each) / len(slices)).backward()`. That is the
-uncut step up to rounding if every sample goes its own way. What a graph shows to see the whole
+uncut step up to rounding if every sample goes its own way, or asks for what it needs of the others
+(`overlapc.layers`). What a graph shows to see the whole
 batch is refused when it is planned (`refuse_whole`); the rest shows when a first batch is run both
 ways (`refuse_different`).
 """
@@ -21,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError, OptionError
+from overlapc.layers import in_turn
 from overlapc.merge import at, of_slice
 from overlapc.passes.joint import Joint, Stop, outer
 from overlapc.passes.nodes import is_random, module_of
@@ -194,7 +196,7 @@ def _different(
 
     def left(parts: Sequence[Any]) -> dict[str, Any]:
         with as_it_was(model):
-            losses, others = zip(*(run(part, len(parts)) for part in parts), strict=True)
+            losses, others = zip(*_in_turn(run, parts), strict=True)
             found = {"the loss": sum(losses)}
             for i, results in enumerate(zip(*others, strict=True)):
                 found[f"result {i}"] = whole(f"result {i}", results)
@@ -209,6 +211,16 @@ def _different(
             far = _distance(value, found[name])
             return f"{name} is another in slices ({far}, expected at most {tolerance:g})"
     return ""
+
+
+def _in_turn(run: Run, parts: Sequence[Any]) -> list[tuple[Tensor, list[Any]]]:
+    """Run the slices one after the other, each with what those before it counted."""
+    found = []
+    with in_turn(len(parts)) as begin:
+        for part in parts:
+            begin()
+            found.append(run(part, len(parts)))
+    return found
 
 
 def _tolerance(joint: Joint) -> float:
@@ -246,26 +258,31 @@ def _first_module(
 ) -> str:
     """The first module that makes of the same inputs other results in slices; "" if none does."""
 
-    def calls(part: Any, count: int) -> list[tuple[str, list[Any], list[Any]]]:
-        seen: list[tuple[str, list[Any], list[Any]]] = []
+    def calls(parts: Sequence[Any]) -> list[list[tuple[str, list[Any], list[Any]]]]:
+        each: list[list[tuple[str, list[Any], list[Any]]]] = []
         with as_it_was(model), ExitStack() as stack:
             for name, module in model.named_modules():
 
                 def note(_module: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-                    seen.append((name, _tensors((args, kwargs)), _tensors(out)))
+                    each[-1].append((name, _tensors((args, kwargs)), _tensors(out)))
 
                 hook = module.register_forward_hook(note, with_kwargs=True)
                 stack.callback(hook.remove)
-            run(part, count)
-        return seen
+
+            def begun(part: Any, count: int) -> tuple[Tensor, list[Any]]:
+                each.append([])
+                return run(part, count)
+
+            _in_turn(begun, parts)
+        return each
 
     def agree(one: Tensor, parts: Sequence[Tensor]) -> bool:
         if one.dim() and sum(part.shape[0] for part in parts if part.dim()) == one.shape[0]:
             return _agree(one, torch.cat(tuple(parts)), tolerance)
         return all(_agree(one, part, tolerance) for part in parts)
 
-    parts = [calls(part, len(each)) for part in each]
-    for (name, taken, made), *others in zip(calls(batch, 1), *parts, strict=False):
+    (whole_batch,), in_slices = calls([batch]), calls(each)
+    for (name, taken, made), *others in zip(whole_batch, *in_slices, strict=False):
         given = [agree(one, [o[1][i] for o in others]) for i, one in enumerate(taken)]
         results = [agree(one, [o[2][i] for o in others]) for i, one in enumerate(made)]
         if all(given) and not all(results):

@@ -12,16 +12,17 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
+from overlapc.layers import sliced
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced
 from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
@@ -31,35 +32,16 @@ from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade
+from overlapc.runtime.given import Given, alike, givens
 from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import (
     SlicedProgram,
     Slices,
-    cut_batch,
     refuse_different,
     refuse_whole,
 )
-
-
-@dataclass(frozen=True)
-class Given:
-    """A microbatch as the arguments of a call."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @staticmethod
-    def of(microbatch: Any) -> Given:
-        if isinstance(microbatch, (tuple, list)):
-            return Given(tuple(microbatch), {})
-        if isinstance(microbatch, Mapping):
-            return Given((), dict(microbatch))
-        return Given((microbatch,), {})
-
-    def cut(self, slices: int) -> list[Given]:
-        return [Given(*each) for each in cut_batch((self.args, self.kwargs), slices)]
 
 
 class TrainStep:
@@ -86,9 +68,17 @@ class TrainStep:
 
     and those of the uncut batch to rounding; a model for which they differ more is refused.
 
+    `slices="auto"` runs a batch whole, or in two or four slices if these are predicted to be faster
+    and are not refused (`runtime/auto.py`).
+
     A model that cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged`
     and `explain()` say what was decided.
     """
+
+    def __new__(cls, *_args: Any, slices: Any = 1, **_options: Any) -> TrainStep:
+        from overlapc.runtime.auto import AutoStep  # which is one
+
+        return super().__new__(AutoStep if cls is TrainStep and slices == "auto" else cls)
 
     def __init__(
         self,
@@ -125,7 +115,7 @@ class TrainStep:
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; return the model's results for each,
         detached."""
-        each = _given(microbatches)
+        each = givens(microbatches)
         if not self._traced and (what := unmade(self.model)):
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 2)
             return [_plainly(self._whole(*given.args, **given.kwargs)) for given in each]
@@ -156,7 +146,7 @@ class TrainStep:
             return step
 
         try:
-            with self._tracing(key):
+            with self._tracing(key), sliced(len(each)):
                 if self._compare(begin(), given, each, key):
                     begin()  # counters of the model have changed meanwhile
                 return _detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
@@ -193,7 +183,7 @@ class TrainStep:
     def plan(self, microbatches: Sequence[Any]) -> Report | None:
         """Plan a call with these microbatches without running it; None if it would run as plain
         PyTorch. All ranks call this together."""
-        each = _given(microbatches)
+        each = givens(microbatches)
         if unmade(self.model):
             return None
         slices = self._options.slices
@@ -201,7 +191,7 @@ class TrainStep:
         each = each[0].cut(slices) if slices > 1 else each
         key = self._key(each)
         try:
-            with self._tracing(key):
+            with self._tracing(key), sliced(slices):
                 self._traced[key](*each[0].args, **each[0].kwargs)
         except Stop:
             return self.report
@@ -357,18 +347,6 @@ class _Step:
             flight.end()
 
 
-def _given(microbatches: Sequence[Any]) -> list[Given]:
-    if isinstance(microbatches, (Tensor, Mapping)) or not isinstance(microbatches, Iterable):
-        raise OptionError(
-            f"TrainStep was given a {type(microbatches).__name__}, expected a list of "
-            "microbatches: [x] is one of one argument, [(x, y)] is one of two arguments"
-        )
-    each = [Given.of(microbatch) for microbatch in microbatches]
-    if not each:
-        raise OptionError("TrainStep was given no microbatches; expected at least one")
-    return each
-
-
 def _loss_of(result: Any) -> Any:
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, Tensor):
@@ -394,33 +372,6 @@ def _plainly(result: Any) -> Any:
 
 def _detached(result: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, result)
-
-
-def alike(each: Sequence[Given]) -> Any:
-    """The key that all microbatches of a step must share; raise if they differ."""
-
-    def describe(given: Given) -> tuple[Any, ...]:
-        flat, spec = tree_flatten((given.args, given.kwargs))
-        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in flat):
-            raise OptionError(
-                "a microbatch holds a tensor that was computed under autograd; expected inputs: "
-                "detach it, or make what computes it a part of the model"
-            )
-        return str(spec), tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else type(leaf).__name__
-            for leaf in flat
-        )
-
-    first = describe(each[0])
-    for i, given in enumerate(each):
-        if (found := describe(given)) != first:
-            raise OptionError(
-                f"microbatch {i} is {found[1]}, microbatch 0 is {first[1]}; expected microbatches "
-                "that are alike: pad them, or give those of other shapes to a step of their own"
-            )
-    return first
 
 
 def adding(module: nn.Module, options: Options) -> float:

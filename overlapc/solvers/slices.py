@@ -10,17 +10,17 @@ one slice and alike in all, because slices differ in nothing but the numbers the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from overlapc.check import check
 from overlapc.ir import Plan, Problem
 from overlapc.merge import at, one_by_one
-from overlapc.simulate import peak_bytes, saved_bytes, step_ns
-from overlapc.solvers.bounds import simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
-from overlapc.solvers.constants import AT_BOUND, FEW, MERGED, OVERSHOOT, RUNGS
+from overlapc.simulate import memory_curve, step_ns
+from overlapc.solvers.bounds import Least, simple_bound_ns
+from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
+from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import thrifty
 from overlapc.solvers.keep import keep_sets
@@ -43,6 +43,7 @@ class Turns:
 
 
 TURNS = tuple(Turns(how, hurry) for hurry, how in product((False, True), ("on", "behind", "first")))
+_FIRST = (Turns("on"), Turns("first"))
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True), Style(1.0, False))
 _SHARES = (1.0, 0.94)  # of the budget, which an order sometimes exceeds
 _LONG = 1000  # ops from which on each that is scheduled costs more
@@ -67,7 +68,7 @@ class _TakingTurns(Listing):
         self.share: dict[int, float] = {}
         self.distance: dict[int, int] = {}
         number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
-        plain = [number[text] for text in on_demand(work.problem, work.choice) if text in number]
+        plain = [number[text] for text, _ in work.plain if text in number]
         for k in range(count):
             share, distance = along(work, [n for n in plain if self.slice[n % work.count] == k])
             self.share |= share
@@ -100,25 +101,23 @@ class _TakingTurns(Listing):
         return min(able, key=lambda k: (k - first) % len(self.queues))
 
 
-def solve_slices(problem: Problem, lone: Problem, alone: Plan) -> Plan:
+def solve_slices(problem: Problem, lone: Problem, alone: Plan, quick: bool = False) -> Plan:
     """The fastest plan found that fits the budget, of slices beside each other. `lone` is the
-    problem of a slice that all others are held with, and `alone` a plan of that."""
+    problem of a slice that all others are held with, and `alone` a plan of that. `quick`: with
+    fewer choices of what to keep, and fewer orders."""
     plain = one_by_one(problem, alone)
     if not problem.trace.lanes:
         return plain  # there is nothing to hide
     search = _SliceSearch(problem, plain)
     search.order_forwards()
-    for choice in _choices(lone, alone):
-        if search.is_done(search.reserve):
-            break
-        search.order_backwards(choice)
-    search.polish()
+    search.order_each(list(_choices(lone, alone, quick)), 1 if quick else FEW)
+    search.polish(RUNGS // FEW if quick else 2 * RUNGS)
     effort = f"; of {search.offered} plans"
     check(problem, search.best)
     return replace(search.best, found_by=search.best.found_by + effort)
 
 
-def _choices(lone: Problem, alone: Plan) -> Iterator[Choice]:
+def _choices(lone: Problem, alone: Plan, quick: bool) -> Iterator[Choice]:
     """What could be kept and made again of a slice: each choice once."""
     needs = Needs(lone.trace)
 
@@ -126,8 +125,9 @@ def _choices(lone: Problem, alone: Plan) -> Iterator[Choice]:
         yield choice_of(lone, alone)
         yield needs.complete(frozenset(needs.storages), "all saved")
         yield from thrifty(lone, needs, LEFT)
-        kept = keep_sets(lone, needs, RUNGS)
-        yield from (needs.complete(storages, "hull") for storages in kept)
+        if not quick:
+            kept = keep_sets(lone, needs, RUNGS)
+            yield from (needs.complete(storages, "hull") for storages in kept)
 
     seen: set[Choice] = set()
     for choice in found():
@@ -147,71 +147,102 @@ class _SliceSearch:
         self.effort = MERGED * min(count, _LONG) // count**2
         self.reserve = self.effort // FEW  # for filling windows
         self.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
+        self.least = Least(problem)
         self.border = sum(op.is_forward for op in problem.trace.ops)
         self.plain = plain.order[: self.border]
         self.forwards = [self.plain]
         self.best, self.best_ns, self.offered = plain, step_ns(problem, plain), 1
         self.forward = forward_work(problem)
+        self.backward: dict[Choice, Work] = {}
 
-    def offer(self, plan: Plan) -> bool:
-        """Whether it is the best that fits."""
+    def judged(self, plan: Plan, below_ns: int) -> tuple[int, bool, bool]:
+        """What the plan takes, whether it is faster than that and fits, and if not, whether other
+        forwards might."""
         self.effort -= 1
         self.offered += 1
-        if peak_bytes(self.problem, plan) > self.budget:
-            return False
         found_ns = step_ns(self.problem, plan)
-        if found_ns >= self.best_ns:
-            return False
-        self.best, self.best_ns = plan, found_ns
-        return True
+        if found_ns >= below_ns:
+            return found_ns, False, False
+        curve = memory_curve(self.problem, plan)
+        if max(curve) > self.budget:
+            return found_ns, False, max(curve[self.border :], default=0) <= self.budget
+        if found_ns < self.best_ns:
+            self.best, self.best_ns = plan, found_ns
+        return found_ns, True, True
 
     def order_forwards(self) -> None:
         """The fastest orders of the forwards first; windows of the fastest filled."""
         styles = (Style(1.0, False), Style(1.0, True))
         orders = [slice_order(self.forward, NEVER, s, t) for t, s in product(TURNS, styles)]
-        back = self.best.order[self.border :]
 
         def took_ns(order: tuple[str, ...]) -> int:
             self.effort -= 1
-            return step_ns(self.problem, replace(self.best, order=order + back))
+            return step_ns(self.problem, replace(self.best, order=order))  # of this phase alone
 
-        self.forwards = sorted(dict.fromkeys([*orders, *self.forwards]), key=took_ns)
-        best_ns = took_ns(self.forwards[0])
+        took = {order: took_ns(order) for order in [*orders, self.plain]}
+        best, *_ = self.forwards = sorted(took, key=took.__getitem__)
         for seed in range(1, 1 + RUNGS):
             taste = Taste(False, seed % 2 == 0, "F", seed)
-            plan = replace(self.best, order=self.forwards[0])
-            order = filled(plan, self.forward, NEVER, (taste,)).order
-            if (found_ns := took_ns(order)) < best_ns:
-                best_ns = found_ns
+            order = filled(replace(self.best, order=best), self.forward, NEVER, (taste,)).order
+            if (found_ns := took_ns(order)) < took[best]:
+                best, took[order] = order, found_ns
                 self.forwards.insert(0, order)
 
     def is_done(self, reserve: int = 0) -> bool:
         return self.effort <= reserve or self.best_ns <= self.goal_ns
 
-    def order_backwards(self, choice: Choice) -> None:
-        """Orders of the backwards of a choice behind the fastest forwards."""
-        every = _in_all(choice, self.slices)
-        kept_bytes = saved_bytes(self.problem, every.saved)
-        if kept_bytes + self.problem.resident_bytes > self.budget:
-            return
-        work = backward_work(self.problem, every)
-        shares = (1.0,) if self.budget == NEVER else _SHARES
-        forwards = [*self.forwards[:FEW], self.plain]
-        for style, share, turns in product(_STYLES, shares, TURNS):
-            if self.is_done(self.reserve):
-                return
-            limit = NEVER if self.budget == NEVER else int(self.budget * share)
-            backward = slice_order(work, limit, style, turns)
-            for forward in forwards:
-                plan = plan_of(self.problem, every, "slices", forward + backward, str(turns))
-                if self.offer(plan) or peak_bytes(self.problem, plan) <= self.budget:
-                    break
+    def order_each(self, choices: list[Choice], few: int) -> None:
+        """A few orders of each choice, and all there are of the `few` that are best by these."""
+        every = [_in_all(choice, self.slices) for choice in choices]
+        found = [
+            (self.order_backwards(choice, _STYLES[:1], _FIRST), i) for i, choice in enumerate(every)
+        ]
+        best = [every[i] for took_ns, i in sorted(found) if took_ns < NEVER]
+        for choice in best[:few] or every[:few]:
+            self.order_backwards(choice, _STYLES, TURNS)
 
-    def polish(self) -> None:
-        """Windows of the best filled again and again, a little differently each time."""
+    def order_backwards(
+        self, choice: Choice, styles: Sequence[Style], turns: Sequence[Turns]
+    ) -> int:
+        """What the best of these orders of the backwards of a choice takes, behind the fastest
+        forwards that leave room for it; NEVER if none fits, or none can be the best."""
+        best_ns = NEVER
+        if self.least.bytes(choice) > self.budget:
+            return best_ns
+        if choice not in self.backward:
+            self.backward[choice] = backward_work(self.problem, choice)
+        shares = (1.0,) if self.budget == NEVER else _SHARES
+        least_ns = self.least.ns(choice) * (1 + GAP)
+        for style, turn in product(styles, turns):
+            for share in shares:
+                if self.is_done(self.reserve) or least_ns >= min(best_ns, self.best_ns):
+                    return best_ns
+                limit = NEVER if self.budget == NEVER else int(self.budget * share)
+                order = slice_order(self.backward[choice], limit, style, turn)
+                found_ns = self.behind_forwards(choice, order, str(turn), best_ns)
+                best_ns = min(best_ns, found_ns)
+                if found_ns < NEVER:
+                    break
+        return best_ns
+
+    def behind_forwards(
+        self, choice: Choice, backward: tuple[str, ...], how: str, below_ns: int
+    ) -> int:
+        """What backwards in this order take behind the fastest forwards that leave room for them;
+        NEVER if none does, or if it is no less than `below_ns`."""
+        for forward in [*self.forwards[:FEW], self.plain]:
+            plan = plan_of(self.problem, choice, "slices", forward + backward, how)
+            found_ns, fits, others_may = self.judged(plan, below_ns)
+            if fits or not others_may:
+                return found_ns if fits else NEVER
+        return NEVER
+
+    def polish(self, patience: int) -> None:
+        """Windows of the best filled again and again, a little differently each time; until so
+        many in a row are no better."""
         choice = choice_of(self.problem, self.best)
         backward = backward_work(self.problem, choice)
-        seed = left = 2 * RUNGS
+        seed = left = patience
         while left and not self.is_done():
             seed, left = seed + 1, left - 1
             taste = Taste(seed % 2 != 0, seed % 4 > 1, "F" if seed % FEW == 0 else "RW", seed)
@@ -221,8 +252,8 @@ class _SliceSearch:
                 first, then = self.best.order[: self.border], self.best.order[self.border :]
                 plan = filled(replace(self.best, order=first), self.forward, NEVER, (taste,))
                 plan = replace(plan, order=plan.order + then)
-            if self.offer(plan):
-                left = 2 * RUNGS
+            if self.judged(plan, self.best_ns)[1]:
+                left = patience
 
 
 def _in_all(choice: Choice, count: int) -> Choice:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.moe.model import MoEConfig, MoEGPT
+from examples.moe.model import MoEConfig, MoEGPT, checked_sizes
 from overlapc import TrainStep
 from overlapc.emulate import Link, init_link
-from overlapc.layers import SumOverRanks
+from overlapc.layers import Exchange, SumOverRanks, before, exchange, whole
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt
@@ -77,6 +78,123 @@ def test_two_ranks(name: str, budget: float | None) -> None:
         assert found["unchanged"] == []
         assert found["order"] == everyone[0]["order"]
         assert found["hidden"]
+
+
+def automatic(rank: int, ranks: int) -> dict[str, Any]:
+    init_link(SLOW_LINK)
+    torch.manual_seed(1)
+    model = moe()
+    step = TrainStep(model, solver="heu", timeout_s=30, slices="auto")
+    batch = tokens(rank), tokens(50 + rank)
+    (found,) = step([batch])
+    mine, slices = gradients(model), step.report.slices
+    model.zero_grad()
+    expected = plainly(model, batch, slices)
+    same = [torch.equal(expected, found)]
+    same += [torch.equal(mine[name], grad) for name, grad in gradients(model).items()]
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"slices": slices, "same": all(same), "said": step.explain().splitlines()[-3:]}
+
+
+def test_all_ranks_take_as_many_slices() -> None:
+    one, other = run_ranks(automatic, 2, timeout_s=280)
+    assert one["same"]
+    assert other["same"]
+    assert one["slices"] == other["slices"]
+    assert one["said"] == other["said"]
+    assert [line[:9] for line in one["said"]] == ["1 slices:", "2 slices:", "4 slices:"]
+
+
+class Switch(nn.Module):
+    """Top-1, each expert takes only so many tokens of a rank's batch, and only these travel."""
+
+    def __init__(self, width: int, experts: int, factor: float, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.ranks, self.factor = group.group_name, group.size(), factor
+        self.experts, self.held = experts, experts // group.size()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(self.held, width, width) * width**-0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, chosen = F.softmax(self.router(x), dim=-1).max(dim=-1)
+        hot = F.one_hot(chosen, self.experts)
+        place = ((hot.cumsum(0) + before(hot.sum(0))) * hot).sum(1)
+        keep = place <= int(self.factor * whole(x.shape[0]) / self.experts)
+
+        sent = (hot * keep[:, None]).sum(0)
+        order = torch.argsort(torch.where(keep, chosen, self.experts), stable=True)
+        received = exchange(sent, [self.held] * self.ranks, [self.held] * self.ranks, self.group)
+        received = received.view(self.ranks, self.held)
+        send = checked_sizes(sent.view(self.ranks, self.held).sum(1))
+        receive = checked_sizes(received.sum(1))
+        torch._check(sum(send) <= x.shape[0])
+        order = order.narrow(0, 0, sum(send))
+        rows = Exchange.apply(x[order], receive, send, self.group)
+        labels = torch.arange(self.held).repeat(self.ranks)
+        label = torch.repeat_interleave(labels, received.flatten(), output_size=rows.shape[0])
+        by_expert = torch.argsort(label, stable=True)
+        parts = torch.split(rows[by_expert], checked_sizes(received.sum(0)))
+        done = torch.cat([F.gelu(part @ self.up[e]) for e, part in enumerate(parts)])
+        back = torch.empty_like(done).index_copy(0, by_expert, done)
+        rows = Exchange.apply(back, send, receive, self.group)
+        out = torch.zeros_like(x).index_copy(0, order, rows * gate[order][:, None])
+        return (x + out).square().mean(), keep
+
+
+def routed(rank: int, ranks: int, factor: float, gates: int) -> dict[str, Any]:
+    """Tokens that slices route or drop otherwise than the whole batch, over random gates; in every
+    third no rank but the first gets any."""
+    init_link(SLOW_LINK)
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch.manual_seed(1)
+    model = Switch(16, 4, factor, dist.group.WORLD)
+    step = TrainStep(model, solver="heu", timeout_s=30, slices=2)
+    different, dropped, apart = 0, 0, 0.0
+    for i in range(gates):
+        with torch.no_grad():
+            torch.manual_seed(i)
+            weight = torch.randn(4, 16)
+            model.router.weight.copy_(weight)
+            x = torch.randn(24, 16, generator=torch.Generator().manual_seed(100 * rank + i))
+            if i % 3 == 0:
+                x = x.abs()
+                model.router.weight[2:] = -9.0
+                model.router.weight[:2].abs_()
+        model.zero_grad()
+        ((_, kept),) = step([x])
+        mine = gradients(model)
+        model.zero_grad()
+        loss, expected = model(x)
+        loss.backward()
+        different += int((kept != expected).sum())
+        dropped += int((~expected).sum())
+        whole_batch = gradients(model)
+        apart = max(
+            [
+                apart,
+                *(
+                    float((mine[n] - g).abs().max() / g.abs().max())
+                    for n, g in whole_batch.items()
+                    if g.any()
+                ),
+            ]
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"different": different, "dropped": dropped, "apart": apart, "plain": step.unchanged}
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [1.0, *(pytest.param(f, marks=pytest.mark.slow) for f in (1.25, 2.0))],
+)
+def test_capacity_is_passed_on_where_tokens_travel(factor: float) -> None:
+    for found in run_ranks(routed, 2, factor, 30, timeout_s=280):
+        assert found["plain"] == []
+        assert found["different"] == 0
+        assert found["dropped"] > 0
+        assert found["apart"] < 1e-4
 
 
 class Centered(nn.Module):

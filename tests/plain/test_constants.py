@@ -25,6 +25,7 @@ MENUS = {
     "merging.py": 22,
     "opt.py": 20,
     "overlap.py": 13,
+    "ranges.py": 1,
     "rows.py": 8,
     "slices.py": 2,
 }

@@ -50,11 +50,14 @@ LAYERS = {
     "ledger": Layer(),
     "simulate": Layer("errors ir ledger machine"),
     "merge": Layer("ir valid"),
+    "ranges": Layer("errors ir merge valid"),
     "schedule": Layer("errors record"),
     "pipeline": Layer("errors ledger machine record schedule"),
     "stages": Layer("ir ledger pipeline simulate"),
     # What finds plans and schedules.
-    "solvers": Layer("check errors ir ledger machine merge pipeline progress schedule simulate"),
+    "solvers": Layer(
+        "check errors ir ledger machine merge pipeline progress ranges schedule simulate"
+    ),
     # The road, from a captured graph to a plan. It calls what needs torch.
     "planning": Layer(
         "check errors files flags ir merge pipeline progress record schedule simulate solvers "
@@ -75,8 +78,8 @@ LAYERS = {
     "emulate": Layer("errors torch"),
     "emulate.model": Layer("errors"),
     "runtime": Layer(
-        "api errors files flags functions ir merge passes pipeline planning profiler progress "
-        "schedule shares stages torch"
+        "api errors files flags functions ir layers merge passes pipeline planning profiler "
+        "progress schedule shares stages torch"
     ),
     "runtime.guard": Layer("errors"),
     # Which layout of a cluster, without running it.

@@ -73,6 +73,7 @@ def test_what_options_print_parses(options: Options) -> None:
         ({"dynamic": "no"}, "dynamic='no': expected True, False or None"),
         ({"check": 1}, "check=1: expected True or False"),
         ({"slices": 0}, "slices=0: expected a number of slices, 1 or more"),
+        ({"slices": "many"}, "slices='many': expected a number of slices, 1 or more, or \"auto\""),
         ({"memory_budgt": 1}, "option 'memory_budgt': expected one of memory_budget, solver"),
         ({"known": {}}, "option 'known': expected one of memory_budget"),
         ("solver", "options 'solver': expected name=value"),
@@ -111,6 +112,7 @@ def test_every_front_door_takes_what_is_as_ever(door: str) -> None:
 
 def test_a_train_step_takes_slices_alone() -> None:
     assert str(Options.parse("slices=2", "TrainStep")) == "slices=2"
+    assert Options.parse("slices=auto", "TrainStep").slices == "auto"
     with pytest.raises(OptionError, match="slices=2: optimize cuts no batch, TrainStep does"):
         Options.parse("slices=2")
     with pytest.raises(OptionError, match="found solver twice"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from overlapc.check import check
 from overlapc.errors import InvalidPlan
 from overlapc.ir import Problem
-from overlapc.merge import ADD, accumulate, in_slices, of_slice, one_by_one
+from overlapc.merge import ADD, BEFORE, accumulate, in_slices, of_slice, one_by_one
 from overlapc.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
@@ -63,6 +63,32 @@ def test_slices_share_parameters_and_add_up_in_order():
         check(problem, replace(plain, order=(*order, "dp_add@0")))
 
 
+def test_slices_of_a_stage_have_incoming_gradients_of_their_own():
+    lone = tiny(COPY, outputs="dp")
+    kinds = {"p": "parameter", "x": "batch", "g": "gradient"}
+    lone = replace(lone, trace=replace(lone.trace, kinds=kinds))
+    problem = in_slices(accumulate(lone, ["dp"]), 2, loss=False)
+    assert problem.trace.of_kind("gradient") == ("g@0", "g@1")
+    assert problem.trace.op["back@1"].inputs == ("g@1", "z@1")
+
+
+def test_a_slice_asks_the_one_before_it_what_it_counted():
+    lone = tiny("count F | x > n | 1\nask F | n > m | 1\nuse F | x m > y | 1", outputs="y")
+    ops = tuple(
+        replace(op, signature=f"{BEFORE}default", recomputable=False) if op.name == "ask" else op
+        for op in lone.trace.ops
+    )
+    problem = in_slices(replace(lone, trace=replace(lone.trace, ops=ops)), 3)
+    asked = [problem.trace.op[f"ask@{k}"].inputs for k in range(3)]
+    assert asked == [("n@0",), ("n@0", "m@0"), ("n@1", "m@1")]
+    plain = plan_on_demand(problem, Needs(problem.trace).storages, "none")
+    check(problem, plain)
+    late = ("count@1", "ask@1", *(t for t in plain.order if t not in ("count@1", "ask@1")))
+    with pytest.raises(InvalidPlan, match="ask@1"):
+        check(problem, replace(plain, order=late))
+    assert "ask@2" in slice_order(forward_work(problem), NEVER, Style(1.0, False), TURNS[0])
+
+
 def test_what_one_slice_waits_for_runs_under_the_other():
     """One after the other each slice takes 60; here every collective has the other's compute."""
     problem = copied(2)
@@ -91,8 +117,13 @@ def test_orders_are_legal(rng, count, turns):
 
 
 @settings(max_examples=40)
-@given(st.randoms(use_true_random=False), st.integers(2, 3), st.sampled_from([None, 1.0, 1.2]))
-def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, room):
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(2, 3),
+    st.sampled_from([None, 1.0, 1.2]),
+    st.booleans(),
+)
+def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, room, quick):
     lone = lone_problem(rng, count)
     problem = in_slices(replace(lone, in_flight=1), count)
     alone = plan_on_demand(lone, Needs(lone.trace).storages[::2], "half")
@@ -100,7 +131,7 @@ def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, ro
     check(problem, plain)
     budget = None if room is None else int(peak_bytes(problem, plain) * room)
     problem, lone = (replace(each, budget_bytes=budget) for each in (problem, lone))
-    plan = solve_slices(problem, lone, alone)
+    plan = solve_slices(problem, lone, alone, quick)
     check(problem, plan)
     assert step_ns(problem, plan) <= step_ns(problem, plain)
     assert budget is None or peak_bytes(problem, plan) <= budget

@@ -4,10 +4,12 @@ what sees the whole batch is refused by name."""
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
+from overlapc.layers import before, in_turn, whole
+from overlapc.merge import BEFORE
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import DYNAMO_WARNINGS, randn
@@ -114,6 +118,84 @@ def test_slices_hide_each_others_collectives():
         assert any(letter in sliced.explain() for letter in ("F0 ", "F1 "))
 
 
+# Whose work takes as long as its bytes: half of it, half as long.
+SLOW = """
+name = "slow"
+status = "made up"
+base = "v100-sxm2-32"
+memory.bytes_per_s = { value = 1e8, source = "made up" }
+compute.launch_ns = { value = 10, source = "made up" }
+intra.alpha_ns = { value = 10, source = "made up" }
+intra.bytes_per_s = { value = 3e7, source = "made up" }
+"""
+
+
+@pytest.fixture
+def auto(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "slow.toml"
+    path.write_text(SLOW)
+    return {"slices": "auto", "profile": "estimate", "hardware": str(path), "solver": "heu"}
+
+
+def test_auto_takes_the_slices_that_are_predicted_to_be_fastest(auto):
+    with on_fabric():
+        batch = (tokens(32, 8), tokens(32, 8, seed=9))
+        torch.manual_seed(1)
+        model = gpt()()
+        step = TrainStep(model, **auto)
+        report = step.plan([batch])
+        said = re.findall(r"(\d) slices: ([\d.]+) ms predicted", step.explain())
+        assert [count for count, _ in said] == ["1", "2", "4"]
+        assert report.slices == int(min(said, key=lambda each: float(each[1]))[0]) > 1
+        (loss,) = step([batch])
+        assert step.report == report
+        mine = gradients(model)
+        model.zero_grad()
+        assert torch.equal(loss, plainly(model, batch, report.slices))
+        assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+
+
+def test_auto_runs_whole_what_has_nothing_to_hide():
+    model, x = MLP(), randn(8, 16)
+    step = TrainStep(model, mean, slices="auto", profile="estimate")
+    (found,) = step([x])
+    assert step.report.slices == 1
+    mine = gradients(model)
+    model.zero_grad()
+    expected = mean(model, x)
+    expected.backward()
+    assert torch.equal(found, expected.detach())
+    assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+    assert "2 slices" not in step.explain()
+
+
+@pytest.mark.parametrize("how", ["summed", "dropout", "odd"])
+def test_auto_runs_whole_what_is_refused_in_slices(how, auto):
+    """At planning (dropout, a batch that cannot be cut), or when the first batch has run."""
+
+    def loss(model: nn.Module, *batch: Tensor) -> Tensor:
+        return model(*batch) * batch[0].shape[0]  # no mean over samples
+
+    with on_fabric():
+        count = 33 if how == "odd" else 32
+        batch = (tokens(count, 8), tokens(count, 8, seed=9))
+        torch.manual_seed(1)
+        model = gpt(dropout=0.1)() if how == "dropout" else gpt()()
+        step = TrainStep(model, loss if how == "summed" else None, **auto)
+        torch.manual_seed(2)
+        (found,) = step([batch])
+        assert step.report.slices == 1
+        said = {"summed": "is another", "dropout": "draws random", "odd": "inputs of shapes"}
+        assert said[how] in step.explain()
+        mine = gradients(model)
+        model.zero_grad()
+        torch.manual_seed(2)
+        expected = loss(model, *batch) if how == "summed" else model(*batch)
+        expected.backward()
+        assert torch.equal(found, expected.detach())
+        assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+
+
 def test_several_results_are_those_of_the_batch():
     class Scored(nn.Module):
         def __init__(self) -> None:
@@ -164,6 +246,117 @@ def capacity(x: Tensor) -> Tensor:
     chosen = F.one_hot(x.argmax(1), 16)
     keep = (chosen.cumsum(0) * chosen).sum(1) <= max(1, x.shape[0] // 16)
     return x * keep[:, None]
+
+
+class Switch(nn.Module):
+    """The best of a few experts for each token, of which each takes only so many, in the order of
+    the batch: what they drop is zero. `asks`: of the whole batch; else each slice for itself."""
+
+    def __init__(self, experts: int, factor: float, asks: bool = True) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.factor, self.asks = factor, asks
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, chosen = F.softmax(self.router(x), dim=-1).max(dim=-1)
+        hot = F.one_hot(chosen, len(self.experts))
+        place, rows = hot.cumsum(0), x.shape[0]
+        if self.asks:
+            place, rows = place + before(hot.sum(0)), whole(rows)
+        keep = (place * hot).sum(1) <= int(self.factor * rows / len(self.experts))
+        done = sum(expert(x) * (hot[:, e] * keep)[:, None] for e, expert in enumerate(self.experts))
+        return done * gate[:, None], keep
+
+
+class Switches(nn.Module):
+    def __init__(self, *layers: Switch) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = []
+        for layer in self.layers:
+            y, keep = layer(x)
+            x = x + y
+            kept.append(keep)
+        return x.square().mean(), torch.stack(kept, 1)
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
+def test_capacity_that_is_passed_on_routes_as_the_whole_batch(slices, factor):
+    """200 random gates: not one token goes elsewhere, also where an expert gets none."""
+    torch.manual_seed(0)
+    model = Switches(Switch(4, factor), Switch(4, factor))
+    step = TrainStep(model, slices=slices, profile="estimate")
+    tokens_dropped = 0
+    for gate in range(200 // 9 + 1):
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.router.weight.normal_()
+                if gate % 3 == 0:
+                    layer.router.weight[0] = 0.0
+        x = randn(48, WIDTH, seed=gate)
+        model.zero_grad()
+        ((loss, kept),) = step([(x,)])
+        mine = gradients(model)
+        model.zero_grad()
+        expected, expected_kept = model(x)
+        expected.backward()
+        assert torch.equal(kept, expected_kept)
+        tokens_dropped += int((~kept).sum())
+        torch.testing.assert_close(loss, expected.detach())
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6)
+        model.zero_grad()  # and bit by bit plain accumulation, one slice after the other
+        with in_turn(slices) as begin:
+            for each in x.chunk(slices):
+                begin()
+                (model(each)[0] / slices).backward()
+        assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
+    assert step.unchanged == []
+    assert tokens_dropped > 0 or factor == 2.0
+
+
+def test_what_is_passed_on_is_planned_and_kept():
+    """In the least memory, where all runs again that may: what earlier slices counted is not asked
+    for a second time."""
+    torch.manual_seed(0)
+    model, x = Switches(Switch(4, 1.0), Switch(2, 1.0)), randn(48, WIDTH)
+    with pytest.raises(Infeasible) as infeasible:
+        TrainStep(model, slices=2, profile="estimate", memory_budget=0.01).plan([(x,)])
+    smallest = infeasible.value.smallest_bytes
+    step = TrainStep(model, slices=2, profile="estimate", memory_budget=smallest)
+    plan, trace = step.plan([(x,)]).plan, step.report.problem.trace
+    asked = [op for op in trace.ops if op.signature.startswith(BEFORE)]
+    assert len(asked) == 4
+    assert plan.recomputed
+    assert not {op.name for op in asked} & {*plan.recomputed}
+    first, second = (op for op in asked if op.name.startswith(asked[0].name[:-1]))
+    assert second.inputs == (first.inputs[0], first.outputs[0])
+    ((_, kept),) = step([(x,)])
+    assert torch.equal(kept, model(x)[1])
+
+
+def test_capacity_for_each_slice_is_refused_by_name():
+    torch.manual_seed(0)
+    model = Switches(Switch(4, 1.0, asks=False))
+    with pytest.raises(OptionError, match=r"layers.0 \(Switch\) sees the whole batch"):
+        TrainStep(model, slices=2, profile="estimate")([(randn(48, WIDTH),)])
+
+
+def test_uncut_a_model_that_asks_has_the_whole_batch():
+    assert whole(7) == 7
+    assert torch.equal(before(torch.tensor([3, 4])), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="require a gradient"):
+        before(randn(2, requires_grad=True))
+    with in_turn(2) as begin:
+        for expected in (0, 3):
+            begin()
+            assert whole(7) == 14
+            assert before(torch.tensor([3])).item() == expected
+    assert whole(7) == 7
 
 
 def summed(model: nn.Module, x: Tensor) -> Tensor:
