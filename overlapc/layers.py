@@ -73,21 +73,6 @@ class GatherRows(torch.autograd.Function):
         return scatter_sum(grad, *ctx.where), None, None
 
 
-class GatherColumns(torch.autograd.Function):
-    """Every rank gets the columns of all; of a gradient that all ranks have alike it takes its
-    own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
-        ctx.columns = x.shape[-1]
-        parts = gather(x, ranks, group).unflatten(0, (ranks, -1))
-        return parts.movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[..., : ctx.columns].contiguous(), None, None
-
-
 class ScatterRows(torch.autograd.Function):
     """g for rows split over ranks: sums the partial results, and each rank gets its part of the
     rows."""

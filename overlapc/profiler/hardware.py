@@ -174,7 +174,11 @@ def _parsed(path: Path, text: str) -> Hardware:
         base = data.pop("base", None)
         if isinstance(base, str) and base in known_hardware():
             text = read_text(_FOLDER / f"{base}.toml", "hardware file")
-            data = _over(tomllib.loads(text), data)
+            below = tomllib.loads(text)
+            for link in ("intra", "inter"):  # times of another link than the file's are not its
+                if isinstance(data.get(link), dict) and isinstance(below.get(link), dict):
+                    below[link].pop("all_reduce_us", None)
+            data = _over(below, data)
         elif base is not None:
             raise FileError(
                 f"hardware file {printable(str(path))}: base is {base!r}, expected one of "

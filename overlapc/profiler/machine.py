@@ -49,7 +49,11 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
     said = f"measured: {device_name(device)}, torch {torch.__version__}"
     if not cuda:
         said += f", {torch.get_num_threads()} threads"
-    sources = {key: f"not measured: as {base.name} ({text})" for key, text in base.sources.items()}
+    sources = {
+        key: f"not measured: as {base.name} ({text})"
+        for key, text in base.sources.items()
+        if not key.startswith("kernels.") and key != "memory.total"
+    }
     share = 0.4 if ranks > 1 else 1.0
     machine = _Compute(device, budget_s * share).measure(base, sources, said)
     sources["memory.bytes"] = sources["node.gpus"] = said
@@ -60,6 +64,8 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
         memory_bytes=_memory_bytes(device) // (1 if cuda else here),
         gpus_per_node=here if ranks > 1 else max(1, torch.cuda.device_count()),
         sources=sources,
+        kernels=None,  # the base's are parts of its peak, and of none that was measured here
+        total=0,
     )
     if ranks > 1:
         left_s = budget_s * (1 - share)

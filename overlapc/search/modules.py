@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 from overlapc.layers import (
     CopyToRanks,
     Exchange,
-    GatherColumns,
     GatherRows,
     ScatterRows,
     SumOverRanks,
     all_reduce,
+    gather,
 )
 from overlapc.search.models import Model, Transformer
 
@@ -278,6 +278,21 @@ class Head(nn.Module):
         exact = scores.float()
         right = (exact.argmax(-1) == wanted).float().mean()
         return F.cross_entropy(exact, wanted) + 0.0 * right
+
+
+class GatherColumns(torch.autograd.Function):
+    """Every rank gets the columns of all; of a gradient that all ranks have alike it takes its own,
+    which are the first ones of the first rank: modules are captured as its."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.columns = x.shape[-1]
+        parts = gather(x, ranks, group).unflatten(0, (ranks, -1))
+        return parts.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[..., : ctx.columns].contiguous(), None, None
 
 
 class LossByOps(torch.autograd.Function):

@@ -86,6 +86,17 @@ def test_all_reduces_take_what_was_measured_by_ranks_and_size() -> None:
     assert more == pytest.approx(eight * (15 / 16) / (7 / 8), rel=1e-3)
 
 
+def test_a_link_of_your_own_does_not_take_the_times_of_the_base(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "a100-sxm-80"\nname = "mine"\n')
+    assert load_hardware(path).intra.measured
+    figure = '{ value = [[1048576, 9e9], [1073741824, 20e9]], source = "measured" }'
+    path.write_text(f'base = "a100-sxm-80"\nname = "mine"\n[intra.busbw]\nall_reduce = {figure}\n')
+    link = load_hardware(path).intra
+    assert not link.measured
+    assert link.collective_ns("all_reduce", 1 << 30, 2) == round((1 << 30) / 20e9 * 1e9)
+
+
 @pytest.mark.parametrize(
     ("name", "heads", "forward_us", "backward_us"),
     [  # causal, 4,096 tokens, heads of 128, as SimuMax 1.2's system files have them

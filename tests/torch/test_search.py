@@ -103,7 +103,9 @@ def test_blocks_as_people_train_them_are_planned(model, sequence):
     assert ours.step_ns <= none.step_ns
 
 
-@pytest.mark.parametrize("unfused", ["", "attention", "attention softmax norm loss"])
+@pytest.mark.parametrize(
+    "unfused", ["", "attention", "attention softmax norm loss", "norm rotary scores"]
+)
 def test_what_a_framework_does_not_fuse_takes_longer(unfused):
     model, layout = replace(TINY, gated=True, unfused=unfused), Layout(2, 1, 2, 1)
     key = replace(UnitKey.of(TINY, CLUSTER, layout), model=model)

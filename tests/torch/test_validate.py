@@ -14,6 +14,7 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.place import Place, planned
+from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
 from overlapc.search.units import Unit, UnitKey, make_unit
 from overlapc.solvers import ONE_PLAN, solve
@@ -76,3 +77,40 @@ def test_ends_count_as_layers_where_a_framework_says_so() -> None:
     assert scaling.layers_of(60, 16) == (3, *[4] * 14, 1)
     assert scaling.layers_of(8, 8) is None  # the last stage would have none
     assert find_framework("megatron").layers_of(40, 2) is None
+
+
+def test_replicas_on_several_nodes_wait_for_the_slowest() -> None:
+    framework = find_framework(CLUSTER.framework)
+    layout = replace(LAYOUT, dp=2)
+    steps = {}
+    for per_node in (8, 16):
+        cluster = replace(CLUSTER, gpus=16, gpus_per_node=per_node, global_batch=64)
+        found = evaluate(MODEL, cluster, layout, unit(), "megatron-full", bounded=False).found
+        steps[per_node] = found
+    late = steps[8].exposed_ns["stragglers"]
+    assert late == pytest.approx(framework.stragglers * (steps[8].step_ns - late), abs=1)
+    assert "stragglers" not in steps[16].exposed_ns
+
+
+def test_scaling_gathers_scores_and_sums_in_float32() -> None:
+    model = replace(MODEL, gated=True, vocab=4096)
+    cluster = replace(CLUSTER, framework="scaling")
+    key = UnitKey.of(model, cluster, Layout(2, 1, 1, 2))
+    gathers = make_unit(key, bounded=False, most=1)
+    parts = make_unit(replace(key, model=replace(key.model, unfused="")), bounded=False, most=1)
+    starts = [op.signature for op in gathers.head.trace.ops if op.role == "start"]
+    assert any("all_gather" in signature for signature in starts)
+    assert gathers.head_ran.step_ns > parts.head_ran.step_ns
+    scores = 2 * model.seq * model.vocab
+    assert gathers.head_ran.peak_bytes == find_framework("scaling").loss_bytes * scores
+    halves = Update.of(model, replace(cluster, framework="megatron"), replace(LAYOUT, dp=2))
+    floats = Update.of(model, cluster, replace(LAYOUT, dp=2))
+    assert floats.late_ns > 1.5 * halves.late_ns
+
+
+def test_the_optimizer_takes_what_its_framework_moves() -> None:
+    ours, theirs = (
+        Update.of(MODEL, replace(CLUSTER, framework=name), LAYOUT).optimizer_ns
+        for name in ("megatron-deepspeed", "megatron-2021")
+    )
+    assert theirs == pytest.approx(ours * 62 / 34, abs=2)
