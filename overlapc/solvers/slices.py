@@ -193,7 +193,7 @@ class _SliceSearch:
         return self.effort <= reserve or self.best_ns <= self.goal_ns
 
     def order_each(self, choices: list[Choice], turns: Sequence[Turns], few: int) -> None:
-        """A few orders of each choice, and all there are of the `few` that are best by these."""
+        """A few orders of each choice; of the `few` that are best by these all that turns give."""
         every = [_in_all(choice, self.slices) for choice in choices]
         found = [
             (self.order_backwards(choice, _STYLES[:1], _FIRST), i) for i, choice in enumerate(every)
