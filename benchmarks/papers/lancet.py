@@ -11,8 +11,8 @@ memory and may use any. Everything is *predicted*.
 Lancet also cuts forwards into parts that overlap each other's all-to-alls. Here a forward's
 all-to-alls run under another slice of the same batch, which is cut as a whole, forward and
 backward; or under the backward of another microbatch. Each way is also shown without late weight
-gradients: with weight gradients that run as soon as they can, as eager has them. Slices add their
-gradients up, which takes time that the uncut batch does not need.
+gradients: with weight gradients that run as soon as they can, as eager has them. All add their
+gradients up, slices once for each slice.
 
 Two more baselines cut only ranges (`overlapc/solvers/ranges.py`): Lancet's own program, whose
 backward stays whole, and the experts alone, from all-to-all to all-to-all, as Tutel and FasterMoE
@@ -45,6 +45,7 @@ from overlapc.solvers.slices import solve_slices
 RANKS = 64
 LAYERS = {"lancet-S": 12, "lancet-L": 24}
 BATCH = {"lancet-S": {"a100": 24, "v100": 16}, "lancet-L": {"a100": 48, "v100": 8}}
+PIECES = (2, 4)  # of ranges; Lancet never takes more
 # speedup (most, mean) over the best of its rivals with Switch gates, and how much less
 # communication is exposed (against RAF, against Tutel)
 PUBLISHED = {"a100": ((1.21, 1.17), (0.69, 0.66)), "v100": ((1.30, 1.22), (0.83, 0.77))}
@@ -59,26 +60,12 @@ def machines() -> dict[str, tuple[str, Hardware]]:
     return {"A100": ("a100", plain), "A100, TF32": ("a100", fast), "V100": ("v100", v100)}
 
 
-def problem_of(model: str, kind: str, machine: Hardware) -> Problem:
-    graph = captured(Stage(model, LAYERS[model], RANKS, 512, BATCH[model][kind]))
-    lanes = {lane: RANKS for lane in graph.trace.lanes}
-    problem = formulate(graph.trace, estimate(graph, machine, lanes))
-    return replace(problem, budget_bytes=eager_timeline(problem).peak_bytes)
-
-
-def pieces_of(model: str, kind: str, machine: Hardware) -> dict[int, Problem]:
-    """The problem of one of so many pieces of the batch; Lancet never takes more than four."""
-    found = {}
-    for count in (2, 4):
-        graph = captured(Stage(model, LAYERS[model], RANKS, 512, BATCH[model][kind] // count))
-        lanes = {lane: RANKS for lane in graph.trace.lanes}
-        found[count] = formulate(graph.trace, estimate(graph, machine, lanes))
-    return found
-
-
-def sliced(model: str, kind: str, machine: Hardware, slices: int, budget: int) -> tuple[Any, Plan]:
-    """The problem of a batch in slices, and its plan."""
-    graph = captured(Stage(model, LAYERS[model], RANKS, 512, BATCH[model][kind] // slices))
+def formulated(
+    model: str, kind: str, machine: Hardware, pieces: int, slices: int = 1
+) -> tuple[Problem, Problem]:
+    """The problem of the batch's so many slices, or of one of its pieces, and that of one that
+    all slices are held with. Gradients are added up, as in training."""
+    graph = captured(Stage(model, LAYERS[model], RANKS, 512, BATCH[model][kind] // pieces))
     profile = estimate(graph, machine, {lane: RANKS for lane in graph.trace.lanes})
     step = TrainingStep(
         gradients=tuple(parameter_gradients(graph)),
@@ -86,7 +73,19 @@ def sliced(model: str, kind: str, machine: Hardware, slices: int, budget: int) -
         slices=slices,
         loss=False,
     )
-    both = formulate(graph.trace, profile, None, step), step.slice(graph.trace, profile)
+    return formulate(graph.trace, profile, None, step), step.slice(graph.trace, profile)
+
+
+def problem_of(model: str, kind: str, machine: Hardware) -> Problem:
+    problem, _ = formulated(model, kind, machine, 1)
+    return replace(problem, budget_bytes=eager_timeline(problem).peak_bytes)
+
+
+def sliced(
+    model: str, kind: str, machine: Hardware, slices: int, budget: int
+) -> tuple[Problem, Plan]:
+    """The problem of a batch in slices, and its plan."""
+    both = formulated(model, kind, machine, slices, slices)
     problem, lone = (replace(each, budget_bytes=budget) for each in both)
     return problem, solve_slices(problem, lone, solve(lone, "overlap"))
 
@@ -136,7 +135,7 @@ def measure(
         ("slices", simulate(cut, plan)),
     ):
         found[way] = timeline.step_ns, exposed_ns(timeline)
-    pieces = pieces_of(model, kind, machine)
+    pieces = {k: formulated(model, kind, machine, k)[0] for k in PIECES}
     for way, rival in ranges.BASELINES.items():
         timeline = simulate(*rival(problem, pieces))
         found[way] = timeline.step_ns, exposed_ns(timeline)
@@ -197,9 +196,10 @@ def main() -> None:
                     f"-{ns['exposed_less']:.0%}",
                     flush=True,
                 )
-    note = {"what": "predicted, per microbatch", "microbatches": args.microbatches}
-    note["slices"] = args.slices
-    write_results("papers_lancet", {**note, "rows": rows})
+            note = {"microbatches": args.microbatches, "slices": args.slices}
+            write_results(
+                "papers_lancet", {"what": "predicted, per microbatch", **note, "rows": rows}
+            )
 
 
 if __name__ == "__main__":

@@ -109,9 +109,10 @@ def solve_slices(problem: Problem, lone: Problem, alone: Plan, quick: bool = Fal
     if not problem.trace.lanes:
         return plain  # there is nothing to hide
     search = _SliceSearch(problem, plain)
-    search.order_forwards()
-    search.order_each(list(_choices(lone, alone, quick)), 1 if quick else FEW)
-    search.polish(RUNGS // FEW if quick else 2 * RUNGS)
+    turns, few, patience = (_FIRST, 1, FEW) if quick else (TURNS, FEW, 2 * RUNGS)
+    search.order_forwards(turns, patience // 2)
+    search.order_each(list(_choices(lone, alone, quick)), turns, few)
+    search.polish(patience)
     effort = f"; of {search.offered} plans"
     check(problem, search.best)
     return replace(search.best, found_by=search.best.found_by + effort)
@@ -170,10 +171,10 @@ class _SliceSearch:
             self.best, self.best_ns = plan, found_ns
         return found_ns, True, True
 
-    def order_forwards(self) -> None:
+    def order_forwards(self, turns: Sequence[Turns], fillings: int) -> None:
         """The fastest orders of the forwards first; windows of the fastest filled."""
         styles = (Style(1.0, False), Style(1.0, True))
-        orders = [slice_order(self.forward, NEVER, s, t) for t, s in product(TURNS, styles)]
+        orders = [slice_order(self.forward, NEVER, s, t) for t, s in product(turns, styles)]
 
         def took_ns(order: tuple[str, ...]) -> int:
             self.effort -= 1
@@ -181,7 +182,7 @@ class _SliceSearch:
 
         took = {order: took_ns(order) for order in [*orders, self.plain]}
         best, *_ = self.forwards = sorted(took, key=took.__getitem__)
-        for seed in range(1, 1 + RUNGS):
+        for seed in range(1, 1 + fillings):
             taste = Taste(False, seed % 2 == 0, "F", seed)
             order = filled(replace(self.best, order=best), self.forward, NEVER, (taste,)).order
             if (found_ns := took_ns(order)) < took[best]:
@@ -191,15 +192,15 @@ class _SliceSearch:
     def is_done(self, reserve: int = 0) -> bool:
         return self.effort <= reserve or self.best_ns <= self.goal_ns
 
-    def order_each(self, choices: list[Choice], few: int) -> None:
-        """A few orders of each choice, and all there are of the `few` that are best by these."""
+    def order_each(self, choices: list[Choice], turns: Sequence[Turns], few: int) -> None:
+        """A few orders of each choice; of the `few` that are best by these all that turns give."""
         every = [_in_all(choice, self.slices) for choice in choices]
         found = [
             (self.order_backwards(choice, _STYLES[:1], _FIRST), i) for i, choice in enumerate(every)
         ]
         best = [every[i] for took_ns, i in sorted(found) if took_ns < NEVER]
         for choice in best[:few] or every[:few]:
-            self.order_backwards(choice, _STYLES, TURNS)
+            self.order_backwards(choice, _STYLES, turns)
 
     def order_backwards(
         self, choice: Choice, styles: Sequence[Style], turns: Sequence[Turns]
