@@ -6,7 +6,7 @@
 Data, loss, DDP, optimizer, checkpoints and pipeline communication stay Megatron's. overlapc plans
 which values are saved or recomputed, the order of ops, and when weight gradients run. Losses,
 gradients and weights stay bitwise those of Megatron alone. A chunk that cannot be planned runs as
-plain Megatron, with one warning that says why.
+plain Megatron, with one warning that says why. `TrainStep` is for a training loop of one's own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from overlapc.files import StrPath
+    from overlapc.megatron.loop import TrainStep
     from overlapc.megatron.steps import Steps
 
-__all__ = ["explain", "patch", "unpatch"]
+__all__ = ["TrainStep", "explain", "patch", "unpatch"]
 _steps: Steps | None = None
+
+
+def __getattr__(name: str) -> Any:
+    if name != "TrainStep":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from overlapc.megatron.loop import TrainStep
+
+    return TrainStep
 
 
 def patch(

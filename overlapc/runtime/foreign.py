@@ -37,8 +37,8 @@ def refuse_foreign(door: str, model: nn.Module) -> None:
                 raise OptionError(
                     f"{door} was given Megatron's {kind.__name__}{where}, which shares scratch "
                     "memory and random streams between layers; expected it in Megatron's own "
-                    "training loop: call overlapc.megatron.patch() before the first step, as "
-                    "docs/megatron.md shows"
+                    "training loop: call overlapc.megatron.patch() before the first step, or in "
+                    "overlapc.megatron.TrainStep, as docs/megatron.md shows"
                 )
 
 

@@ -118,7 +118,7 @@ class TrainStep:
         each = givens(microbatches)
         if not self._traced and (what := unmade(self.model)):
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 2)
-            return [_plainly(self._whole(*given.args, **given.kwargs)) for given in each]
+            return [plainly(self._whole(*given.args, **given.kwargs)) for given in each]
         if self._options.slices > 1:
             return [self._in_slices(given, len(each)) for given in each]
         key = self._key(each)
@@ -136,7 +136,7 @@ class TrainStep:
         each = given.cut(self._options.slices)
         key = self._key(each)
         if key in self._plain:
-            return _plainly(self._whole(*given.args, **given.kwargs))
+            return plainly(self._whole(*given.args, **given.kwargs))
 
         def begin() -> Slices:
             self._step = step = Slices(microbatches)
@@ -152,7 +152,7 @@ class TrainStep:
                 return _detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
         except CaptureError as error:
             self._attempts.refused(error)
-            result = _plainly(self._whole(*given.args, **given.kwargs))
+            result = plainly(self._whole(*given.args, **given.kwargs))
             self._refused(key, error)
             return result
         finally:
@@ -240,7 +240,7 @@ class TrainStep:
         assert isinstance(step, _Step)
         if key in self._plain:
             step.finish()
-            return _plainly(self._whole(*given.args, **given.kwargs))
+            return plainly(self._whole(*given.args, **given.kwargs))
         traced = self._traced[key]
         try:
             with self._tracing(key):
@@ -248,14 +248,14 @@ class TrainStep:
         except CaptureError as error:
             self._attempts.refused(error)  # other ranks may wait for this one
             step.finish()
-            result = _plainly(self._whole(*given.args, **given.kwargs))
+            result = plainly(self._whole(*given.args, **given.kwargs))
             self._refused(key, error)
             return result
         if not traced.ran:
             _loss(result)  # or there is nothing to plan
             step.finish()
             self._refused(key, CaptureError("torch.compile is switched off"))
-            return _plainly(result)
+            return plainly(result)
         step.finish_alone()
         return _detached(result)
 
@@ -364,7 +364,7 @@ def _loss(result: Any) -> Tensor:
     return loss
 
 
-def _plainly(result: Any) -> Any:
+def plainly(result: Any) -> Any:
     """Run the backward of a forward that ran as plain PyTorch."""
     _loss(result).backward()
     return _detached(result)

@@ -11,7 +11,7 @@ exceed the budget is not made. A window takes:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -67,22 +67,26 @@ class _Filling:
         self.plan, self.work, self.budget, self.taste = plan, work, budget, taste
         self.random = Random(taste.seed)
         self.flow, self.before = work.flow, work.before
-        mine = set(work.text(work.nodes))
-        self.head = tuple(text for text in plan.order if text not in mine)
-        number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
-        self.order = [number[text] for text in plan.order if text in mine]
-        self.letter = {n: work.letter(n) for n in work.nodes}
-        self.may_move = {n: letter in "I" + taste.moves for n, letter in self.letter.items()}
-        self.role = {n: work.ops[n % work.count].role for n in work.nodes}
+        self.head = tuple(text for text in plan.order if text not in work.number)
+        self.order = [work.number[text] for text in plan.order if text in work.number]
+        kinds = list(zip(work.letters, work.roles, strict=True))
+        # By node: may it be pulled, and pushed?
+        self.pulls = [letter in "I" + taste.moves for letter in work.letters]
+        self.pushes = [
+            moves and role not in ("start", "wait")
+            for moves, (_, role) in zip(self.pulls, kinds, strict=True)
+        ]
         # Nodes that are not pulled along with others:
-        self.stays = {n: role == "wait" or self.letter[n] == "I" for n, role in self.role.items()}
-        self.took = {n: work.compute[n % work.count] for n in work.nodes}
-        self.at = {n: i for i, n in enumerate(self.order)}
+        self.stays = [role == "wait" or letter == "I" for letter, role in kinds]
+        self.took = work.compute * 2
+        self.at = [-1] * (2 * work.count)  # node -> its place in the order
+        for i, n in enumerate(self.order):
+            self.at[n] = i
         # held before the i-th issue of the order:
         self.held = [work.held_bytes, *Balance(self.flow, work.held_bytes).along(self.order)]
 
     def run(self, until: float) -> Plan:
-        starts = [n for n in self.order if self.role[n] == "start"]
+        starts = [n for n in self.order if self.work.roles[n] == "start"]
         for start in starts:
             if time.monotonic() > until:
                 break
@@ -91,12 +95,12 @@ class _Filling:
 
     def fill(self, start: int) -> None:
         """Move work into one window until it is full or nothing fits."""
-        wait = next(n for n in self.work.after[start] if self.role[n] == "wait")
+        wait = next(n for n in self.work.after[start] if self.work.roles[n] == "wait")
         refused: set[int] = set()
         while True:
             begin, end = self.at[start], self.at[wait]
             left = self.work.comm[start % self.work.count]
-            left -= sum(self.took[n] for n in self.order[begin:end])
+            left -= sum([self.took[n] for n in self.order[begin:end]])
             if left <= 0:
                 return
             moves = [m for m in self.moves(begin, end) if m[0] not in refused]
@@ -110,15 +114,17 @@ class _Filling:
 
     def moves(self, begin: int, end: int) -> Iterator[Move]:
         """For each node that may run in the window, the nodes that must move with it."""
-        at, order, took, may_move = self.at, self.order, self.took, self.may_move
+        at, order, took = self.at, self.order, self.took
+        after, before = self.work.after, self.before
+        pulls, pushes, stays = self.pulls, self.pushes, self.stays
         low = max(0, begin - REACH + 1)
         pushed: dict[int, tuple[int, int]] = {}  # with the nodes that need it before the end
         for i in range(begin - 1, low - 1, -1):
             n = order[i]
-            if not may_move[n] or self.role[n] in ("start", "wait"):
+            if not pushes[n]:
                 continue
             group, most = 1 << i - low, took[n]
-            for user in self.work.after[n]:
+            for user in after[n]:
                 if at[user] <= end:
                     if (needed := pushed.get(user)) is None:
                         break
@@ -130,13 +136,12 @@ class _Filling:
         pulled: dict[int, tuple[int, int]] = {}  # with the nodes that it needs
         for i in range(end + 1, min(len(order), end + REACH)):
             n = order[i]
-            if not may_move[n]:
+            if not pulls[n]:
                 continue
             group, most = 1 << i - end, took[n]
-            for other in self.before[n]:
+            for other in before[n]:
                 if at[other] >= end:
-                    needed = None if self.stays[other] else pulled.get(other)
-                    if needed is None:
+                    if stays[other] or (needed := pulled.get(other)) is None:
                         break
                     group, most = group | needed[0], most + needed[1]
             else:
@@ -153,19 +158,27 @@ class _Filling:
             group ^= bit
         return found
 
+    def takes_more(self, group: int, low: int, limit: float) -> bool:
+        """Do the nodes of a move take more than the limit?"""
+        while group and limit >= 0:
+            bit = group & -group
+            limit -= self.took[self.order[low + bit.bit_length() - 1]]
+            group ^= bit
+        return limit < 0
+
     def rank(self, move: Move, left: int, begin: int) -> tuple[bool, bool, bool, float]:
         n, group, low, most = move
-        if most > OVERSHOOT * left:
-            most = sum([self.took[m] for m in self.nodes(group, low)])
+        limit = OVERSHOOT * left
+        long = self.took[n] > limit or (most > limit and self.takes_more(group, low, limit))
         recompute, pull = self.taste.recompute, self.taste.pull
         far = 1.0
         if self.taste.seed:
             recompute ^= self.random.random() < UNSURE
             pull ^= self.random.random() < UNSURE
             far = self.random.uniform(0.3, 3.0)
-        wanted = (self.letter[n] == "R") == recompute
+        wanted = (n >= self.work.count) == recompute
         pulled = self.at[n] > begin
-        return most > OVERSHOOT * left, not wanted, pulled != pull, abs(self.at[n] - begin) * far
+        return long, not wanted, pulled != pull, abs(self.at[n] - begin) * far
 
     def move(self, group: list[int], end: int) -> bool:
         """Put these nodes right before place `end` of the order, if memory allows."""
@@ -190,7 +203,7 @@ class _Readers(dict[int, int]):
     """How many readers of each holding stand at place `low` of the order or behind; counted on
     demand."""
 
-    def __init__(self, users: Sequence[Sequence[int]], at: Mapping[int, int], low: int) -> None:
+    def __init__(self, users: Sequence[Sequence[int]], at: Sequence[int], low: int) -> None:
         self.users, self.at, self.low = users, at, low
 
     def __missing__(self, holding: int) -> int:

@@ -21,7 +21,7 @@ from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import Least, simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of, on_demand, plan_of
+from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import schedules, thrifty
@@ -205,19 +205,16 @@ class _Merging(Listing):
         super().__init__(work, limit, Style(pace.overshoot, by_path=False), look=False)
         self.pace = pace
         self.front: list[int] = []
-        forward = [n for n in work.nodes if n < work.count and work.ops[n].is_forward]
+        forward, self.plain = work.chains
         self.forward = set(forward)
-        number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
-        plain = [number[text] for text in on_demand(work.problem, work.choice)]
-        self.plain = backward = [n for n in plain if n not in self.forward]
         self.plain_at = 0  # place of the first of these that has not run
         self.share: dict[int, float] = {}
         self.distance: dict[int, int] = {}
-        for chain in (forward, backward):
+        for chain in work.chains:
             share, distance = along(work, chain)
             self.share |= share
             self.distance |= distance
-        self.room = Room(work, forward, backward) if limit < NEVER else None
+        self.room = Room(work, *work.chains) if limit < NEVER else None
 
     def is_spare(self, n: int) -> bool:
         return self.work.deadline[n] == NEVER

@@ -8,7 +8,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -82,6 +82,29 @@ class Work:
         return n >= self.count and self.deadline[n] == NEVER
 
     @cached_property
+    def number(self) -> dict[str, int]:
+        """The node of each issue."""
+        return dict(zip(self.text(self.nodes), self.nodes, strict=True))
+
+    @cached_property
+    def letters(self) -> Sequence[str]:
+        """By node: the letter of the op, or "R" for recompute."""
+        return [op.piece.letter for op in self.ops] + ["R"] * self.count
+
+    @cached_property
+    def roles(self) -> Sequence[str]:
+        """By node: the role of its op."""
+        return [op.role for op in self.ops] * 2
+
+    @cached_property
+    def chains(self) -> tuple[list[int], list[int]]:
+        """The nodes of the forward, and those of the backward in their plain order."""
+        forward = [n for n in self.nodes if n < self.count and self.ops[n].is_forward]
+        plain = [self.number[text] for text in on_demand(self.problem, self.choice)]
+        apart = set(forward)
+        return forward, [n for n in plain if n not in apart]
+
+    @cached_property
     def before(self) -> dict[int, list[int]]:
         """Node -> the nodes before it: the reverse of `after`."""
         found: dict[int, list[int]] = {n: [] for n in self.nodes}
@@ -103,9 +126,6 @@ class Work:
         order = on_demand(self.problem, self.choice)
         curve = memory_curve(self.problem, Plan("", "", self.choice.saved, order))
         return list(zip(order, curve, strict=True))
-
-    def letter(self, n: int) -> str:
-        return "R" if n >= self.count else self.ops[n].piece.letter
 
 
 def forward_work(problem: Problem) -> Work:
