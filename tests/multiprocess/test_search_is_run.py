@@ -58,6 +58,7 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> 
         step = TrainStep(part, memory_budget=budgets[0], **how)
         report = step.plan([(batch, batch) for batch in batches])
         assert report is not None
+        dist.barrier()  # rank 0 holds the store, which the other still asks when it has planned
         return report.step_ns, "", report.merged is not None
     stage = rank if layout.pp == 2 else 0
     last = stage == layout.pp - 1
@@ -76,6 +77,7 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> 
     pipeline(batches, batches)
     assert pipeline.timeline is not None
     assert bool(pipeline.timeline.reductions) == (layout.dp == 2)
+    dist.barrier()
     return pipeline.timeline.step_ns, format_schedule(pipeline.schedule), False
 
 
