@@ -2,8 +2,9 @@
 
 The joint graph runs whole and in order, on the real inputs, a few times, so each op meets the
 caches and the allocator as in training. An op's time is the median over these runs and over all ops
-of its signature; it includes freeing values that die with the op. Collectives run for their data;
-their times come from `measure_links`.
+of its signature; it includes freeing values that die with the op. Collectives' times come from
+`measure_links`. They run here for their launches and for the data: in every run where sizes depend
+on data, else in two, and a slow link does not make measuring long.
 """
 
 from __future__ import annotations
@@ -183,8 +184,9 @@ class _Stopwatch:
 def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str, str]]:
     """Signature -> nanoseconds, and a text that says how they were measured."""
     clock = Clock(replay.device)
+    alone = bool(replay.groups) and bool(_least(replay, int(replay.runs_alone)))
     began = time.perf_counter_ns()
-    replay.run(_Stopwatch(clock))  # warm-up: it chooses kernels and maps memory
+    replay.run(_Stopwatch(clock), alone)  # warm-up: it chooses kernels and maps memory
     clock.wait()
     affordable = _LIMIT_NS // max(1, time.perf_counter_ns() - began)
     if passes is not None:
@@ -195,6 +197,7 @@ def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str,
         least, most = _MIN_PASSES, max(_MIN_PASSES, min(_MAX_PASSES, affordable))
 
     signature = {op.name: op.signature for op in replay.captured.trace.ops}
+    starts = {step.node.name for step in replay.steps if step.is_start}
     count = Counter(signature.values())
     samples: dict[str, list[int]] = {}
     totals: list[int] = []
@@ -202,9 +205,10 @@ def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str,
     while len(totals) < most:
         watch = _Stopwatch(clock)
         clock.wait()
-        replay.run(watch)
-        taken = watch.times()
-        totals.append(sum(taken.values()))
+        without = alone and bool(totals)  # the first of these runs times launches
+        replay.run(watch, without)
+        taken = {n: ns for n, ns in watch.times().items() if not (without and n in starts)}
+        totals.append(sum(ns for name, ns in taken.items() if name not in starts))
         for name, ns in taken.items():
             samples.setdefault(signature[name], []).append(ns)
         before, total = total, sum(count[s] * statistics.median(ns) for s, ns in samples.items())

@@ -95,9 +95,16 @@ class Replay:
             return int(size.node.expr.xreplace({s: self.symbols[s] for s in symbols}))
         return hint(size)
 
-    def run(self, watcher: Watcher) -> None:
+    @property
+    def runs_alone(self) -> bool:
+        """May `run` leave collectives out? Where sizes depend on data, other data would not fit."""
+        nodes = self.captured.joint.graph.nodes
+        fixed = not any("unbacked_bindings" in node.meta for node in nodes)
+        return fixed and not any(step.is_start and step.may_write for step in self.steps)
+
+    def run(self, watcher: Watcher, alone: bool = False) -> None:
         """Run the graph once. Each collective is waited for at once, and the watcher does not see
-        the wait.
+        the wait. `alone`: without the other ranks, a collective's result is this rank's own data.
 
         CaptureError names a node that cannot run. The caller must have switched off autograd and
         saved the random state.
@@ -121,12 +128,16 @@ class Replay:
                 if step.may_write:
                     args, kwargs = self._copied((args, kwargs))
                 watcher.before(step)
-                env[node] = result = node.target(*args, **kwargs)  # type: ignore[operator]
+                if alone and step.is_start:
+                    result = self._own_data(node, args)
+                else:
+                    result = node.target(*args, **kwargs)  # type: ignore[operator]
+                env[node] = result
                 del args, kwargs
                 for dead in step.frees:
                     env.pop(dead, None)
                 watcher.after(step, result)
-                if step.is_start:
+                if step.is_start and not alone:
                     for tensor in tensors(result):
                         torch.ops._c10d_functional.wait_tensor(tensor)
                 expected = node.meta.get("val")
@@ -137,6 +148,19 @@ class Replay:
                 raise
             except Exception as error:
                 raise CaptureError(_reason(error), node.name) from error
+
+    def _own_data(self, node: fx.Node, args: Any) -> Any:
+        """A result of the collective's form, filled with what it is given, over and over."""
+        given = torch.cat([tensor.reshape(-1) for tensor in tensors(args)])
+
+        def filled(expected: torch.Tensor) -> torch.Tensor:
+            shape = [self.number(n) for n in expected.shape]
+            made = given.new_zeros(shape, dtype=expected.dtype)
+            for part in made.view(-1).split(given.numel()) if given.numel() else ():
+                part.copy_(given[: part.numel()])
+            return made
+
+        return tree_map_only(torch.Tensor, filled, node.meta["val"])
 
     # ------------------------------------------------------------------ inputs
 
