@@ -56,6 +56,8 @@ _SHARES = (1.0, 0.97, 0.93)  # shares of the budget to aim at, since an order ma
 _TASTES = tuple(Taste(r, pull, "FRW") for r, pull in product((False, True), repeat=2))
 LEFT = (0.0, 0.03, 0.06, 0.1, 0.14, 0.18, 0.23, 0.28, 0.34, 0.4, 0.48)  # of it, to the other one
 _LONG = 1000  # from so many ops on each schedule is slower to make
+_FILLED, _STARTS = 2 * FEW, 4  # so many choices are filled, from so many orders of each
+_POLISHED = FEW  # so many of these are filled again and again
 _IDLE = 2 * RUNGS  # it ends after so many seeded fillings in a row without gain
 
 
@@ -80,9 +82,9 @@ def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
     search = _MergeSearch(problem)
     found = search.listed_each(list(dict.fromkeys(choices)))
     if search.budget < NEVER:
-        found = [search.filled(merged) for merged in found[: 2 * FEW]] + found[2 * FEW :]
+        found = [search.filled(merged) for merged in found[:_FILLED]] + found[_FILLED:]
         found.sort(key=_step)
-        found = [search.polished(merged) for merged in found[:FEW]] + found[FEW:]
+        found = [search.polished(merged) for merged in found[:_POLISHED]] + found[_POLISHED:]
         found.sort(key=_step)
     effort = f"; of {search.offered} plans"
     plans = [replace(merged.plan, found_by=merged.plan.found_by + effort) for merged in found]
@@ -175,7 +177,7 @@ class _MergeSearch:
             return merged
         self.listed(merged.choice, PACES)
         orders = sorted(self.orders[merged.choice].values(), key=_step)
-        for start in orders[:4]:
+        for start in orders[:_STARTS]:
             for taste in _TASTES:
                 if self.effort > 0:
                     self.fill(start, taste)
