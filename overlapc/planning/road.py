@@ -113,18 +113,22 @@ def _solved(
     follow."""
     if options.plans:
         return options.plans
-    try:
-        alone = _alone(problem, options, choices)
-    except Infeasible:
-        if theirs is None or peak_bytes(problem, theirs) > (problem.budget_bytes or 0):
-            raise
-        alone = theirs
+
+    def alone(solver: str) -> Plan:
+        try:
+            return _alone(problem, replace(options, solver=solver), choices)
+        except Infeasible:
+            if theirs is None or peak_bytes(problem, theirs) > (problem.budget_bytes or 0):
+                raise
+            return theirs
+
     if not step.lag:
-        return alone, *_roomier(alone, problem, step, options.solver)
+        plan = alone(options.solver)
+        return plan, *_roomier(plan, problem, step, options.solver)
     if options.solver in FIELD:
-        return (alone,)
+        return (alone(options.solver),)
     with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
-        lone, merged = solve_step(problem, alone, step.microbatches, step.lag)
+        lone, merged = solve_step(problem, options.solver, alone, step.microbatches, step.lag)
     return (lone,) if merged is None else (lone, merged)
 
 

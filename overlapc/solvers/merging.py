@@ -12,11 +12,12 @@ with saved values and the backward frees them. Weight gradients run when both ch
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
@@ -335,17 +336,40 @@ class _Merging(Listing):
 
 
 def solve_step(
-    problem: Problem, lone: Plan, microbatches: int, lag: int = 1
+    problem: Problem,
+    solver: str,
+    alone: Callable[[str], Plan],
+    microbatches: int,
+    lag: int = 1,
 ) -> tuple[Plan, Plan | None]:
     """Plans for a step of several microbatches: a plan of `problem` (one microbatch), and a plan of
-    two merged microbatches with the same saved values; or `lone` and None if running one by one is
-    as fast.
+    two merged microbatches with the same saved values; or the solver's plan and None if running one
+    by one is as fast. `alone` gives the plan of one microbatch by a solver.
 
     The first `lag` forwards and the last backwards have nothing to merge with: they run by the
-    first plan.
+    first plan. HEU's plan is as good a start for merging as `overlap`'s, which takes many times as
+    long to find and is asked for only if nothing is merged.
     """
-    if microbatches <= lag or not problem.trace.lanes:
-        return lone, None  # nothing to merge with, or nothing to hide
+    if solver == "overlap" and _may_merge(problem, microbatches, lag):
+        try:
+            lone, merged = _merged_step(problem, alone("heu"), microbatches, lag)
+        except Infeasible:
+            merged = None
+        if merged is not None:
+            return lone, merged
+    return _merged_step(problem, alone(solver), microbatches, lag)
+
+
+def _may_merge(problem: Problem, microbatches: int, lag: int) -> bool:
+    """Is there something to merge with, and something to hide?"""
+    return microbatches > lag and bool(problem.trace.lanes)
+
+
+def _merged_step(
+    problem: Problem, lone: Plan, microbatches: int, lag: int
+) -> tuple[Plan, Plan | None]:
+    if not _may_merge(problem, microbatches, lag):
+        return lone, None
     both = merge(problem, lag)
     if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
         return lone, None  # merged microbatches take as long
