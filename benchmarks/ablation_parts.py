@@ -105,18 +105,20 @@ def of_rows(args: argparse.Namespace) -> Subject:
 
 
 def of_merged(args: argparse.Namespace) -> Subject:
-    kept = merging.keep_sets
+    kept, paces = merging.keep_sets, merging.PACES
     search = merging._MergeSearch
     parts = {
-        **less(merging, "PACES"),
-        **less(merging, "_FEW"),
         **less(merging, "_SHARES"),
         **less(merging, "_TASTES"),
         "every other share left to the other": change(merging, "LEFT", merging.LEFT[::2]),
         "shares left to the other": change(merging, "LEFT", ()),
         "every other set of the hull": change(merging, "keep_sets", lambda *a: kept(*a)[::2]),
         "sets of the hull": change(merging, "keep_sets", lambda *_: []),
-        "all paces": change(merging, "PACES", ()),
+        "more than four paces": change(merging, "PACES", ()),
+        "paces in a hurry": change(merging, "PACES", tuple(p for p in paces if not p.hurry)),
+        "paces that are not in a hurry": change(
+            merging, "PACES", tuple(p for p in paces if p.hurry)
+        ),
         "filling the 4th..6th choice": change(merging, "_FILLED", merging._FILLED // 2),
         "filling the 2nd..6th choice": change(merging, "_FILLED", 1),
         "filling the 3rd and 4th order": change(merging, "_STARTS", 2),
@@ -152,9 +154,6 @@ def of_opt(args: argparse.Namespace) -> Subject:
             take(self, plans)
 
     parts = {
-        **less(opt, "_STYLES"),
-        **less(opt, "_LIMITS"),
-        **less(opt, "PASSES"),
         "every other margin": change(opt, "_MARGINS", opt._MARGINS[::2]),
         "groups of blocks": change(search, "groups", nothing),
         "windows filled anew": change(search, "polish", nothing),
