@@ -17,8 +17,11 @@ from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
 from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments
 from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
+from overlapc.search.nearest import Nearest
 from overlapc.search.search import Result
 from overlapc.solvers.partition import layout
+
+_PUBLIC = 4  # published runs that are shown
 
 
 def verdict(
@@ -29,8 +32,9 @@ def verdict(
     compared: Sequence[Found],
     timeline: PipelineTimeline | None,
     top: int,
+    public: Nearest | None = None,
 ) -> str:
-    """Write the whole report as text."""
+    """Write the whole report as text. `public` are the published runs nearest to the winner."""
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
@@ -49,7 +53,8 @@ def verdict(
     fitting = [found for found in result.tried if found.fits]
     if len(fitting) > 1:
         lines += ["", "the next layouts", *_rows(fitting[:top], lambda found: str(found.layout))]
-    return "\n".join([*lines, *_memory(result, result.best, fitting)])
+    lines += _memory(result, result.best, fitting)
+    return "\n".join([*lines, *(_public(public) if public is not None else ())])
 
 
 def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
@@ -137,6 +142,24 @@ def _memory(result: Result, best: Found, fitting: Sequence[Found]) -> list[str]:
         if not found.fits
     ]
     return lines + needs[:1]
+
+
+def _public(near: Nearest) -> list[str]:
+    """How far off predictions were of runs that others measured, those nearest to this one."""
+    rows = [("off by", "measured ms", "predicted ms", "apart", "what ran", "table")]
+    for run, far in list(zip(near.runs, near.octaves, strict=True))[:_PUBLIC]:
+        steps = milliseconds(run.measured_ns), milliseconds(run.predicted_ns)
+        rows.append((f"{run.error:+.1%}", *steps, f"{far:.1f}", str(run), run.named))
+    count, most = len(near.runs), max(near.octaves)
+    return [
+        "",
+        f"published runs nearest to this one, of {near.known:,}, and how far off predictions are",
+        *table(rows, indent="  "),
+        f"  the {count} nearest, up to {most:.1f} octaves apart, are off by {near.middle:.1%} in "
+        f"the median, by {near.bias:+.1%} on average",
+        "  (an octave: a factor of two in the GPU's flops, parameters, GPUs, tp, pp or a "
+        "microbatch's tokens)",
+    ]
 
 
 def pareto(found: Sequence[Found]) -> list[Found]:
