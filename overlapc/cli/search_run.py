@@ -76,9 +76,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         )
     outcome, rows = _judged(model, cluster, result, args.solver, compared)
     asked = {"command": args.command, "fixed": asdict(fixed), "solver": args.solver}
-    public = None
-    if result.best is not None:
-        public = Nearest.to(Run.of(model, cluster, result.best.layout), load_runs())
+    public = _public(model, cluster, result)
     document = asked | _document(model, cluster, machine, result, rows, outcome)
     document["public"] = public and public.as_json()
     timeline = None if outcome is None else outcome.timeline
@@ -130,6 +128,13 @@ def _judged(
     except KeyboardInterrupt:
         result.interrupted = True  # report the results so far
     return outcome, rows
+
+
+def _public(model: Model, cluster: Cluster, result: Result) -> Nearest | None:
+    """The published runs nearest to the winner."""
+    if result.best is None:
+        return None
+    return Nearest.to(Run.of(model, cluster, result.best.layout), load_runs())
 
 
 def _document(
