@@ -34,8 +34,36 @@ def declare_search(command: Declare) -> None:
     add("--memory", help='usable memory of one GPU, such as "72GB"; by default 92%% of it')
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 for each GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")
+    _declare_layout(search)
+    add("--solver", default="heu", help="solver of the stages: heu, overlap, opt or a baseline")
+    add(
+        "--compare",
+        default=COMPARED,
+        help=f"solvers to compare with the winner ({COMPARED}); opt gets seconds",
+    )
+    add("--top", type=positive, default=5, help="number of layouts to list")
+    add(
+        "--exhaustive",
+        action="store_true",
+        help="plan every layout, also those whose bound rules them out",
+    )
+    add("--cache", type=Path, help="folder that keeps planned layouts (~/.cache/overlapc)")
+    add("--no-cache", action="store_true", help="plan everything again and keep nothing")
+    add("--out", type=Path, help="folder for the report, schedule, plan and Perfetto trace")
+
+
+def _declare_layout(search: argparse.ArgumentParser) -> None:
+    """What the user may decide of the layout."""
+    add = search.add_argument
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         add(f"--{name}", type=positive, default=0, help=f"{what}-parallel ranks; open by default")
+    add(
+        "--cp",
+        type=positive,
+        default=1,
+        help="context-parallel ranks: each has a part of every sequence and gathers all keys and "
+        "values for attention; 1 by default",
+    )
     add("--microbatch", type=positive, default=0, help="sequences in a microbatch; open by default")
     add(
         "--schedule",
@@ -55,21 +83,6 @@ def declare_search(command: Declare) -> None:
         action="store_true",
         help="between the matrices each tensor-parallel rank has whole sequences, not parts",
     )
-    add("--solver", default="heu", help="solver of the stages: heu, overlap, opt or a baseline")
-    add(
-        "--compare",
-        default=COMPARED,
-        help=f"solvers to compare with the winner ({COMPARED}); opt gets seconds",
-    )
-    add("--top", type=positive, default=5, help="number of layouts to list")
-    add(
-        "--exhaustive",
-        action="store_true",
-        help="plan every layout, also those whose bound rules them out",
-    )
-    add("--cache", type=Path, help="folder that keeps planned layouts (~/.cache/overlapc)")
-    add("--no-cache", action="store_true", help="plan everything again and keep nothing")
-    add("--out", type=Path, help="folder for the report, schedule, plan and Perfetto trace")
 
 
 def _search(args: argparse.Namespace) -> int:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         find_framework(args.framework).name,
     )
     decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
-    fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)
+    fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks, args.cp)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
         cache = None  # the user's code may have changed since

@@ -81,6 +81,10 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
         )
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
+    if best.layout.cp > 1:
+        lines.append(
+            "  cp: ranks gather keys and values of whole sequences; exposed tp has it, too"
+        )
     if best.rows:
         lines.append("  rows placed: recompute and weight gradients are where ranks would wait")
     if best.merged:
@@ -101,7 +105,7 @@ def _megatron(model: Model, best: Found) -> list[str]:
     schedule = best.layout.schedule
     if schedule not in RUN_BY_MEGATRON:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
-    experts = expert_ranks(model, best.layout.dp)
+    experts = expert_ranks(model, best.layout.replicas)
     said = " ".join(megatron_arguments(best.layout, best.layers, best.microbatches, experts))
     return textwrap.wrap(
         f"Megatron: {said}",

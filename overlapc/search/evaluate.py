@@ -304,7 +304,7 @@ def figures_of(
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
     step_ns = gradients_ns + update.after_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
-    if layout.dp > 1 and cluster.gpus > cluster.gpus_per_node:
+    if layout.replicas > 1 and cluster.gpus > cluster.gpus_per_node:
         late_ns = round(step_ns * find_framework(cluster.framework).stragglers)
         exposed |= {"stragglers": late_ns} if late_ns else {}
         step_ns += late_ns

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from overlapc.errors import OptionError
 from overlapc.schedule import Schedule
-from overlapc.search.frameworks import OURS, Framework
+from overlapc.search.frameworks import OURS, Framework, find_framework
 from overlapc.search.models import Model
 from overlapc.solvers.schedules import make_schedule
 
@@ -24,7 +24,9 @@ class Layout:
     """How ranks are divided: tp ranks share a matrix, pp ranks hold different layers, dp ranks see
     different data; a microbatch has `microbatch` sequences. The schedule says how many stages a
     rank holds. With `sequence` each tp rank has a part of each sequence between the matrices
-    (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank."""
+    (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank.
+    Context parallelism: cp ranks have a part of each sequence everywhere, and gather keys and
+    values for attention."""
 
     tp: int
     pp: int
@@ -33,6 +35,12 @@ class Layout:
     schedule: str = "1f1b"
     sequence: bool = False
     chunks: int = 2
+    cp: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same dense weights, for different tokens."""
+        return self.dp * self.cp
 
     @property
     def stages(self) -> int:
@@ -52,7 +60,8 @@ class Layout:
 
     def __str__(self) -> str:
         tp = f"{self.tp}+sp" if self.sequence else self.tp
-        text = f"tp={tp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
+        cp = f" cp={self.cp}" if self.cp > 1 else ""
+        text = f"tp={tp}{cp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
         text += f" {self.schedule}" if self.pp > 1 else ""
         return text + (f" chunks={self.chunks}" if self.schedule == "interleaved" else "")
 
@@ -82,6 +91,7 @@ class Fixed:
     schedule: str = ""
     sequence: bool = True
     chunks: int = 0  # interleaved stages of a rank
+    cp: int = 1  # never open: what it costs depends on how a framework exchanges keys and values
 
     def __post_init__(self) -> None:
         if self.chunks and self.schedule not in ("", "interleaved"):
@@ -98,6 +108,7 @@ class Fixed:
         """The decisions as options of the command: `--tp 2 --schedule 1f1b`."""
         decided = "tp", "pp", "dp", "microbatch", "schedule", "chunks"
         said = [f"--{key} {getattr(self, key)}" for key in decided if getattr(self, key)]
+        said += [f"--cp {self.cp}"] if self.cp > 1 else []
         said += [] if self.sequence else ["--no-sequence-parallel"]
         return " ".join(said) or "any layout"
 
@@ -108,24 +119,31 @@ ANY = Fixed()
 def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
     """Every layout that divides ranks, heads, layers and batch without remainder. Ranks share
     sequences wherever they can: that sends the same bytes and holds fewer."""
-    for tp in divisors(cluster.gpus):
+    cp = fixed.cp
+    if not find_framework(cluster.framework).of(model).splits_sequence(cp) or cluster.gpus % cp:
+        raise OptionError(
+            f"cp={cp} on {cluster.gpus} GPUs, with sequences of {model.seq} tokens of "
+            f"{model.name}: expected a divisor of the GPUs, sequences of a multiple of {2 * cp} "
+            "tokens, fused attention, and a preset or config.json, not a block of your own"
+        )
+    for tp in divisors(cluster.gpus // cp):
         if tp > cluster.gpus_per_node or not model.splits(tp):
             continue
         if cluster.gpus > cluster.gpus_per_node and cluster.gpus_per_node % tp:
             continue  # a tensor-parallel group would span two nodes
-        sequence = fixed.sequence and model.shares_sequence(tp)
-        for pp in divisors(cluster.gpus // tp):
-            dp = cluster.gpus // tp // pp
+        sequence = fixed.sequence and model.shares_sequence(tp, cp)
+        for pp in divisors(cluster.gpus // cp // tp):
+            dp = cluster.gpus // cp // tp // pp
             if pp * model.period > model.layers or cluster.global_batch % dp:
                 continue
-            ranks = expert_ranks(model, dp)
-            if model.experts and (model.experts % ranks or dp % ranks):
+            ranks = expert_ranks(model, dp * cp)
+            if model.experts and (model.experts % ranks or dp * cp % ranks):
                 continue
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > 16:
                     break
                 for schedule, chunks in _schedules(model, pp, fixed):
-                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence, chunks)
+                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence, chunks, cp)
                     if layout.stages * model.period > model.layers:
                         continue
                     if (
@@ -151,14 +169,15 @@ def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]
                 yield "interleaved", chunks
 
 
-def expert_ranks(model: Model, dp: int) -> int:
+def expert_ranks(model: Model, replicas: int) -> int:
     """The number of replicas over which the experts are divided."""
-    return min(model.experts, dp) if model.experts else 1
+    return min(model.experts, replicas) if model.experts else 1
 
 
 def expert_replicas(model: Model, layout: Layout) -> int:
     """How many ranks hold the same experts, for different tokens."""
-    return layout.dp * (layout.tp if layout.sequence else 1) // expert_ranks(model, layout.dp)
+    alike = layout.replicas * (layout.tp if layout.sequence else 1)
+    return alike // expert_ranks(model, layout.replicas)
 
 
 def divisors(number: int) -> list[int]:
@@ -191,7 +210,7 @@ def stage_parameters(
     alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
     for stage, layers in enumerate(counts):
         first = max(0, min(layers, model.dense_first - sum(counts[:stage])))
-        dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.dp), first)
+        dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.replicas), first)
         if stage == 0:
             dense += model.vocab * model.width // layout.tp
         if stage == last:
@@ -222,13 +241,13 @@ def static_bytes(
     """Count the bytes of weights, gradients and optimizer on each rank of the pipeline. A framework
     may divide the optimizer's part over all replicas that hold the same weights (a distributed
     optimizer); a model that is planned whole has the user's own optimizer, which is not divided."""
-    dp, replicas = layout.dp, expert_replicas(model, layout)
+    alike, of_experts = layout.replicas, expert_replicas(model, layout)
     if model.whole or not framework.shards_optimizer:
-        dp = replicas = 1
+        alike = of_experts = 1
     held = WEIGHT_BYTES + framework.gradient_bytes
     return [
         (dense + experts) * held
-        + dense * OPTIMIZER_BYTES // dp + experts * OPTIMIZER_BYTES // replicas
+        + dense * OPTIMIZER_BYTES // alike + experts * OPTIMIZER_BYTES // of_experts
         for dense, experts in rank_parameters(model, layout, layers_of)
     ]  # fmt: skip
 

@@ -17,6 +17,9 @@ def megatron_arguments(
     yield f"--tensor-model-parallel-size {layout.tp}"
     if layout.sequence:
         yield "--sequence-parallel"
+    if layout.cp > 1:
+        yield f"--context-parallel-size {layout.cp}"
+        yield "--cp-comm-type all_gather"
     yield f"--pipeline-model-parallel-size {layout.pp}"
     if len(set(layers)) > 1:
         yield f"--pipeline-model-parallel-layout '{layer_layout(layers)}'"

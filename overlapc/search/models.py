@@ -150,15 +150,23 @@ class Transformer:
             f"{self.vocab} words"
         )
 
-    def shares_sequence(self, tp: int) -> bool:
-        """Can so many ranks divide sequences between the matrices?"""
-        return tp > 1 and self.seq % tp == 0
+    def shares_sequence(self, tp: int, cp: int = 1) -> bool:
+        """Can so many ranks divide sequences between the matrices, each of which is one of `cp`
+        parts already?"""
+        return tp > 1 and self.seq // cp % tp == 0
 
-    def blocks(self, count: int, tensor: Any, expert: Any, sequence: bool = False) -> Any:
+    def splits_sequence(self, cp: int) -> bool:
+        """Can so many ranks divide sequences everywhere? Each has two pieces, one from the begin
+        and one from the end, so that all have as many scores under the causal mask."""
+        return cp == 1 or (self.seq % (2 * cp) == 0 and "attention" not in self.unfused.split())
+
+    def blocks(
+        self, count: int, tensor: Any, expert: Any, sequence: bool = False, context: Any = None
+    ) -> Any:
         """Make the first `count` blocks, as modules of one rank in these process groups."""
         from overlapc.search.modules import Blocks
 
-        return Blocks(self, count, tensor, expert, sequence)
+        return Blocks(self, count, tensor, expert, sequence, context)
 
     def parameters(self) -> int:
         """The number of parameters of the whole model."""

@@ -69,11 +69,12 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose heads are divided over the ranks."""
+    """Attention whose heads are divided over the ranks. Context-parallel ranks gather the keys and
+    values of whole sequences for their part of the queries."""
 
-    def __init__(self, model: Transformer, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, context: Ranks) -> None:
         super().__init__()
-        self.ranks, self.head_width = ranks, model.head
+        self.ranks, self.context, self.head_width = ranks, context, model.head
         self.heads = model.heads // ranks.count
         self.kv_heads = max(1, (model.kv_heads or model.heads) // ranks.count)
         self.unfused, self.drop = model.unfused, _DROPPED if model.dropout else 0.0
@@ -92,7 +93,7 @@ class Attention(nn.Module):
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
         if self.turns:
             q, k = self.turned(q), self.turned(k)
-        q, k, v = map(self.by_head, (q, k, v))
+        q, k, v = map(self.by_head, (q, *self.from_all(k, v)))
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
@@ -115,6 +116,17 @@ class Attention(nn.Module):
         mixed = torch.bmm(weights, v).transpose(0, 1)
         return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)
 
+    def from_all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole sequences, of which each context-parallel rank has a part."""
+        if self.context.name is None:
+            return k, v
+        mine = torch.cat([k, v], -1)
+        mine = mine if self.ranks.sequence else mine.transpose(0, 1).contiguous()
+        every = GatherRows.apply(mine, self.context.count, self.context.name)
+        every = every if self.ranks.sequence else every.transpose(0, 1)
+        keys, values = every.split([k.shape[-1], v.shape[-1]], -1)
+        return keys, values
+
     def turned(self, x: Tensor) -> Tensor:
         """Turn with the position: in one kernel, or op by op, of which nothing is kept either."""
         if "rotary" not in self.unfused:
@@ -135,9 +147,9 @@ class LatentAttention(Attention):
     the other (DeepSeek's). Each rank has the first of the two whole; the heads of the second are
     divided."""
 
-    def __init__(self, model: Transformer, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, context: Ranks) -> None:
         nn.Module.__init__(self)
-        self.ranks, self.model = ranks, model
+        self.ranks, self.context, self.model = ranks, context, model
         self.heads = heads = model.heads // ranks.count
         self.q_thin = _linear(model.width, model.q_rank) if model.q_rank else nn.Identity()
         self.q_norm = Norm(model, model.q_rank) if model.q_rank else nn.Identity()
@@ -154,7 +166,7 @@ class LatentAttention(Attention):
         kv = self.kv(self.kv_norm(thin)).unflatten(-1, (self.heads, -1))
         keys, values = kv.split([model.head_width, model.value_width], -1)
         turned = _turned(turned).unsqueeze(-2).expand(*keys.shape[:-1], model.rope_width)
-        k = torch.cat([keys, turned], -1)
+        k, values = self.from_all(torch.cat([keys, turned], -1), values)
         # Kernels need values as wide as keys.
         v = F.pad(values, (0, model.head - model.value_width))
         q, k, v = (self.by_head(t) for t in (_turned(q), k, v))
@@ -210,10 +222,17 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Transformer, tensor: Ranks, expert: Ranks, has_experts: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        tensor: Ranks,
+        expert: Ranks,
+        has_experts: bool,
+        context: Ranks | None = None,
+    ) -> None:
         super().__init__()
         attention = LatentAttention if model.kv_rank else Attention
-        self.attn_norm, self.attn = Norm(model), attention(model, tensor)
+        self.attn_norm, self.attn = Norm(model), attention(model, tensor, context or Ranks(None))
         self.norm = Norm(model)
         self.rest = Experts(model, expert) if has_experts else MLP(model, tensor, model.ffn)
         shared = has_experts and model.shared_width
@@ -239,11 +258,14 @@ class Blocks(nn.Module):
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
         sequence: bool = False,
+        context: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         period, ranks, held = model.period, Ranks(tensor, sequence), Ranks(expert)
         self.blocks = nn.ModuleList(
-            Block(model, ranks, held, bool(model.experts) and i % period == period - 1)
+            Block(
+                model, ranks, held, bool(model.experts) and i % period == period - 1, Ranks(context)
+            )
             for i in range(count)
         )
 

@@ -43,10 +43,11 @@ class UnitKey:
     sequence: bool = False
     costs: str = ""
     framework: str = "overlapc"
+    cp: int = 1
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
-        experts = expert_ranks(model, layout.dp)
+        experts = expert_ranks(model, layout.replicas)
         return UnitKey(
             find_framework(cluster.framework).of(model),
             cluster.hardware,
@@ -57,6 +58,7 @@ class UnitKey:
             layout.sequence,
             cluster.costs,
             cluster.framework,
+            layout.cp,
         )
 
 
@@ -144,15 +146,18 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
     if not model.whole:
         torch.set_default_dtype(dtype)
     try:
-        with fake_groups(key.gpus, key.tp, key.expert_ranks) as (tensor, expert), FakeTensorMode():
+        groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp)
+        with groups as (tensor, expert, context), FakeTensorMode():
             count = min(model.layers, max(most // model.period, 1) * model.period)
-            shape = (key.microbatch, model.seq)
+            part = model.seq // key.cp
+            shape = (key.microbatch, part)
             if key.sequence:
-                shape = (model.seq // key.tp, key.microbatch)
+                shape = (part // key.tp, key.microbatch)
             elif "attention" in getattr(model, "unfused", ""):
                 shape = (model.seq, key.microbatch)
             x = torch.zeros(*shape, model.width, requires_grad=True)
-            blocks = _problem(key, model.blocks(count, tensor, expert, key.sequence), x)
+            made = model.blocks(count, tensor, expert, key.sequence, context)
+            blocks = _problem(key, made, x)
             head, _ = _problem(key, Head(model, tensor, key.sequence), x)
     finally:
         torch.set_default_dtype(before)
