@@ -31,6 +31,11 @@ def declare_search(command: Declare) -> None:
         default="overlapc",
         help="framework that runs the model: overlapc, megatron ... (see docs/validation.md)",
     )
+    add(
+        "--fp8",
+        action="store_true",
+        help="the layers' products of matrices in FP8, cast and scaled",
+    )
     add("--memory", help='usable memory of one GPU, such as "72GB"; by default 92%% of it')
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 for each GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")

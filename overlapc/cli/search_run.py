@@ -49,6 +49,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         args.batch or 8 * args.gpus,
         "" if args.costs is None else str(args.costs),
         find_framework(args.framework).name,
+        args.fp8,
     )
     decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
     fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks, args.cp)

@@ -41,7 +41,7 @@ def verdict(
     lines += [
         "",
         *_winner(model, cluster, result, result.best, machine),
-        *_megatron(model, result.best),
+        *_megatron(model, cluster, result.best),
     ]
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
@@ -100,13 +100,14 @@ def _within(best: Found, cluster: Cluster) -> str:
     return f"  predicted: four of five measured steps should be within {low} to {high} ms{guessed}"
 
 
-def _megatron(model: Model, best: Found) -> list[str]:
+def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
     """The arguments of Megatron's scripts for this layout."""
     schedule = best.layout.schedule
     if schedule not in RUN_BY_MEGATRON:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
     experts = expert_ranks(model, best.layout.replicas)
-    said = " ".join(megatron_arguments(best.layout, best.layers, best.microbatches, experts))
+    where = best.layout, best.layers, best.microbatches, experts
+    said = " ".join(megatron_arguments(*where, fp8=cluster.fp8))
     return textwrap.wrap(
         f"Megatron: {said}",
         100,
@@ -183,8 +184,8 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{cluster.gpus} x {machine.name}, {cluster.gpus_per_node} a node, "
         f"{gigabytes(cluster.memory_bytes)} of {gigabytes(machine.memory_bytes)} GB each "
         f"({machine.status})",
-        f"{cluster.global_batch} sequences a step; bf16, float32 gradients and optimizer, the "
-        "latter divided over replicas",
+        f"{cluster.global_batch} sequences a step; {'FP8 products, all else ' * cluster.fp8}bf16, "
+        "float32 gradients and optimizer, the latter divided over replicas",
         f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} "
         "figures of the hardware are guesses (`overlapc hardware --json` has the sources)"
         + ":"

@@ -159,7 +159,8 @@ def lower_bound(
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
     """Bound the step before anything is captured: flops at the full rate, layers split evenly."""
-    peak = max(load_hardware(cluster.hardware).peak_flops.values())
+    machine = load_hardware(cluster.hardware)
+    peak = max(machine.peak_flops.values()) if cluster.fp8 else machine.half_flops
     tokens = cluster.global_batch * model.seq
     flops_ns = round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
     return flops_ns + Update.of(model, cluster, layout).least_ns

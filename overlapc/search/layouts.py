@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from overlapc.errors import OptionError
+from overlapc.profiler.hardware import FP8, load_hardware
 from overlapc.schedule import Schedule
 from overlapc.search.frameworks import OURS, Framework, find_framework
-from overlapc.search.models import Model
+from overlapc.search.models import Model, Transformer
 from overlapc.solvers.schedules import make_schedule
 
 SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
@@ -77,6 +78,7 @@ class Cluster:
     global_batch: int
     costs: str = ""  # a file of op times measured on one of them
     framework: str = "overlapc"  # the framework that runs the model
+    fp8: bool = False  # products of matrices of the model's layers in FP8
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ ANY = Fixed()
 def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
     """Every layout that divides ranks, heads, layers and batch without remainder. Ranks share
     sequences wherever they can: that sends the same bytes and holds fewer."""
+    if cluster.fp8:
+        _check_fp8(model, cluster)
     cp = fixed.cp
     if not find_framework(cluster.framework).of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(
@@ -156,6 +160,20 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                         for key in ("tp", "pp", "dp", "microbatch", "schedule")
                     ):
                         yield layout
+
+
+def _check_fp8(model: Model, cluster: Cluster) -> None:
+    """Raise OptionError if the search cannot say what FP8 gives."""
+    hardware, framework = cluster.hardware, cluster.framework
+    if FP8 not in load_hardware(hardware).peak_flops:
+        found = f"on {hardware}, whose file names no peak_flops.{FP8}; expected one that does"
+    elif not isinstance(model, Transformer):
+        found = f"with a block of your own, {model.name}; expected a preset or a config.json"
+    elif "attention" in find_framework(framework).unfused.split():
+        found = f"with framework {framework}; expected one with fused attention"
+    else:
+        return
+    raise OptionError(f"FP8 {found}")
 
 
 def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:

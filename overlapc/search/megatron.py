@@ -11,7 +11,11 @@ RUN_BY_MEGATRON = ("1f1b", "interleaved")  # schedules that Megatron runs
 
 
 def megatron_arguments(
-    layout: Layout, layers: tuple[int, ...], microbatches: int, expert_ranks: int = 1
+    layout: Layout,
+    layers: tuple[int, ...],
+    microbatches: int,
+    expert_ranks: int = 1,
+    fp8: bool = False,
 ) -> Iterator[str]:
     """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout."""
     yield f"--tensor-model-parallel-size {layout.tp}"
@@ -27,5 +31,8 @@ def megatron_arguments(
         yield f"--num-virtual-stages-per-pipeline-rank {layout.stages // layout.pp}"
     if expert_ranks > 1:
         yield f"--expert-model-parallel-size {expert_ranks}"
+    if fp8:
+        yield "--fp8-format hybrid"
+        yield "--fp8-recipe tensorwise"
     yield f"--micro-batch-size {layout.microbatch}"
     yield f"--global-batch-size {layout.microbatch * microbatches * layout.dp}"

@@ -61,7 +61,7 @@ class Run:
             "",
             "",
             machine.name,
-            round(max(machine.peak_flops.values()) / 1e12),
+            round(machine.half_flops / 1e12),
             model.parameters(),
             experts,
             cluster.gpus,

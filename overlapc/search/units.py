@@ -13,6 +13,7 @@ from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import load_hardware
 from overlapc.record import Record
+from overlapc.search.fp8 import in_fp8
 from overlapc.search.frameworks import Framework, find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
@@ -44,6 +45,7 @@ class UnitKey:
     costs: str = ""
     framework: str = "overlapc"
     cp: int = 1
+    fp8: bool = False
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
@@ -59,6 +61,7 @@ class UnitKey:
             cluster.costs,
             cluster.framework,
             layout.cp,
+            cluster.fp8,
         )
 
 
@@ -158,7 +161,8 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
             x = torch.zeros(*shape, model.width, requires_grad=True)
             made = model.blocks(count, tensor, expert, key.sequence, context)
             blocks = _problem(key, made, x)
-            head, _ = _problem(key, Head(model, tensor, key.sequence), x)
+            end = Head(model, tensor, key.sequence)
+            head, _ = _problem(replace(key, fp8=False), end, x)
     finally:
         torch.set_default_dtype(before)
     problem, received = blocks
@@ -183,6 +187,9 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
     step = TrainingStep(gradients=gradients, add_ns_per_kib=add_ns)
     profile = priced(described, machine, known, framework.attention)
+    if key.fp8:
+        experts = getattr(key.model, "experts", 0)
+        profile = in_fp8(described.trace, profile, described.works, machine, experts)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
     return Problem(problem.trace, _launched(problem, framework, key.model.seq)), received
