@@ -69,6 +69,11 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         help="context-parallel ranks: each has a part of every sequence and gathers all keys and "
         "values for attention; 1 by default",
     )
+    add(
+        "--expert-tensor-parallel",
+        action="store_true",
+        help="tensor-parallel ranks share each expert's matrices; else each has whole experts",
+    )
     add("--microbatch", type=positive, default=0, help="sequences in a microbatch; open by default")
     add(
         "--schedule",

@@ -51,8 +51,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         find_framework(args.framework).name,
         args.fp8,
     )
-    decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
-    fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks, args.cp)
+    fixed = _fixed(args)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
         cache = None  # the user's code may have changed since
@@ -93,6 +92,21 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     if args.out is not None and not args.json:
         print(_written(args.out, outcome is not None))
     return result.best is not None
+
+
+def _fixed(args: argparse.Namespace) -> Fixed:
+    """What the user has decided of the layout."""
+    return Fixed(
+        args.tp,
+        args.pp,
+        args.dp,
+        args.microbatch,
+        args.schedule,
+        not args.no_sequence_parallel,
+        args.chunks,
+        args.cp,
+        args.expert_tensor_parallel,
+    )
 
 
 def _compared(args: argparse.Namespace) -> list[str]:

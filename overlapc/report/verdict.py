@@ -81,6 +81,10 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
         )
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
+    if best.layout.shares_experts:
+        lines.append(
+            "  +etp: tp ranks share each expert (Megatron's --expert-tensor-parallel-size)"
+        )
     if best.layout.cp > 1:
         lines.append(
             "  cp: ranks gather keys and values of whole sequences; exposed tp has it, too"
@@ -107,7 +111,7 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
     experts = expert_ranks(model, best.layout.replicas)
     where = best.layout, best.layers, best.microbatches, experts
-    said = " ".join(megatron_arguments(*where, fp8=cluster.fp8))
+    said = " ".join(megatron_arguments(*where, cluster.fp8, model.experts > 0))
     return textwrap.wrap(
         f"Megatron: {said}",
         100,

@@ -27,7 +27,8 @@ class Layout:
     rank holds. With `sequence` each tp rank has a part of each sequence between the matrices
     (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank.
     Context parallelism: cp ranks have a part of each sequence everywhere, and gather keys and
-    values for attention."""
+    values for attention. Expert tensor parallelism: with `shares_experts` tp ranks share each
+    expert's matrices, too, else each has whole experts."""
 
     tp: int
     pp: int
@@ -37,6 +38,12 @@ class Layout:
     sequence: bool = False
     chunks: int = 2
     cp: int = 1
+    shares_experts: bool = False
+
+    @property
+    def etp(self) -> int:
+        """How many ranks share an expert's matrices."""
+        return self.tp if self.shares_experts else 1
 
     @property
     def replicas(self) -> int:
@@ -60,7 +67,8 @@ class Layout:
         return (rank,)
 
     def __str__(self) -> str:
-        tp = f"{self.tp}+sp" if self.sequence else self.tp
+        tp = f"{self.tp}+sp" if self.sequence else f"{self.tp}"
+        tp += "+etp" * self.shares_experts
         cp = f" cp={self.cp}" if self.cp > 1 else ""
         text = f"tp={tp}{cp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
         text += f" {self.schedule}" if self.pp > 1 else ""
@@ -94,6 +102,7 @@ class Fixed:
     sequence: bool = True
     chunks: int = 0  # interleaved stages of a rank
     cp: int = 1  # never open: what it costs depends on how a framework exchanges keys and values
+    shares_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.chunks and self.schedule not in ("", "interleaved"):
@@ -111,6 +120,7 @@ class Fixed:
         decided = "tp", "pp", "dp", "microbatch", "schedule", "chunks"
         said = [f"--{key} {getattr(self, key)}" for key in decided if getattr(self, key)]
         said += [f"--cp {self.cp}"] if self.cp > 1 else []
+        said += ["--expert-tensor-parallel"] if self.shares_experts else []
         said += [] if self.sequence else ["--no-sequence-parallel"]
         return " ".join(said) or "any layout"
 
@@ -135,6 +145,8 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             continue
         if cluster.gpus > cluster.gpus_per_node and cluster.gpus_per_node % tp:
             continue  # a tensor-parallel group would span two nodes
+        if fixed.shares_experts and not model.splits_experts(tp):
+            continue
         sequence = fixed.sequence and model.shares_sequence(tp, cp)
         for pp in divisors(cluster.gpus // cp // tp):
             dp = cluster.gpus // cp // tp // pp
@@ -147,7 +159,8 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                 if microbatch > 16:
                     break
                 for schedule, chunks in _schedules(model, pp, fixed):
-                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence, chunks, cp)
+                    shares = fixed.shares_experts and tp > 1
+                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares)
                     if layout.stages * model.period > model.layers:
                         continue
                     if (
@@ -194,8 +207,8 @@ def expert_ranks(model: Model, replicas: int) -> int:
 
 def expert_replicas(model: Model, layout: Layout) -> int:
     """How many ranks hold the same experts, for different tokens."""
-    alike = layout.replicas * (layout.tp if layout.sequence else 1)
-    return alike // expert_ranks(model, layout.replicas)
+    alike = layout.tp if layout.sequence and not layout.shares_experts else 1
+    return layout.replicas * alike // expert_ranks(model, layout.replicas)
 
 
 def divisors(number: int) -> list[int]:
@@ -228,7 +241,8 @@ def stage_parameters(
     alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
     for stage, layers in enumerate(counts):
         first = max(0, min(layers, model.dense_first - sum(counts[:stage])))
-        dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.replicas), first)
+        ranks = expert_ranks(model, layout.replicas)
+        dense, experts = model.held(layers, layout.tp, ranks, first, layout.etp)
         if stage == 0:
             dense += model.vocab * model.width // layout.tp
         if stage == last:

@@ -16,6 +16,7 @@ def megatron_arguments(
     microbatches: int,
     expert_ranks: int = 1,
     fp8: bool = False,
+    experts: bool = False,
 ) -> Iterator[str]:
     """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout."""
     yield f"--tensor-model-parallel-size {layout.tp}"
@@ -31,6 +32,8 @@ def megatron_arguments(
         yield f"--num-virtual-stages-per-pipeline-rank {layout.stages // layout.pp}"
     if expert_ranks > 1:
         yield f"--expert-model-parallel-size {expert_ranks}"
+    if experts and layout.tp > 1:
+        yield f"--expert-tensor-parallel-size {layout.etp}"  # by default as many as tp
     if fp8:
         yield "--fp8-format hybrid"
         yield "--fp8-recipe tensorwise"

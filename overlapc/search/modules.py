@@ -188,29 +188,32 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts of fixed, equal capacity; the experts are divided over the ranks."""
+    """A mixture of experts of fixed, equal capacity; the experts are divided over the ranks. Each
+    expert's matrices are divided over the `sharing` ranks, which gather what comes to all of them,
+    and sum what they make of it."""
 
-    def __init__(self, model: Transformer, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, sharing: Ranks) -> None:
         super().__init__()
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self.sharing = model, ranks, sharing
         self.held = model.experts // ranks.count
-        inner = model.expert_width * (2 if model.gated else 1)
+        inner = model.expert_width // sharing.count
         self.router = _linear(model.width, model.experts)
-        self.up = nn.Parameter(torch.empty(self.held, model.width, inner))
-        self.down = nn.Parameter(torch.empty(self.held, model.expert_width, model.width))
+        self.up = nn.Parameter(torch.empty(self.held, model.width, inner * (1 + model.gated)))
+        self.down = nn.Parameter(torch.empty(self.held, inner, model.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        model, ranks, held = self.model, self.ranks.count, self.held
+        model, held = self.model, self.held
         tokens = x.flatten(0, 1)
         rows = max(1, tokens.shape[0] * model.top_k // model.experts)
         weights, chosen = F.softmax(self.router(tokens), dim=-1).topk(model.top_k, dim=-1)
         order = torch.argsort(chosen.flatten(), stable=True)[: model.experts * rows]
         rows = order.shape[0] // model.experts
         order = order[: rows * model.experts]
-        there = self.travel(tokens[order // model.top_k], held * rows)
-        parts = there.view(ranks, held, rows, model.width).transpose(0, 1).flatten(1, 2)
+        there = self.sharing.enter(self.travel(tokens[order // model.top_k], held * rows))
+        parts = there.view(-1, held, rows, model.width).transpose(0, 1).flatten(1, 2)
         done = torch.bmm(_act(torch.bmm(parts, self.up), model.gated), self.down)
-        flat = done.view(held, ranks, rows, model.width).transpose(0, 1).reshape(-1, model.width)
+        flat = done.view(held, -1, rows, model.width).transpose(0, 1).reshape(-1, model.width)
+        flat = self.sharing.leave(flat)
         scaled = self.travel(flat, held * rows) * weights.flatten()[order][:, None]
         return torch.zeros_like(tokens).index_add(0, order // model.top_k, scaled).view_as(x)
 
@@ -229,12 +232,16 @@ class Block(nn.Module):
         expert: Ranks,
         has_experts: bool,
         context: Ranks | None = None,
+        shares_experts: bool = False,
     ) -> None:
         super().__init__()
+        sharing = tensor if shares_experts else Ranks(None)
         attention = LatentAttention if model.kv_rank else Attention
         self.attn_norm, self.attn = Norm(model), attention(model, tensor, context or Ranks(None))
         self.norm = Norm(model)
-        self.rest = Experts(model, expert) if has_experts else MLP(model, tensor, model.ffn)
+        self.rest = (
+            Experts(model, expert, sharing) if has_experts else MLP(model, tensor, model.ffn)
+        )
         shared = has_experts and model.shared_width
         self.shared = MLP(model, tensor, model.shared_width) if shared else None
         self.post = nn.ModuleList(Norm(model) for _ in range(2 * model.post_norms))
@@ -259,13 +266,13 @@ class Blocks(nn.Module):
         expert: ProcessGroup | None,
         sequence: bool = False,
         context: ProcessGroup | None = None,
+        shares_experts: bool = False,
     ) -> None:
         super().__init__()
         period, ranks, held = model.period, Ranks(tensor, sequence), Ranks(expert)
+        divided = Ranks(context), shares_experts
         self.blocks = nn.ModuleList(
-            Block(
-                model, ranks, held, bool(model.experts) and i % period == period - 1, Ranks(context)
-            )
+            Block(model, ranks, held, bool(model.experts) and i % period == period - 1, *divided)
             for i in range(count)
         )
 

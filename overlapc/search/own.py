@@ -97,7 +97,7 @@ class OwnModel:
         return self.heads % tp == 0 and self.vocab % tp == 0
 
     def held(
-        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0
+        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0, etp: int = 1
     ) -> tuple[int, int]:
         """(dense, of experts) parameters of so many layers on one rank: parameters that the
         experts' ranks divide count as experts."""
@@ -120,6 +120,9 @@ class OwnModel:
     def shares_sequence(self, tp: int, cp: int = 1) -> bool:
         return False  # a block takes whole sequences, whatever it does inside
 
+    def splits_experts(self, tp: int) -> bool:
+        return False  # how a block divides its experts is its own
+
     def splits_sequence(self, cp: int) -> bool:
         return cp == 1
 
@@ -130,9 +133,11 @@ class OwnModel:
         expert: ProcessGroup | None,
         sequence: bool = False,
         context: ProcessGroup | None = None,
+        shares_experts: bool = False,
     ) -> nn.Module:
         assert not sequence
         assert context is None
+        assert not shares_experts
         return nn.Sequential(*(_made(self.name, tensor, expert).block for _ in range(count)))
 
     def stage(

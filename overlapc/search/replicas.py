@@ -52,7 +52,7 @@ class Update:
         machine = load_hardware(cluster.hardware)
         here = machine.gpus_per_node // layout.tp  # replicas in a node
         alike = max(1, here // expert_ranks(model, layout.replicas)) * (
-            layout.tp if layout.sequence else 1
+            layout.tp if layout.sequence and not layout.shares_experts else 1
         )
         groups = (layout.replicas, here), (expert_replicas(model, layout), alike)
 

@@ -46,6 +46,7 @@ class UnitKey:
     framework: str = "overlapc"
     cp: int = 1
     fp8: bool = False
+    shares_experts: bool = False
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
@@ -62,6 +63,7 @@ class UnitKey:
             cluster.framework,
             layout.cp,
             cluster.fp8,
+            layout.shares_experts,
         )
 
 
@@ -159,7 +161,8 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
             elif "attention" in getattr(model, "unfused", ""):
                 shape = (model.seq, key.microbatch)
             x = torch.zeros(*shape, model.width, requires_grad=True)
-            made = model.blocks(count, tensor, expert, key.sequence, context)
+            divided = key.sequence, context, key.shares_experts
+            made = model.blocks(count, tensor, expert, *divided)
             blocks = _problem(key, made, x)
             end = Head(model, tensor, key.sequence)
             head, _ = _problem(replace(key, fp8=False), end, x)
