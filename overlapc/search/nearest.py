@@ -93,7 +93,8 @@ class Run:
     def __str__(self) -> str:
         size = f"{self.parameters / 1e9:.1f}B" + " with experts" * (self.experts > 0)
         where = f"{self.gpus} x {self.hardware}: tp={self.tp} pp={self.pp} {self.schedule}"
-        return f"{size} on {where.strip()} microbatch={self.microbatch} of {self.seq} tokens"
+        by = f"{self.framework}, {self.recompute}"
+        return f"{size} on {where.strip()} microbatch={self.microbatch} of {self.seq} tokens, {by}"
 
     def apart(self, other: Run) -> float:
         """How far two runs are apart, in octaves."""
