@@ -43,6 +43,8 @@ class Event:
     bytes: int = 0
     external: int = -1  # by which a kernel names the op that launched it
     correlation: int = -1  # by which a kernel names the host's call that launched it
+    sequence: int = -1  # of the node of autograd that an op made, or is
+    is_backward: bool = False  # is it run by autograd?
 
     @property
     def took(self) -> float:
@@ -295,5 +297,7 @@ def _event(each: dict[str, Any]) -> Event | None:
         args[key] if isinstance(args.get(key), int) else default
         for key, default in (("In msg nelems", 0), ("External id", -1), ("correlation", -1))
     )
-    ends = start, start + took
-    return Event(printable(str(name)), printable(lane), *ends, size, external, correlation)
+    sequence, forward = args.get("Sequence number"), args.get("Fwd thread id")
+    made = sequence if isinstance(sequence, int) else -1, forward not in (None, 0)
+    where = printable(str(name)), printable(lane), start, start + took
+    return Event(*where, size, external, correlation, *made)

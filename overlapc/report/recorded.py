@@ -1,11 +1,13 @@
 """`recorded_step` makes a problem of a recording's annotated ranges: what would this step take?
 
 A range is what `torch.profiler.record_function` marks. Its name says its direction by one of its
-words: forward, fwd or a last F; backward, bwd or a last B; weight, wgrad or a last W. All kernels
-of a direction are one chain, in the order in which the host launched them: consecutive kernels of a
-range are one op, collectives are waited for before the next op of their chain. Weight gradients
-depend on the backward range before them, of the same name if there is one; each of their kernels is
-an op, so that it may run wherever the GPU would wait.
+words: forward, fwd or a last F; backward, bwd or a last B; weight, wgrad or a last W. If no range
+is of a backward, that of each forward range is found by autograd's sequence numbers.
+
+All kernels of a direction are one chain, in the order in which the host launched them: consecutive
+kernels of a range are one op, collectives are waited for before the next op of their chain. Weight
+gradients depend on the backward range before them, of the same name if there is one; each of their
+kernels is an op, so that it may run wherever the GPU would wait.
 
 Times are those of the recording. Where kernels of several streams compute at the same time, each
 has its share of that time. Sizes are not recorded, so memory has no limit here, and nothing is
@@ -14,7 +16,6 @@ recomputed.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,23 +26,10 @@ from overlapc.errors import FileError
 from overlapc.files import StrPath, printable
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Role, Trace, Value
 from overlapc.report.kineto import Event, Recording, read_recording, union
+from overlapc.report.marked import Range, Twins, of_last_step
 from overlapc.valid import validated
 
-_WORDS = {
-    "F": ("forward", "fwd", "f"),
-    "W": ("weight", "weights", "wgrad", "w"),
-    "I": ("backward", "bwd", "b"),
-}
 _ROLES: Mapping[str, Role] = {"F": "forward", "I": "input_grad", "W": "weight_grad"}
-
-
-@dataclass(frozen=True)
-class Range:
-    """A marked piece of the host's time, in microseconds."""
-
-    event: Event
-    letter: str  # F, I or W
-    stem: str  # the name without its direction
 
 
 @dataclass
@@ -76,50 +64,16 @@ def recorded_step(path: StrPath) -> RecordedStep:
     """Read the last step of a recording of one rank."""
     recording = read_recording(Path(path))
     shown = printable(str(path))
-    ranges = _of_last_step(recording)
-    if not {"F", "I"} <= {each.letter for each in ranges}:
+    work = _in_ranges(recording, of_last_step(recording))
+    if not {"F", "I"} <= {each.range.letter for each in work}:
         names = sorted({event.name for event in recording.marked})
         raise FileError(
-            f"trace {shown} has no ranges of both directions, but {len(names)} others "
-            f"({', '.join(names[:6])}); expected ranges of torch.profiler.record_function such as "
-            '"attention forward" and "attention backward", or "attn(F)", "attn(B)" and "attn(W)"'
-        )
-    work = _in_ranges(recording, ranges)
-    if not work:
-        raise FileError(
-            f"trace {shown}: nothing was launched in its ranges of forward and backward; expected "
-            "kernels, or ops of a CPU, on the threads that have the ranges"
+            f"trace {shown} has no ranges of a forward and a backward in which anything was "
+            f"launched, but {len(names)} of some names ({', '.join(names[:6])}); expected ranges "
+            'of torch.profiler.record_function such as "attention forward" and "attention '
+            'backward", or "attn(F)", "attn(B)" and "attn(W)"'
         )
     return _step(recording, work)
-
-
-def _of_last_step(recording: Recording) -> list[Range]:
-    """The ranges with a direction: all, or those of the last marked step that has both."""
-    found = [each for event in recording.marked if (each := direction(event)) is not None]
-    for step in sorted(recording.steps, key=lambda event: -event.start):
-        inside = [each for each in found if step.start <= each.event.start <= step.end]
-        if {"F", "I"} <= {each.letter for each in inside}:
-            return inside
-    return found
-
-
-def direction(event: Event) -> Range | None:
-    """The range of an event whose name says a direction, else None."""
-    words = re.findall(r"[a-z0-9]+", event.name.lower())
-    found = {
-        letter
-        for letter, known in _WORDS.items()
-        for place, word in enumerate(words)
-        if word in known and (len(word) > 1 or place == len(words) - 1)
-    }
-    if "W" in found:
-        found.discard("I")  # "backward weight"
-    if len(found) != 1:
-        return None
-    (letter,) = found
-    known = {word for each in _WORDS.values() for word in each}
-    stem = "_".join(word for word in words if word not in known)
-    return Range(event, letter, stem)
 
 
 @dataclass(frozen=True)
@@ -184,6 +138,8 @@ def _in_ranges(recording: Recording, ranges: Sequence[Range]) -> list[_Launched]
     counts, first of those on the launch's thread: the host waits for the engine's thread while that
     runs a backward."""
     launches = _Launches(recording)
+    marks_both = any(each.letter == "I" for each in ranges)
+    twins = Twins(recording, () if marks_both else ranges)
     by_start = sorted(ranges, key=lambda each: each.event.start)
     starts = [each.event.start for each in by_start]
     found = []
@@ -194,10 +150,11 @@ def _in_ranges(recording: Recording, ranges: Sequence[Range]) -> list[_Launched]
             for place, each in enumerate(by_start[: bisect_right(starts, launch.start)])
             if launch.start <= each.event.end
         ]
-        if around:
+        range_ = by_start[min(around)[2]] if around else twins.of(launch)
+        if range_ is not None:
             begin = event.start if launches.on_gpu else launch.start
-            where = by_start[min(around)[2]], event, launches.lane_of(event), begin
-            found.append(_Launched(launch.start, *where))
+            lane = launches.lane_of(event)
+            found.append(_Launched(launch.start, range_, event, lane, begin))
     return sorted(found, key=lambda each: (each.at, each.event.start))
 
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 BLOCKS, LATE_S = 2, 0.05
 
 
-def recorded(rank: int, ranks: int, folder: str) -> None:
+def recorded(rank: int, ranks: int, folder: str, marks_backward: bool) -> None:
     """A step of annotated blocks, each with a collective which the last rank joins late."""
     dist.init_process_group("gloo")
     layer, given = torch.nn.Linear(512, 512), torch.randn(512, 512, requires_grad=True)
@@ -43,9 +43,10 @@ def recorded(rank: int, ranks: int, folder: str) -> None:
             with record_function("reduce(F)"):
                 reduce()
         for each in made:
-            with record_function("reduce(B)"):
-                reduce()
-            with record_function("mlp(B)"):
+            if marks_backward:
+                with record_function("reduce(B)"):
+                    reduce()
+            with record_function("mlp(B)" if marks_backward else "the rest"):
                 each.backward()
     record.export_chrome_trace(f"{folder}/{rank}.json")
     dist.barrier()
@@ -53,7 +54,7 @@ def recorded(rank: int, ranks: int, folder: str) -> None:
 
 
 def test_the_step_of_a_recording(tmp_path: Path) -> None:
-    run_ranks(recorded, 2, str(tmp_path), timeout_s=90)
+    run_ranks(recorded, 2, str(tmp_path), True, timeout_s=90)
     path = tmp_path / "0.json"
     run, found = read_run(path), Solved.of(recorded_step(path))
     step = found.step
@@ -69,3 +70,12 @@ def test_the_step_of_a_recording(tmp_path: Path) -> None:
     merged = found.merged
     assert merged.bound_ns <= merged.step_ns < 0.9 * found.as_ran.step_ns
     assert merged.timeline.exposed_ns < found.as_ran.timeline.exposed_ns
+
+
+def test_the_backward_of_marked_forwards(tmp_path: Path) -> None:
+    run_ranks(recorded, 2, str(tmp_path), False, timeout_s=90)
+    step = recorded_step(tmp_path / "0.json")
+    assert step.ranges == {"F": 2 * BLOCKS, "I": BLOCKS}  # what is reduced has no gradient
+    run = read_run(tmp_path / "0.json")
+    took = sum(cost.compute_ns for cost in step.problem.costs) / 1000
+    assert took == pytest.approx(run.compute, rel=0.1)  # without what no node of a range does

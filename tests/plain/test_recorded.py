@@ -15,7 +15,8 @@ from overlapc.errors import FileError
 from overlapc.files import load_plan, load_problem
 from overlapc.ir import COMPUTE
 from overlapc.report.kineto import Event
-from overlapc.report.recorded import direction, recorded_step, shares
+from overlapc.report.marked import direction
+from overlapc.report.recorded import recorded_step, shares
 from overlapc.report.solved import Solved
 from overlapc.simulate import simulate
 
@@ -136,6 +137,41 @@ def test_ops_and_works_of_a_cpu(tmp_path: Path) -> None:
     assert found.problem.trace.lanes == ("gloo",)
 
 
+def test_the_backward_of_marked_forwards_is_found_by_autograds_numbers(tmp_path: Path) -> None:
+    def event(name: str, ts: float, dur: float, tid: int, **args: int) -> dict[str, Any]:
+        named = {key.replace("_", " "): value for key, value in args.items()}
+        return {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": tid,
+                "args": named}  # fmt: skip
+
+    node = "autograd::engine::evaluate_function: "
+    numbers = [{"Sequence_number": number, "Fwd_thread_id": 1} for number in range(4)]
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": 90, "tid": 1}
+        for name, ts in (("one forward", 0), ("two forward", 100))
+    ]
+    events += [
+        event(
+            "aten::mul", 5, 10, 1, Sequence_number=1
+        ),  # makes no node: the last with a number does
+        event("aten::mm", 20, 40, 1, Sequence_number=1),
+        event("aten::mm", 120, 60, 1, Sequence_number=2),
+        event("aten::sum", 200, 5, 1, Sequence_number=3),  # in no range
+        event(node + "SumBackward0", 300, 10, 2, **numbers[3]),
+        event("aten::expand", 301, 5, 2),
+        event(node + "MmBackward0", 320, 100, 2, **numbers[2]),
+        event("aten::mm", 325, 70, 2),
+        event(node + "torch::autograd::AccumulateGrad", 430, 20, 2),
+        event("aten::add_", 431, 15, 2),
+        event(node + "MmBackward0", 460, 60, 2, **numbers[1]),
+        event("aten::mm", 465, 50, 2),
+    ]
+    found = recorded_step(written(tmp_path, events))
+    assert found.ranges == {"F": 2, "I": 2}
+    took = [cost.compute_ns for cost in found.problem.costs]
+    assert took == [50_000, 60_000, 85_000, 50_000]
+    assert found.left_out_ns == 10_000
+
+
 @pytest.mark.parametrize(
     ("name", "letter", "stem"),
     [
@@ -181,5 +217,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_recording_without_ranges_says_what_is_expected(tmp_path: Path) -> None:
     events = recording(("mlp", *kernel[1:]) for kernel in SERIAL)
-    with pytest.raises(FileError, match=r"1 others \(mlp\); expected ranges of torch\.profiler"):
+    with pytest.raises(FileError, match=r"1 of some names \(mlp\); expected ranges of torch\.prof"):
         recorded_step(written(tmp_path, events))
