@@ -88,6 +88,9 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         help="interleaved stages of a rank; open by default: 2, and up to 8 if all stages have "
         "equally many layers",
     )
+    for name in ("first", "last"):
+        what = f"layers of the {name} stage of a pipeline; open by default"
+        add(f"--{name}-layers", type=positive, default=0, help=what)
     add(
         "--no-sequence-parallel",
         action="store_true",

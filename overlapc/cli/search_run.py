@@ -106,6 +106,8 @@ def _fixed(args: argparse.Namespace) -> Fixed:
         args.chunks,
         args.cp,
         args.expert_tensor_parallel,
+        args.first_layers,
+        args.last_layers,
     )
 
 

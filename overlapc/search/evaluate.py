@@ -127,7 +127,7 @@ def lower_bound(
     """Bound the step from below: the slowest rank runs every microbatch in at least its blocks'
     least time, the pipeline fills and drains, and the weights are updated. `layers` are those of
     each stage, by default an even split. `placed`: rows may be placed and microbatches merged."""
-    layers = layers or stage_layers(model, layout.stages)
+    layers = layers or stage_layers(model, layout.stages, layout.ends)
     count = microbatches(cluster, layout)
     block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
 
@@ -188,7 +188,7 @@ def evaluate(
     repeat them. Only if `bounded` the gap of plans to their bounds is computed, which takes
     long."""
     count = microbatches(cluster, layout)
-    layers = tuple(layers or stage_layers(model, layout.stages))
+    layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
     schedule = Rows.of(layout, count).few
     places = [
         Place.of(model, cluster, layout, unit, schedule, rank, layers) for rank in range(layout.pp)

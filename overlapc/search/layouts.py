@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import FP8, load_hardware
@@ -28,7 +28,8 @@ class Layout:
     (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank.
     Context parallelism: cp ranks have a part of each sequence everywhere, and gather keys and
     values for attention. Expert tensor parallelism: with `shares_experts` tp ranks share each
-    expert's matrices, too, else each has whole experts."""
+    expert's matrices, too, else each has whole experts. `first_layers` and `last_layers` are those
+    of the first and the last stage; 0: as all others, as far as they divide evenly."""
 
     tp: int
     pp: int
@@ -39,6 +40,12 @@ class Layout:
     chunks: int = 2
     cp: int = 1
     shares_experts: bool = False
+    first_layers: int = 0
+    last_layers: int = 0
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.first_layers, self.last_layers
 
     @property
     def etp(self) -> int:
@@ -72,6 +79,7 @@ class Layout:
         cp = f" cp={self.cp}" if self.cp > 1 else ""
         text = f"tp={tp}{cp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
         text += f" {self.schedule}" if self.pp > 1 else ""
+        text += f" ends={self.first_layers},{self.last_layers}" if any(self.ends) else ""
         return text + (f" chunks={self.chunks}" if self.schedule == "interleaved" else "")
 
 
@@ -103,6 +111,12 @@ class Fixed:
     chunks: int = 0  # interleaved stages of a rank
     cp: int = 1  # never open: what it costs depends on how a framework exchanges keys and values
     shares_experts: bool = False
+    first_layers: int = 0  # of stages that are a whole rank's
+    last_layers: int = 0
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.first_layers, self.last_layers
 
     def __post_init__(self) -> None:
         if self.chunks and self.schedule not in ("", "interleaved"):
@@ -117,8 +131,21 @@ class Fixed:
 
     def __str__(self) -> str:
         """The decisions as options of the command: `--tp 2 --schedule 1f1b`."""
-        decided = "tp", "pp", "dp", "microbatch", "schedule", "chunks"
-        said = [f"--{key} {getattr(self, key)}" for key in decided if getattr(self, key)]
+        decided = (
+            "tp",
+            "pp",
+            "dp",
+            "microbatch",
+            "schedule",
+            "chunks",
+            "first_layers",
+            "last_layers",
+        )
+        said = [
+            f"--{key.replace('_', '-')} {getattr(self, key)}"
+            for key in decided
+            if getattr(self, key)
+        ]
         said += [f"--cp {self.cp}"] if self.cp > 1 else []
         said += ["--expert-tensor-parallel"] if self.shares_experts else []
         said += [] if self.sequence else ["--no-sequence-parallel"]
@@ -160,8 +187,11 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                     break
                 for schedule, chunks in _schedules(model, pp, fixed):
                     shares = fixed.shares_experts and tp > 1
-                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares)
+                    where = tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares
+                    layout = Layout(*where, *fixed.ends)
                     if layout.stages * model.period > model.layers:
+                        continue
+                    if any(fixed.ends) and not _has_ends(model, layout):
                         continue
                     if (
                         schedule == "interleaved"
@@ -173,6 +203,16 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                         for key in ("tp", "pp", "dp", "microbatch", "schedule")
                     ):
                         yield layout
+
+
+def _has_ends(model: Model, layout: Layout) -> bool:
+    """Can the first and the last stage have the layers that the layout says?"""
+    if layout.pp == 1 or layout.stages > layout.pp:
+        return False  # a rank with all stages, or with several
+    try:
+        return min(stage_layers(model, layout.stages, layout.ends)) > 0
+    except OptionError:
+        return False
 
 
 def _check_fp8(model: Model, cluster: Cluster) -> None:
@@ -217,8 +257,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def stage_layers(model: Model, stages: int) -> list[int]:
-    """Split blocks into stages of whole periods; the stages in the middle get the remainder."""
+def stage_layers(model: Model, stages: int, ends: tuple[int, int] = (0, 0)) -> list[int]:
+    """Split blocks into stages of whole periods; the stages in the middle get the remainder. `ends`
+    are the layers of the first and the last stage, where these are given."""
+    if any(ends):
+        return _between(model, stages, *ends)
     periods = model.layers // model.period
     if periods < stages:
         raise OptionError(
@@ -231,12 +274,32 @@ def stage_layers(model: Model, stages: int) -> list[int]:
     return counts
 
 
+def _between(model: Model, stages: int, first: int, last: int) -> list[int]:
+    """Split what the ends leave among the other stages."""
+    others = stages - bool(first) - bool(last)
+    left = model.layers - first - last
+    if (
+        first % model.period
+        or last % model.period
+        or left < 0
+        or (others == 0) != (left == 0)
+        or left // model.period < others
+    ):
+        raise OptionError(
+            f"{model.name}: {model.layers} layers cannot be divided over {stages} stages with "
+            f"{first or 'any number'} in the first and {last or 'any number'} in the last; "
+            f"expected multiples of {model.period} that leave some for each of the others"
+        )
+    middle = stage_layers(replace(model, layers=left), others) if others else []
+    return [*([first] if first else []), *middle, *([last] if last else [])]
+
+
 def stage_parameters(
     model: Model, layout: Layout, layers_of: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
     """(dense, of experts) that one rank holds of each stage; with an even split by default."""
     found = []
-    counts = layers_of or stage_layers(model, layout.stages)
+    counts = layers_of or stage_layers(model, layout.stages, layout.ends)
     last = len(counts) - 1
     alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
     for stage, layers in enumerate(counts):
