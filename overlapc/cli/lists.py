@@ -56,7 +56,7 @@ def _hardware(args: argparse.Namespace) -> int:
         rows.append(
             (
                 name,
-                f"{max(m.peak_flops.values()) / 1e12:.0f}",
+                f"{m.half_flops / 1e12:.0f}",
                 f"{m.memory_bytes / 1e9:.0f} GB",
                 str(m.gpus_per_node),
                 f"{m.intra.bytes_per_s / 1e9:.0f} GB/s",

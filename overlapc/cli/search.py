@@ -31,30 +31,15 @@ def declare_search(command: Declare) -> None:
         default="overlapc",
         help="framework that runs the model: overlapc, megatron ... (see docs/validation.md)",
     )
+    add(
+        "--fp8",
+        action="store_true",
+        help="the layers' products of matrices in FP8, cast and scaled",
+    )
     add("--memory", help='usable memory of one GPU, such as "72GB"; by default 92%% of it')
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 for each GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        add(f"--{name}", type=positive, default=0, help=f"{what}-parallel ranks; open by default")
-    add("--microbatch", type=positive, default=0, help="sequences in a microbatch; open by default")
-    add(
-        "--schedule",
-        default="",
-        choices=["", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"],
-        help="schedule of the pipeline; open by default",
-    )
-    add(
-        "--chunks",
-        type=positive,
-        default=0,
-        help="interleaved stages of a rank; open by default: 2, and up to 8 if all stages have "
-        "equally many layers",
-    )
-    add(
-        "--no-sequence-parallel",
-        action="store_true",
-        help="between the matrices each tensor-parallel rank has whole sequences, not parts",
-    )
+    _declare_layout(search)
     add("--solver", default="heu", help="solver of the stages: heu, overlap, opt or a baseline")
     add(
         "--compare",
@@ -70,6 +55,47 @@ def declare_search(command: Declare) -> None:
     add("--cache", type=Path, help="folder that keeps planned layouts (~/.cache/overlapc)")
     add("--no-cache", action="store_true", help="plan everything again and keep nothing")
     add("--out", type=Path, help="folder for the report, schedule, plan and Perfetto trace")
+
+
+def _declare_layout(search: argparse.ArgumentParser) -> None:
+    """What the user may decide of the layout."""
+    add = search.add_argument
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        add(f"--{name}", type=positive, default=0, help=f"{what}-parallel ranks; open by default")
+    add(
+        "--cp",
+        type=positive,
+        default=1,
+        help="context-parallel ranks: each has a part of every sequence and gathers all keys and "
+        "values for attention; 1 by default",
+    )
+    add(
+        "--expert-tensor-parallel",
+        action="store_true",
+        help="tensor-parallel ranks share each expert's matrices; else each has whole experts",
+    )
+    add("--microbatch", type=positive, default=0, help="sequences in a microbatch; open by default")
+    add(
+        "--schedule",
+        default="",
+        choices=["", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"],
+        help="schedule of the pipeline; open by default",
+    )
+    add(
+        "--chunks",
+        type=positive,
+        default=0,
+        help="interleaved stages of a rank; open by default: 2, and up to 8 if all stages have "
+        "equally many layers",
+    )
+    for name in ("first", "last"):
+        what = f"layers of the {name} stage of a pipeline; open by default"
+        add(f"--{name}-layers", type=positive, default=0, help=what)
+    add(
+        "--no-sequence-parallel",
+        action="store_true",
+        help="between the matrices each tensor-parallel rank has whole sequences, not parts",
+    )
 
 
 def _search(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, Fixed, static_bytes
 from overlapc.search.models import Model, Transformer, find_model
+from overlapc.search.nearest import Nearest, Run, load_runs
 from overlapc.search.search import Progress, Result, compare, search
 from overlapc.solvers import FIELD, SOLVERS
 
@@ -38,11 +39,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     if args.seq:
         model = replace(model, seq=args.seq)
     machine = load_hardware(args.hardware)
-    compared = [name for name in args.compare.split(",") if name]
-    for name in (args.solver, *compared):
-        if name not in SOLVERS or name == "torch":
-            names = ", ".join(known for known in SOLVERS if known != "torch")
-            raise OptionError(f"solver {name!r}: expected one of {names}")
+    compared = _compared(args)
     most = machine.memory_bytes * 92 // 100 if memory is None else memory
     cluster = Cluster(
         args.hardware,
@@ -52,9 +49,9 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         args.batch or 8 * args.gpus,
         "" if args.costs is None else str(args.costs),
         find_framework(args.framework).name,
+        args.fp8,
     )
-    decided = args.tp, args.pp, args.dp, args.microbatch, args.schedule
-    fixed = Fixed(*decided, not args.no_sequence_parallel, args.chunks)
+    fixed = _fixed(args)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
         cache = None  # the user's code may have changed since
@@ -79,19 +76,49 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         )
     outcome, rows = _judged(model, cluster, result, args.solver, compared)
     asked = {"command": args.command, "fixed": asdict(fixed), "solver": args.solver}
+    public = _public(model, cluster, result)
     document = asked | _document(model, cluster, machine, result, rows, outcome)
+    document["public"] = public and public.as_json()
     timeline = None if outcome is None else outcome.timeline
     try:
         if args.json:
             print(json.dumps(document, indent=1), flush=True)
         else:
-            print(verdict(model, cluster, machine, result, rows, timeline, args.top), flush=True)
+            told = verdict(model, cluster, machine, result, rows, timeline, args.top, public)
+            print(told, flush=True)
     finally:  # write the files even if stdout fails
         if args.out is not None:
             _write(args.out, document, outcome)
     if args.out is not None and not args.json:
         print(_written(args.out, outcome is not None))
     return result.best is not None
+
+
+def _fixed(args: argparse.Namespace) -> Fixed:
+    """What the user has decided of the layout."""
+    return Fixed(
+        args.tp,
+        args.pp,
+        args.dp,
+        args.microbatch,
+        args.schedule,
+        not args.no_sequence_parallel,
+        args.chunks,
+        args.cp,
+        args.expert_tensor_parallel,
+        args.first_layers,
+        args.last_layers,
+    )
+
+
+def _compared(args: argparse.Namespace) -> list[str]:
+    """The solvers that the winner is compared with."""
+    compared = [name for name in args.compare.split(",") if name]
+    for name in (args.solver, *compared):
+        if name not in SOLVERS or name == "torch":
+            names = ", ".join(known for known in SOLVERS if known != "torch")
+            raise OptionError(f"solver {name!r}: expected one of {names}")
+    return compared
 
 
 def _best(progress: Progress) -> str:
@@ -118,6 +145,13 @@ def _judged(
     except KeyboardInterrupt:
         result.interrupted = True  # report the results so far
     return outcome, rows
+
+
+def _public(model: Model, cluster: Cluster, result: Result) -> Nearest | None:
+    """The published runs nearest to the winner."""
+    if result.best is None:
+        return None
+    return Nearest.to(Run.of(model, cluster, result.best.layout), load_runs())
 
 
 def _document(

@@ -7,11 +7,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from overlapc.cli.shared import GOOD, Declare, positive, print_table
-from overlapc.errors import FileError
+from overlapc.errors import FileError, OptionError
+from overlapc.progress import doing
 from overlapc.report.beside import Beside, beside, by_name
 from overlapc.report.kineto import Exposure, Run, read_run
+
+if TYPE_CHECKING:
+    from overlapc.report.solved import Solved
 
 
 def declare_trace(command: Declare) -> None:
@@ -26,27 +31,56 @@ def declare_trace(command: Declare) -> None:
         metavar=("PROBLEM", "PLAN"),
         help="files of the plan that ran: what it predicted beside what was measured, op by op",
     )
+    add(
+        "--solve",
+        action="store_true",
+        help="predict the step of the recorded ranges of forward and backward (record_function), "
+        "merged as well as the solver can",
+    )
+    add("--out", type=Path, help="folder for the problem and the plan of --solve")
     add("--top", type=positive, default=10, help="number of collectives, stalls and ops to list")
 
 
 def _trace(args: argparse.Namespace) -> int:
+    if args.out is not None and (not args.solve or len(args.files) > 1):
+        raise OptionError("--out takes the problem of one file; expected it with --solve, one FILE")
     runs = [read_run(path) for path in args.files]
     found = [None if args.plan is None else _beside(run, *args.plan) for run in runs]
+    solved = [_solved(path, args.out) if args.solve else None for path in args.files]
     if args.json:
         document = []
-        for run, one in zip(runs, found, strict=True):
+        for run, one, step in zip(runs, found, solved, strict=True):
             document.append({**asdict(replace(run, ops=())), "exposed": run.exposed})
             document[-1] |= {} if one is None else {"plan": asdict(one)}
+            document[-1] |= {} if step is None else {"solved": step.as_json()}
         print(json.dumps(document, indent=1))
         return GOOD
-    for number, (run, one) in enumerate(zip(runs, found, strict=True)):
+    for number, (run, one, step) in enumerate(zip(runs, found, solved, strict=True)):
         if number:
             print()
         _print(run, args.top)
         if one is not None:
             print()
             _print_beside(one, args.top)
+        if step is not None:
+            print()
+            print(step.text(args.top))
     return GOOD
+
+
+def _solved(path: Path, folder: Path | None) -> Solved:
+    """Solve the step of a recording; write its problem and plan."""
+    from overlapc.files import make_folder, save_plan, save_problem
+    from overlapc.report.recorded import recorded_step
+    from overlapc.report.solved import Solved
+
+    with doing(f"solving the ranges of {path}"):
+        found = Solved.of(recorded_step(path))
+    if folder is not None:
+        make_folder(folder)
+        save_problem(folder / "problem.txt", found.merged.problem)
+        save_plan(folder / "plan.txt", found.merged.plan)
+    return found
 
 
 def _beside(run: Run, problem: str, plan: str) -> Beside:

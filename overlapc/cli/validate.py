@@ -23,11 +23,20 @@ def declare_validate(command: Declare) -> None:
     )
     add("--every", type=positive, default=1, help="predict only every N-th row, for a quick look")
     add("--workers", type=positive, help="number of processes")
+    add(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the predicted rows that have a measured step; overlapc/search/public_runs.csv "
+        "is such a file, from which `search` takes the rows nearest to its question",
+    )
 
 
 def _validate(args: argparse.Namespace) -> int:
+    from overlapc.files import write_file
     from overlapc.progress import doing
     from overlapc.report.scoreboard import as_json, scoreboard
+    from overlapc.search.nearest import as_csv
     from overlapc.search.pool import WORKERS, planners
     from overlapc.search.public import Predicted, Row, load_table, predict_alike
     from overlapc.search.units import UnitKey
@@ -53,5 +62,7 @@ def _validate(args: argparse.Namespace) -> int:
             found |= {each.row: each for each in task.result()}
             note(f"{len(found)} of {len(set(asked))} rows")
     judged = [(one, [found[row] for row in one.rows[:: args.every]]) for one in tables]
+    if args.write is not None:
+        write_file(args.write, as_csv(judged))
     print(json.dumps(as_json(judged), indent=1) if args.json else scoreboard(judged))
     return GOOD

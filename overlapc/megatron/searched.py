@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from overlapc.errors import OptionError
 from overlapc.search.chosen import Chosen
@@ -37,6 +37,9 @@ def check(chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int) 
         )
 
 
+_Term: TypeAlias = tuple[str, Any, Any, str]  # what, found, expected, what to do
+
+
 def _mismatches(
     chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int
 ) -> Iterator[str]:
@@ -44,38 +47,13 @@ def _mismatches(
     if schedule not in RUN_BY_MEGATRON:
         yield f"schedule: Megatron does not have {schedule}: search with --schedule 1f1b"
     sequences = chosen.microbatch * chosen.microbatches * chosen.dp
-    chunks = len(chosen.layers) // chosen.pp
-    ranks = chosen.tp * chosen.pp * chosen.dp
-    sharing = "pass" if chosen.sequence_parallel else "leave out"
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    virtual = config.virtual_pipeline_model_parallel_size or 1
-    divided = f"--num-layers {sum(chosen.layers)} --pipeline-model-parallel-layout"
+    ranks = chosen.tp * chosen.layout.cp * chosen.pp * chosen.dp
     size, count, tokens = (
         given[name] for name in ("micro_batch_size", "num_microbatches", "seq_length")
     )
     seq = chosen.shapes.get("seq")
-    # Each is: what, found, expected, what to do.
-    terms: list[tuple[str, Any, Any, str]] = [
-        ("tensor-parallel ranks", tp, chosen.tp, f"pass --tensor-model-parallel-size {chosen.tp}"),
-        (
-            "sequence parallelism",
-            bool(config.sequence_parallel),
-            chosen.sequence_parallel,
-            f"{sharing} --sequence-parallel",
-        ),
-        ("ranks of a pipeline", pp, chosen.pp, f"pass --pipeline-model-parallel-size {chosen.pp}"),
-        (
-            "stages of a rank",
-            virtual,
-            chunks,
-            f"pass --num-virtual-stages-per-pipeline-rank {chunks}",
-        ),
-        (
-            "layers of each stage",
-            layers_of(config),
-            chosen.layers,
-            f"pass {divided} '{layer_layout(chosen.layers)}'",
-        ),
+    terms = [
+        *_divided(chosen, config),
         ("data-parallel ranks", replicas, chosen.dp, f"start {ranks} processes in all"),
         (
             "sequences of a microbatch",
@@ -97,6 +75,43 @@ def _mismatches(
     for what, found, expected, remedy in terms:
         if expected is not None and found != expected:
             yield f"{what}: found {found}, expected {expected}: {remedy}"
+
+
+def _divided(chosen: Chosen, config: Any) -> list[_Term]:
+    """How the model and its sequences are divided over ranks."""
+    cp, chunks = chosen.layout.cp, len(chosen.layers) // chosen.pp
+    sharing = "pass" if chosen.sequence_parallel else "leave out"
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    divided = f"--num-layers {sum(chosen.layers)} --pipeline-model-parallel-layout"
+    return [
+        ("tensor-parallel ranks", tp, chosen.tp, f"pass --tensor-model-parallel-size {chosen.tp}"),
+        (
+            "sequence parallelism",
+            bool(config.sequence_parallel),
+            chosen.sequence_parallel,
+            f"{sharing} --sequence-parallel",
+        ),
+        (
+            "context-parallel ranks",
+            config.context_parallel_size,
+            cp,
+            f"pass --context-parallel-size {cp}",
+        ),
+        ("ranks of a pipeline", pp, chosen.pp, f"pass --pipeline-model-parallel-size {chosen.pp}"),
+        (
+            "stages of a rank",
+            virtual,
+            chunks,
+            f"pass --num-virtual-stages-per-pipeline-rank {chunks}",
+        ),
+        (
+            "layers of each stage",
+            layers_of(config),
+            chosen.layers,
+            f"pass {divided} '{layer_layout(chosen.layers)}'",
+        ),
+    ]
 
 
 def layers_of(config: Any) -> tuple[int, ...]:

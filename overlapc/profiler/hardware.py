@@ -31,6 +31,7 @@ else:
 
 __all__ = ["Hardware", "Kernels", "LinkSpec", "format_hardware", "known_hardware", "load_hardware"]
 
+FP8 = "float8"  # the name of its rate among a machine's
 _FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
 _FILLS = ("attention_forward_fill", "attention_backward_fill")
@@ -92,6 +93,11 @@ class Hardware:
     sources: Mapping[str, str] = field(repr=False)
     kernels: Kernels | None = None  # where they were measured
     total: int = 0  # bytes that CUDA reports; 0: as many as the vendor says
+
+    @property
+    def half_flops(self) -> float:
+        """The fastest rate of two-byte numbers, or wider ones if it has no others."""
+        return max(rate for dtype, rate in self.peak_flops.items() if dtype != FP8)
 
     def flops_ns(self, flops: float, dtype: str, efficiency: float) -> float:
         peak = self.peak_flops.get(dtype) or self.peak_flops["float32"]

@@ -1,8 +1,8 @@
 """`read_run` reads a recorded step: time in compute, in hidden and in exposed communication.
 
-A trace is the JSON of one rank that `torch.profiler` exports (Kineto's). On a GPU, NCCL's kernels
-are traffic and all other kernels compute. On a CPU, PyTorch's ops are compute and gloo's reports of
-its works are traffic; ops that only wait are neither.
+A trace is the JSON of one rank that `torch.profiler` exports (Kineto's). On a GPU, the kernels of
+NCCL, NVSHMEM and DeepEP are traffic and all others compute. On a CPU, PyTorch's ops are compute and
+gloo's reports of its works are traffic; ops that only wait are neither.
 
 A collective is *exposed* while it runs and no compute runs.
 """
@@ -21,11 +21,13 @@ from overlapc.errors import FileError
 from overlapc.files import StrPath, printable
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_TRAFFIC = ("nccl", "nvshmem", "ep::internode", "ep::intranode")  # in names of kernels
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
 _WORKS = ("gloo:", "nccl:", "mpi:")  # prefixes of a backend's report of a work
 _WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms")
 _NO_OPS = (*_WORKS, "autograd::")
 _LATE_US = 20.0  # a kernel that begins so much later than it could waited for the host
-_STEP = "ProfilerStep#"
+STEP = "ProfilerStep#"
 
 Interval = tuple[float, float]
 
@@ -40,6 +42,9 @@ class Event:
     end: float
     bytes: int = 0
     external: int = -1  # by which a kernel names the op that launched it
+    correlation: int = -1  # by which a kernel names the host's call that launched it
+    sequence: int = -1  # of the node of autograd that an op made, or is
+    is_backward: bool = False  # is it run by autograd?
 
     @property
     def took(self) -> float:
@@ -78,26 +83,62 @@ class Run:
         return self.traffic - self.both
 
 
+@dataclass(frozen=True)
+class Recording:
+    """The events of one rank by what they are."""
+
+    name: str
+    compute: list[Event]
+    traffic: list[Event]
+    ops: list[Event]  # PyTorch's outermost, as long as their kernels take
+    marked: list[Event]  # ranges that the user or the profiler marked on the host
+    called: list[Event]  # all ops of PyTorch's
+    launches: list[Event]  # the host's calls that launch kernels
+
+    @property
+    def steps(self) -> list[Event]:
+        """The steps that the profiler marked."""
+        return [event for event in self.marked if event.name.startswith(STEP)]
+
+
 def read_run(path: StrPath) -> Run:
     """Read a trace file, compressed or not."""
-    events, steps = _events(Path(path))
-    on_gpu = [event for event, category in events if category in _GPU]
-    called = [event for event, category in events if category == "cpu_op"]
+    found = read_recording(path)
+    run = _run(found.name, max(1, len(found.steps)), found.compute, found.traffic)
+    return replace(run, ops=tuple(found.ops))
+
+
+def read_recording(path: StrPath) -> Recording:
+    """Read the events of a trace file, compressed or not."""
+    of: dict[str, list[Event]] = {}
+    works = []
+    for event, category in _events(Path(path)):
+        of.setdefault(category, []).append(event)
+        if event.name.startswith(_WORKS):
+            works.append(event)
+    on_gpu = [event for category in _GPU for event in of.get(category, ())]
+    called = of.get("cpu_op", [])
     ops = _outermost(called)
     if on_gpu:
-        traffic = [event for event in on_gpu if "nccl" in event.name.lower()]
-        compute = [event for event in on_gpu if "nccl" not in event.name.lower()]
+        traffic = [event for event in on_gpu if _is_traffic(event)]
+        compute = [event for event in on_gpu if not _is_traffic(event)]
         ops = _by_kernels(ops, called, compute)
     else:
-        traffic = [event for event, _ in events if event.name.startswith(_WORKS)]
-        compute = list(ops)
+        traffic, compute = works, list(ops)
     if not compute:
         raise FileError(
             f"trace {printable(str(path))} has neither kernels nor ops; expected what "
             "torch.profiler exports, recorded with its CPU or CUDA activities"
         )
-    run = _run(printable(Path(path).name), max(1, steps), compute, traffic)
-    return replace(run, ops=tuple(ops))
+    marked = [event for event in of.get("user_annotation", ()) if event not in works]
+    launches = [event for category in _LAUNCHES for event in of.get(category, ())]
+    name = printable(Path(path).name)
+    return Recording(name, compute, traffic, ops, marked, called, launches)
+
+
+def _is_traffic(event: Event) -> bool:
+    name = event.name.lower()
+    return any(word in name for word in _TRAFFIC)
 
 
 def _run(name: str, steps: int, compute: list[Event], traffic: list[Event]) -> Run:
@@ -221,8 +262,8 @@ def _by_kernels(
     return found
 
 
-def _events(path: Path) -> tuple[list[tuple[Event, str]], int]:
-    """(events with their categories, steps that the profiler marked)."""
+def _events(path: Path) -> list[tuple[Event, str]]:
+    """Events with their categories."""
     shown = printable(str(path))
     try:
         packed = path.read_bytes()
@@ -233,17 +274,15 @@ def _events(path: Path) -> tuple[list[tuple[Event, str]], int]:
     given = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(given, list):
         raise FileError(f"trace {shown}: no traceEvents, expected JSON of torch.profiler")
-    found, steps = [], 0
+    found = []
     for each in given:
         if not isinstance(each, dict) or each.get("ph") != "X":
             continue
         event = _event(each)
         if event is None:
             continue
-        category = str(each.get("cat", "")).lower()
-        steps += event.name.startswith(_STEP) and category != "gpu_user_annotation"
-        found.append((event, category))
-    return found, steps
+        found.append((event, str(each.get("cat", "")).lower()))
+    return found
 
 
 def _event(each: dict[str, Any]) -> Event | None:
@@ -254,7 +293,11 @@ def _event(each: dict[str, Any]) -> Event | None:
     args = args if isinstance(args, dict) else {}
     stream = args.get("stream")
     lane = f"stream {stream}" if stream is not None else f"thread {each.get('tid')}"
-    moved, external = args.get("In msg nelems"), args.get("External id")
-    size = moved if isinstance(moved, int) else 0
-    launched = external if isinstance(external, int) else -1
-    return Event(printable(str(name)), printable(lane), start, start + took, size, launched)
+    size, external, correlation = (
+        args[key] if isinstance(args.get(key), int) else default
+        for key, default in (("In msg nelems", 0), ("External id", -1), ("correlation", -1))
+    )
+    sequence, forward = args.get("Sequence number"), args.get("Fwd thread id")
+    made = sequence if isinstance(sequence, int) else -1, forward not in (None, 0)
+    where = printable(str(name)), printable(lane), start, start + took
+    return Event(*where, size, external, correlation, *made)

@@ -19,6 +19,7 @@ from overlapc.report.table import gigabytes, milliseconds
 from overlapc.schedule import parse_step
 from overlapc.search.chosen import VERSION
 from overlapc.search.layouts import Layout
+from overlapc.search.nearest import Nearest
 from overlapc.solvers.partition import layout as megatron_layout
 
 _SHOWN = 12  # most layouts in a table
@@ -46,6 +47,8 @@ GLOSSARY = {
     "spend waiting.",
     "peak GB": "The most that a GPU holds at a time, the largest of all ranks. A GB is 10^9 bytes.",
     "gap": "How far the plans of the stages are above a proven lower bound, at most.",
+    "octaves apart": "How unlike two runs are: an octave is a factor of two in the GPU's flops, "
+    "parameters, GPUs, tp, pp or a microbatch's tokens; having experts or not counts as two.",
     "plan": "What to keep, what to recompute, and in what order to run everything in a stage.",
     "Pareto": "The layouts for which no other is both smaller and faster.",
 }
@@ -140,6 +143,8 @@ def _found(document: Mapping[str, Any]) -> list[str]:
         f"The fastest layouts of {len(document['tried'])} planned",
         _founds(fitting[:_SHOWN], layout_name, best),
     )
+    if document.get("public"):  # a search before it was kept has none
+        body += _public(Nearest.parse(document["public"]))
     if document["explain"]:
         why = f"<pre>{text(document['explain'])}</pre>"
         note = "Each collective of a few blocks of the slowest stage."
@@ -248,6 +253,30 @@ def _founds(found: Sequence[Found], named: charts.Named, best: Found) -> str:
         ]
         rows.append(row([named(one), *cells], "best" if one == best else ""))
     return f'<div class="wide">{table(_HEAD, rows, _TITLES)}</div>'
+
+
+def _public(near: Nearest) -> list[str]:
+    """The section on published runs."""
+    rows = [
+        row(
+            [
+                f"{run.error:+.1%}",
+                milliseconds(run.measured_ns),
+                milliseconds(run.predicted_ns),
+                f"{far:.1f}",
+                str(run),
+                run.named,
+            ]
+        )
+        for run, far in zip(near.runs, near.octaves, strict=True)
+    ]
+    head = ("off by", "measured ms", "predicted ms", "octaves apart", "what ran", "table")
+    return _section(
+        "Published runs nearest to this one",
+        f'<div class="wide">{table(head, rows, GLOSSARY)}</div>',
+        f"Of {near.known:,} that others measured. These {len(near.runs)} are off by "
+        f"{near.middle:.1%} in the median, by {near.bias:+.1%} on average.",
+    )
 
 
 def _pipeline(document: Mapping[str, Any], pipeline: Found, cap: int) -> list[str]:

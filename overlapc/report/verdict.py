@@ -17,8 +17,11 @@ from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
 from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments
 from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
+from overlapc.search.nearest import Nearest
 from overlapc.search.search import Result
 from overlapc.solvers.partition import layout
+
+_PUBLIC = 4  # published runs that are shown
 
 
 def verdict(
@@ -29,15 +32,16 @@ def verdict(
     compared: Sequence[Found],
     timeline: PipelineTimeline | None,
     top: int,
+    public: Nearest | None = None,
 ) -> str:
-    """Write the whole report as text."""
+    """Write the whole report as text. `public` are the published runs nearest to the winner."""
     lines = _question(model, cluster, machine)
     if result.best is None:
         return "\n".join([*lines, "", *_nothing(result)])
     lines += [
         "",
         *_winner(model, cluster, result, result.best, machine),
-        *_megatron(model, result.best),
+        *_megatron(model, cluster, result.best),
     ]
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
@@ -49,7 +53,8 @@ def verdict(
     fitting = [found for found in result.tried if found.fits]
     if len(fitting) > 1:
         lines += ["", "the next layouts", *_rows(fitting[:top], lambda found: str(found.layout))]
-    return "\n".join([*lines, *_memory(result, result.best, fitting)])
+    lines += _memory(result, result.best, fitting)
+    return "\n".join([*lines, *(_public(public) if public is not None else ())])
 
 
 def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
@@ -76,6 +81,14 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
         )
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
+    if best.layout.shares_experts:
+        lines.append(
+            "  +etp: tp ranks share each expert (Megatron's --expert-tensor-parallel-size)"
+        )
+    if best.layout.cp > 1:
+        lines.append(
+            "  cp: ranks gather keys and values of whole sequences; exposed tp has it, too"
+        )
     if best.rows:
         lines.append("  rows placed: recompute and weight gradients are where ranks would wait")
     if best.merged:
@@ -91,13 +104,14 @@ def _within(best: Found, cluster: Cluster) -> str:
     return f"  predicted: four of five measured steps should be within {low} to {high} ms{guessed}"
 
 
-def _megatron(model: Model, best: Found) -> list[str]:
+def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
     """The arguments of Megatron's scripts for this layout."""
     schedule = best.layout.schedule
     if schedule not in RUN_BY_MEGATRON:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
-    experts = expert_ranks(model, best.layout.dp)
-    said = " ".join(megatron_arguments(best.layout, best.layers, best.microbatches, experts))
+    experts = expert_ranks(model, best.layout.replicas)
+    where = best.layout, best.layers, best.microbatches, experts
+    said = " ".join(megatron_arguments(*where, cluster.fp8, model.experts > 0))
     return textwrap.wrap(
         f"Megatron: {said}",
         100,
@@ -139,6 +153,24 @@ def _memory(result: Result, best: Found, fitting: Sequence[Found]) -> list[str]:
     return lines + needs[:1]
 
 
+def _public(near: Nearest) -> list[str]:
+    """How far off predictions were of runs that others measured, those nearest to this one."""
+    rows = [("off by", "measured ms", "predicted ms", "apart", "what ran", "table")]
+    for run, far in list(zip(near.runs, near.octaves, strict=True))[:_PUBLIC]:
+        steps = milliseconds(run.measured_ns), milliseconds(run.predicted_ns)
+        rows.append((f"{run.error:+.1%}", *steps, f"{far:.1f}", str(run), run.named))
+    count, most = len(near.runs), max(near.octaves)
+    return [
+        "",
+        f"published runs nearest to this one, of {near.known:,}, and how far off predictions are",
+        *table(rows, indent="  "),
+        f"  the {count} nearest, up to {most:.1f} octaves apart, are off by {near.middle:.1%} in "
+        f"the median, by {near.bias:+.1%} on average",
+        "  (an octave: a factor of two in the GPU's flops, parameters, GPUs, tp, pp or a "
+        "microbatch's tokens)",
+    ]
+
+
 def pareto(found: Sequence[Found]) -> list[Found]:
     """Return the layouts that no other beats in both time and memory; the smallest first."""
     best: list[Found] = []
@@ -156,8 +188,8 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{cluster.gpus} x {machine.name}, {cluster.gpus_per_node} a node, "
         f"{gigabytes(cluster.memory_bytes)} of {gigabytes(machine.memory_bytes)} GB each "
         f"({machine.status})",
-        f"{cluster.global_batch} sequences a step; bf16, float32 gradients and optimizer, the "
-        "latter divided over replicas",
+        f"{cluster.global_batch} sequences a step; {'FP8 products, all else ' * cluster.fp8}bf16, "
+        "float32 gradients and optimizer, the latter divided over replicas",
         f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} "
         "figures of the hardware are guesses (`overlapc hardware --json` has the sources)"
         + ":"

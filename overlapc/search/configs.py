@@ -32,12 +32,19 @@ _GATED = ("silu", "swish", "swiglu", "geglu")
 _GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm")
 _TIED_TYPES = ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
-_POST_NORMS = ("gemma2", "gemma3", "gemma3_text")
+_POST_NORMS = ("gemma2", "gemma3", "gemma3_text", "glm4")
 _QKV_BIASES = ("qwen2", "qwen2_moe", "chatglm")
 # Defaults of the families' code, for fields that a file leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256},
-    "gemma3_text": {"head_dim": 256},
+    "gemma3_text": {
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1},
 }
 # Fields without a counterpart here, with the values at which they change nothing

@@ -127,7 +127,7 @@ def lower_bound(
     """Bound the step from below: the slowest rank runs every microbatch in at least its blocks'
     least time, the pipeline fills and drains, and the weights are updated. `layers` are those of
     each stage, by default an even split. `placed`: rows may be placed and microbatches merged."""
-    layers = layers or stage_layers(model, layout.stages)
+    layers = layers or stage_layers(model, layout.stages, layout.ends)
     count = microbatches(cluster, layout)
     block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
 
@@ -159,7 +159,8 @@ def lower_bound(
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:
     """Bound the step before anything is captured: flops at the full rate, layers split evenly."""
-    peak = max(load_hardware(cluster.hardware).peak_flops.values())
+    machine = load_hardware(cluster.hardware)
+    peak = max(machine.peak_flops.values()) if cluster.fp8 else machine.half_flops
     tokens = cluster.global_batch * model.seq
     flops_ns = round(model.flops_per_token() / 2 * tokens / (cluster.gpus * peak) * 1e9)
     return flops_ns + Update.of(model, cluster, layout).least_ns
@@ -187,7 +188,7 @@ def evaluate(
     repeat them. Only if `bounded` the gap of plans to their bounds is computed, which takes
     long."""
     count = microbatches(cluster, layout)
-    layers = tuple(layers or stage_layers(model, layout.stages))
+    layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
     schedule = Rows.of(layout, count).few
     places = [
         Place.of(model, cluster, layout, unit, schedule, rank, layers) for rank in range(layout.pp)
@@ -304,7 +305,7 @@ def figures_of(
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
     step_ns = gradients_ns + update.after_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
-    if layout.dp > 1 and cluster.gpus > cluster.gpus_per_node:
+    if layout.replicas > 1 and cluster.gpus > cluster.gpus_per_node:
         late_ns = round(step_ns * find_framework(cluster.framework).stragglers)
         exposed |= {"stragglers": late_ns} if late_ns else {}
         step_ns += late_ns

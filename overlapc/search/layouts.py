@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overlapc.errors import OptionError
+from overlapc.profiler.hardware import FP8, load_hardware
 from overlapc.schedule import Schedule
-from overlapc.search.frameworks import OURS, Framework
-from overlapc.search.models import Model
+from overlapc.search.frameworks import OURS, Framework, find_framework
+from overlapc.search.models import Model, Transformer
 from overlapc.solvers.schedules import make_schedule
 
 SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
@@ -24,7 +25,11 @@ class Layout:
     """How ranks are divided: tp ranks share a matrix, pp ranks hold different layers, dp ranks see
     different data; a microbatch has `microbatch` sequences. The schedule says how many stages a
     rank holds. With `sequence` each tp rank has a part of each sequence between the matrices
-    (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank."""
+    (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank.
+    Context parallelism: cp ranks have a part of each sequence everywhere, and gather keys and
+    values for attention. Expert tensor parallelism: with `shares_experts` tp ranks share each
+    expert's matrices, too, else each has whole experts. `first_layers` and `last_layers` are those
+    of the first and the last stage; 0: as all others, as far as they divide evenly."""
 
     tp: int
     pp: int
@@ -33,6 +38,24 @@ class Layout:
     schedule: str = "1f1b"
     sequence: bool = False
     chunks: int = 2
+    cp: int = 1
+    shares_experts: bool = False
+    first_layers: int = 0
+    last_layers: int = 0
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.first_layers, self.last_layers
+
+    @property
+    def etp(self) -> int:
+        """How many ranks share an expert's matrices."""
+        return self.tp if self.shares_experts else 1
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same dense weights, for different tokens."""
+        return self.dp * self.cp
 
     @property
     def stages(self) -> int:
@@ -51,9 +74,12 @@ class Layout:
         return (rank,)
 
     def __str__(self) -> str:
-        tp = f"{self.tp}+sp" if self.sequence else self.tp
-        text = f"tp={tp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
+        tp = f"{self.tp}+sp" if self.sequence else f"{self.tp}"
+        tp += "+etp" * self.shares_experts
+        cp = f" cp={self.cp}" if self.cp > 1 else ""
+        text = f"tp={tp}{cp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
         text += f" {self.schedule}" if self.pp > 1 else ""
+        text += f" ends={self.first_layers},{self.last_layers}" if any(self.ends) else ""
         return text + (f" chunks={self.chunks}" if self.schedule == "interleaved" else "")
 
 
@@ -68,6 +94,7 @@ class Cluster:
     global_batch: int
     costs: str = ""  # a file of op times measured on one of them
     framework: str = "overlapc"  # the framework that runs the model
+    fp8: bool = False  # products of matrices of the model's layers in FP8
 
 
 @dataclass(frozen=True)
@@ -82,6 +109,14 @@ class Fixed:
     schedule: str = ""
     sequence: bool = True
     chunks: int = 0  # interleaved stages of a rank
+    cp: int = 1  # never open: what it costs depends on how a framework exchanges keys and values
+    shares_experts: bool = False
+    first_layers: int = 0  # of stages that are a whole rank's
+    last_layers: int = 0
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.first_layers, self.last_layers
 
     def __post_init__(self) -> None:
         if self.chunks and self.schedule not in ("", "interleaved"):
@@ -96,8 +131,23 @@ class Fixed:
 
     def __str__(self) -> str:
         """The decisions as options of the command: `--tp 2 --schedule 1f1b`."""
-        decided = "tp", "pp", "dp", "microbatch", "schedule", "chunks"
-        said = [f"--{key} {getattr(self, key)}" for key in decided if getattr(self, key)]
+        decided = (
+            "tp",
+            "pp",
+            "dp",
+            "microbatch",
+            "schedule",
+            "chunks",
+            "first_layers",
+            "last_layers",
+        )
+        said = [
+            f"--{key.replace('_', '-')} {getattr(self, key)}"
+            for key in decided
+            if getattr(self, key)
+        ]
+        said += [f"--cp {self.cp}"] if self.cp > 1 else []
+        said += ["--expert-tensor-parallel"] if self.shares_experts else []
         said += [] if self.sequence else ["--no-sequence-parallel"]
         return " ".join(said) or "any layout"
 
@@ -108,25 +158,40 @@ ANY = Fixed()
 def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
     """Every layout that divides ranks, heads, layers and batch without remainder. Ranks share
     sequences wherever they can: that sends the same bytes and holds fewer."""
-    for tp in divisors(cluster.gpus):
+    if cluster.fp8:
+        _check_fp8(model, cluster)
+    cp = fixed.cp
+    if not find_framework(cluster.framework).of(model).splits_sequence(cp) or cluster.gpus % cp:
+        raise OptionError(
+            f"cp={cp} on {cluster.gpus} GPUs, with sequences of {model.seq} tokens of "
+            f"{model.name}: expected a divisor of the GPUs, sequences of a multiple of {2 * cp} "
+            "tokens, fused attention, and a preset or config.json, not a block of your own"
+        )
+    for tp in divisors(cluster.gpus // cp):
         if tp > cluster.gpus_per_node or not model.splits(tp):
             continue
         if cluster.gpus > cluster.gpus_per_node and cluster.gpus_per_node % tp:
             continue  # a tensor-parallel group would span two nodes
-        sequence = fixed.sequence and model.shares_sequence(tp)
-        for pp in divisors(cluster.gpus // tp):
-            dp = cluster.gpus // tp // pp
+        if fixed.shares_experts and not model.splits_experts(tp):
+            continue
+        sequence = fixed.sequence and model.shares_sequence(tp, cp)
+        for pp in divisors(cluster.gpus // cp // tp):
+            dp = cluster.gpus // cp // tp // pp
             if pp * model.period > model.layers or cluster.global_batch % dp:
                 continue
-            ranks = expert_ranks(model, dp)
-            if model.experts and (model.experts % ranks or dp % ranks):
+            ranks = expert_ranks(model, dp * cp)
+            if model.experts and (model.experts % ranks or dp * cp % ranks):
                 continue
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > 16:
                     break
                 for schedule, chunks in _schedules(model, pp, fixed):
-                    layout = Layout(tp, pp, dp, microbatch, schedule, sequence, chunks)
+                    shares = fixed.shares_experts and tp > 1
+                    where = tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares
+                    layout = Layout(*where, *fixed.ends)
                     if layout.stages * model.period > model.layers:
+                        continue
+                    if any(fixed.ends) and not _has_ends(model, layout):
                         continue
                     if (
                         schedule == "interleaved"
@@ -140,6 +205,30 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                         yield layout
 
 
+def _has_ends(model: Model, layout: Layout) -> bool:
+    """Can the first and the last stage have the layers that the layout says?"""
+    if layout.pp == 1 or layout.stages > layout.pp:
+        return False  # a rank with all stages, or with several
+    try:
+        return min(stage_layers(model, layout.stages, layout.ends)) > 0
+    except OptionError:
+        return False
+
+
+def _check_fp8(model: Model, cluster: Cluster) -> None:
+    """Raise OptionError if the search cannot say what FP8 gives."""
+    hardware, framework = cluster.hardware, cluster.framework
+    if FP8 not in load_hardware(hardware).peak_flops:
+        found = f"on {hardware}, whose file names no peak_flops.{FP8}; expected one that does"
+    elif not isinstance(model, Transformer):
+        found = f"with a block of your own, {model.name}; expected a preset or a config.json"
+    elif "attention" in find_framework(framework).unfused.split():
+        found = f"with framework {framework}; expected one with fused attention"
+    else:
+        return
+    raise OptionError(f"FP8 {found}")
+
+
 def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
     """The schedules with their chunks: two, more where all chunks have equal size, or the user's
     number."""
@@ -151,14 +240,15 @@ def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]
                 yield "interleaved", chunks
 
 
-def expert_ranks(model: Model, dp: int) -> int:
+def expert_ranks(model: Model, replicas: int) -> int:
     """The number of replicas over which the experts are divided."""
-    return min(model.experts, dp) if model.experts else 1
+    return min(model.experts, replicas) if model.experts else 1
 
 
 def expert_replicas(model: Model, layout: Layout) -> int:
     """How many ranks hold the same experts, for different tokens."""
-    return layout.dp * (layout.tp if layout.sequence else 1) // expert_ranks(model, layout.dp)
+    alike = layout.tp if layout.sequence and not layout.shares_experts else 1
+    return layout.replicas * alike // expert_ranks(model, layout.replicas)
 
 
 def divisors(number: int) -> list[int]:
@@ -167,8 +257,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def stage_layers(model: Model, stages: int) -> list[int]:
-    """Split blocks into stages of whole periods; the stages in the middle get the remainder."""
+def stage_layers(model: Model, stages: int, ends: tuple[int, int] = (0, 0)) -> list[int]:
+    """Split blocks into stages of whole periods; the stages in the middle get the remainder. `ends`
+    are the layers of the first and the last stage, where these are given."""
+    if any(ends):
+        return _between(model, stages, *ends)
     periods = model.layers // model.period
     if periods < stages:
         raise OptionError(
@@ -181,17 +274,38 @@ def stage_layers(model: Model, stages: int) -> list[int]:
     return counts
 
 
+def _between(model: Model, stages: int, first: int, last: int) -> list[int]:
+    """Split what the ends leave among the other stages."""
+    others = stages - bool(first) - bool(last)
+    left = model.layers - first - last
+    if (
+        first % model.period
+        or last % model.period
+        or left < 0
+        or (others == 0) != (left == 0)
+        or left // model.period < others
+    ):
+        raise OptionError(
+            f"{model.name}: {model.layers} layers cannot be divided over {stages} stages with "
+            f"{first or 'any number'} in the first and {last or 'any number'} in the last; "
+            f"expected multiples of {model.period} that leave some for each of the others"
+        )
+    middle = stage_layers(replace(model, layers=left), others) if others else []
+    return [*([first] if first else []), *middle, *([last] if last else [])]
+
+
 def stage_parameters(
     model: Model, layout: Layout, layers_of: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
     """(dense, of experts) that one rank holds of each stage; with an even split by default."""
     found = []
-    counts = layers_of or stage_layers(model, layout.stages)
+    counts = layers_of or stage_layers(model, layout.stages, layout.ends)
     last = len(counts) - 1
     alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
     for stage, layers in enumerate(counts):
         first = max(0, min(layers, model.dense_first - sum(counts[:stage])))
-        dense, experts = model.held(layers, layout.tp, expert_ranks(model, layout.dp), first)
+        ranks = expert_ranks(model, layout.replicas)
+        dense, experts = model.held(layers, layout.tp, ranks, first, layout.etp)
         if stage == 0:
             dense += model.vocab * model.width // layout.tp
         if stage == last:
@@ -222,13 +336,13 @@ def static_bytes(
     """Count the bytes of weights, gradients and optimizer on each rank of the pipeline. A framework
     may divide the optimizer's part over all replicas that hold the same weights (a distributed
     optimizer); a model that is planned whole has the user's own optimizer, which is not divided."""
-    dp, replicas = layout.dp, expert_replicas(model, layout)
+    alike, of_experts = layout.replicas, expert_replicas(model, layout)
     if model.whole or not framework.shards_optimizer:
-        dp = replicas = 1
+        alike = of_experts = 1
     held = WEIGHT_BYTES + framework.gradient_bytes
     return [
         (dense + experts) * held
-        + dense * OPTIMIZER_BYTES // dp + experts * OPTIMIZER_BYTES // replicas
+        + dense * OPTIMIZER_BYTES // alike + experts * OPTIMIZER_BYTES // of_experts
         for dense, experts in rank_parameters(model, layout, layers_of)
     ]  # fmt: skip
 

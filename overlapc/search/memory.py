@@ -32,7 +32,8 @@ EDGE = 0.07
 
 def needed_bytes(layout: Layout, static_bytes: int, peak_bytes: int) -> int:
     """What a rank needs whose tensors take so much at the peak, and so much throughout."""
-    groups = 2 + sum(ranks > 1 for ranks in (layout.tp, layout.pp, layout.dp))  # all, and nodes
+    divided = layout.tp, layout.cp, layout.pp, layout.dp
+    groups = 2 + sum(ranks > 1 for ranks in divided)  # all, and nodes
     beside = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES + CUBLAS_BYTES
     return peak_bytes + round(FRAGMENTS * max(0, peak_bytes - static_bytes)) + beside
 

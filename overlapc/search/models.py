@@ -130,8 +130,12 @@ class Transformer:
             return False
         return not (self.heads % tp or self.vocab % tp or self.ffn % tp)
 
+    def splits_experts(self, tp: int) -> bool:
+        """Can so many ranks divide each expert's matrices evenly?"""
+        return self.experts > 0 and self.expert_width % tp == 0
+
     def held(
-        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0
+        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0, etp: int = 1
     ) -> tuple[int, int]:
         """(dense, of experts) parameters of so many layers on one rank, the first of them without
         experts."""
@@ -141,7 +145,7 @@ class Transformer:
         dense += moe * (self.experts * self.width + self.expert_extra)
         dense += moe * self.mlp_parameters(self.shared_width) // tp
         here = moe * (self.experts // expert_ranks)
-        return dense, here * self.mlp_parameters(self.expert_width)
+        return dense, here * self.mlp_parameters(self.expert_width) // etp
 
     def hint(self) -> str:
         """For errors: the conditions on the model's layouts."""
@@ -150,15 +154,29 @@ class Transformer:
             f"{self.vocab} words"
         )
 
-    def shares_sequence(self, tp: int) -> bool:
-        """Can so many ranks divide sequences between the matrices?"""
-        return tp > 1 and self.seq % tp == 0
+    def shares_sequence(self, tp: int, cp: int = 1) -> bool:
+        """Can so many ranks divide sequences between the matrices, each of which is one of `cp`
+        parts already?"""
+        return tp > 1 and self.seq // cp % tp == 0
 
-    def blocks(self, count: int, tensor: Any, expert: Any, sequence: bool = False) -> Any:
+    def splits_sequence(self, cp: int) -> bool:
+        """Can so many ranks divide sequences everywhere? Each has two pieces, one from the begin
+        and one from the end, so that all have as many scores under the causal mask."""
+        return cp == 1 or (self.seq % (2 * cp) == 0 and "attention" not in self.unfused.split())
+
+    def blocks(
+        self,
+        count: int,
+        tensor: Any,
+        expert: Any,
+        sequence: bool = False,
+        context: Any = None,
+        shares_experts: bool = False,
+    ) -> Any:
         """Make the first `count` blocks, as modules of one rank in these process groups."""
         from overlapc.search.modules import Blocks
 
-        return Blocks(self, count, tensor, expert, sequence)
+        return Blocks(self, count, tensor, expert, sequence, context, shares_experts)
 
     def parameters(self) -> int:
         """The number of parameters of the whole model."""

@@ -69,11 +69,12 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose heads are divided over the ranks."""
+    """Attention whose heads are divided over the ranks. Context-parallel ranks gather the keys and
+    values of whole sequences for their part of the queries."""
 
-    def __init__(self, model: Transformer, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, context: Ranks) -> None:
         super().__init__()
-        self.ranks, self.head_width = ranks, model.head
+        self.ranks, self.context, self.head_width = ranks, context, model.head
         self.heads = model.heads // ranks.count
         self.kv_heads = max(1, (model.kv_heads or model.heads) // ranks.count)
         self.unfused, self.drop = model.unfused, _DROPPED if model.dropout else 0.0
@@ -92,7 +93,7 @@ class Attention(nn.Module):
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
         if self.turns:
             q, k = self.turned(q), self.turned(k)
-        q, k, v = map(self.by_head, (q, k, v))
+        q, k, v = map(self.by_head, (q, *self.from_all(k, v)))
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
@@ -115,6 +116,17 @@ class Attention(nn.Module):
         mixed = torch.bmm(weights, v).transpose(0, 1)
         return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)
 
+    def from_all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole sequences, of which each context-parallel rank has a part."""
+        if self.context.name is None:
+            return k, v
+        mine = torch.cat([k, v], -1)
+        mine = mine if self.ranks.sequence else mine.transpose(0, 1).contiguous()
+        every = GatherRows.apply(mine, self.context.count, self.context.name)
+        every = every if self.ranks.sequence else every.transpose(0, 1)
+        keys, values = every.split([k.shape[-1], v.shape[-1]], -1)
+        return keys, values
+
     def turned(self, x: Tensor) -> Tensor:
         """Turn with the position: in one kernel, or op by op, of which nothing is kept either."""
         if "rotary" not in self.unfused:
@@ -135,9 +147,9 @@ class LatentAttention(Attention):
     the other (DeepSeek's). Each rank has the first of the two whole; the heads of the second are
     divided."""
 
-    def __init__(self, model: Transformer, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, context: Ranks) -> None:
         nn.Module.__init__(self)
-        self.ranks, self.model = ranks, model
+        self.ranks, self.context, self.model = ranks, context, model
         self.heads = heads = model.heads // ranks.count
         self.q_thin = _linear(model.width, model.q_rank) if model.q_rank else nn.Identity()
         self.q_norm = Norm(model, model.q_rank) if model.q_rank else nn.Identity()
@@ -154,7 +166,7 @@ class LatentAttention(Attention):
         kv = self.kv(self.kv_norm(thin)).unflatten(-1, (self.heads, -1))
         keys, values = kv.split([model.head_width, model.value_width], -1)
         turned = _turned(turned).unsqueeze(-2).expand(*keys.shape[:-1], model.rope_width)
-        k = torch.cat([keys, turned], -1)
+        k, values = self.from_all(torch.cat([keys, turned], -1), values)
         # Kernels need values as wide as keys.
         v = F.pad(values, (0, model.head - model.value_width))
         q, k, v = (self.by_head(t) for t in (_turned(q), k, v))
@@ -176,29 +188,32 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts of fixed, equal capacity; the experts are divided over the ranks."""
+    """A mixture of experts of fixed, equal capacity; the experts are divided over the ranks. Each
+    expert's matrices are divided over the `sharing` ranks, which gather what comes to all of them,
+    and sum what they make of it."""
 
-    def __init__(self, model: Transformer, ranks: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, sharing: Ranks) -> None:
         super().__init__()
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self.sharing = model, ranks, sharing
         self.held = model.experts // ranks.count
-        inner = model.expert_width * (2 if model.gated else 1)
+        inner = model.expert_width // sharing.count
         self.router = _linear(model.width, model.experts)
-        self.up = nn.Parameter(torch.empty(self.held, model.width, inner))
-        self.down = nn.Parameter(torch.empty(self.held, model.expert_width, model.width))
+        self.up = nn.Parameter(torch.empty(self.held, model.width, inner * (1 + model.gated)))
+        self.down = nn.Parameter(torch.empty(self.held, inner, model.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        model, ranks, held = self.model, self.ranks.count, self.held
+        model, held = self.model, self.held
         tokens = x.flatten(0, 1)
         rows = max(1, tokens.shape[0] * model.top_k // model.experts)
         weights, chosen = F.softmax(self.router(tokens), dim=-1).topk(model.top_k, dim=-1)
         order = torch.argsort(chosen.flatten(), stable=True)[: model.experts * rows]
         rows = order.shape[0] // model.experts
         order = order[: rows * model.experts]
-        there = self.travel(tokens[order // model.top_k], held * rows)
-        parts = there.view(ranks, held, rows, model.width).transpose(0, 1).flatten(1, 2)
+        there = self.sharing.enter(self.travel(tokens[order // model.top_k], held * rows))
+        parts = there.view(-1, held, rows, model.width).transpose(0, 1).flatten(1, 2)
         done = torch.bmm(_act(torch.bmm(parts, self.up), model.gated), self.down)
-        flat = done.view(held, ranks, rows, model.width).transpose(0, 1).reshape(-1, model.width)
+        flat = done.view(held, -1, rows, model.width).transpose(0, 1).reshape(-1, model.width)
+        flat = self.sharing.leave(flat)
         scaled = self.travel(flat, held * rows) * weights.flatten()[order][:, None]
         return torch.zeros_like(tokens).index_add(0, order // model.top_k, scaled).view_as(x)
 
@@ -210,12 +225,23 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Transformer, tensor: Ranks, expert: Ranks, has_experts: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        tensor: Ranks,
+        expert: Ranks,
+        has_experts: bool,
+        context: Ranks | None = None,
+        shares_experts: bool = False,
+    ) -> None:
         super().__init__()
+        sharing = tensor if shares_experts else Ranks(None)
         attention = LatentAttention if model.kv_rank else Attention
-        self.attn_norm, self.attn = Norm(model), attention(model, tensor)
+        self.attn_norm, self.attn = Norm(model), attention(model, tensor, context or Ranks(None))
         self.norm = Norm(model)
-        self.rest = Experts(model, expert) if has_experts else MLP(model, tensor, model.ffn)
+        self.rest = (
+            Experts(model, expert, sharing) if has_experts else MLP(model, tensor, model.ffn)
+        )
         shared = has_experts and model.shared_width
         self.shared = MLP(model, tensor, model.shared_width) if shared else None
         self.post = nn.ModuleList(Norm(model) for _ in range(2 * model.post_norms))
@@ -239,11 +265,14 @@ class Blocks(nn.Module):
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
         sequence: bool = False,
+        context: ProcessGroup | None = None,
+        shares_experts: bool = False,
     ) -> None:
         super().__init__()
         period, ranks, held = model.period, Ranks(tensor, sequence), Ranks(expert)
+        divided = Ranks(context), shares_experts
         self.blocks = nn.ModuleList(
-            Block(model, ranks, held, bool(model.experts) and i % period == period - 1)
+            Block(model, ranks, held, bool(model.experts) and i % period == period - 1, *divided)
             for i in range(count)
         )
 

@@ -97,7 +97,7 @@ class OwnModel:
         return self.heads % tp == 0 and self.vocab % tp == 0
 
     def held(
-        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0
+        self, layers: int, tp: int, expert_ranks: int, dense_first: int = 0, etp: int = 1
     ) -> tuple[int, int]:
         """(dense, of experts) parameters of so many layers on one rank: parameters that the
         experts' ranks divide count as experts."""
@@ -117,8 +117,14 @@ class OwnModel:
     def hint(self) -> str:
         return f"a tp that divides a node, {self.heads} heads and {self.vocab} words"
 
-    def shares_sequence(self, tp: int) -> bool:
+    def shares_sequence(self, tp: int, cp: int = 1) -> bool:
         return False  # a block takes whole sequences, whatever it does inside
+
+    def splits_experts(self, tp: int) -> bool:
+        return False  # how a block divides its experts is its own
+
+    def splits_sequence(self, cp: int) -> bool:
+        return cp == 1
 
     def blocks(
         self,
@@ -126,8 +132,12 @@ class OwnModel:
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
         sequence: bool = False,
+        context: ProcessGroup | None = None,
+        shares_experts: bool = False,
     ) -> nn.Module:
         assert not sequence
+        assert context is None
+        assert not shares_experts
         return nn.Sequential(*(_made(self.name, tensor, expert).block for _ in range(count)))
 
     def stage(
@@ -206,6 +216,6 @@ def _sizes(where: str, seq: int = 0) -> tuple[OwnModel, int]:
 @lru_cache
 def _counts(where: str, tp: int, expert_ranks: int) -> Mapping[str, int]:
     """Parameters of a block on one rank, by name."""
-    with fake_groups(tp * expert_ranks, tp, expert_ranks) as groups, FakeTensorMode():
+    with fake_groups(tp * expert_ranks, tp, expert_ranks) as (*groups, _), FakeTensorMode():
         block = _made(where, *groups).block
         return {name: parameter.numel() for name, parameter in block.named_parameters()}

@@ -256,7 +256,7 @@ def embedding_ns(
 def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:
     if layout.pp == 1:
         return 0
-    across = layout.tp * layout.dp >= cluster.gpus_per_node
+    across = layout.tp * layout.replicas >= cluster.gpus_per_node
     # Ranks of a node send at the same time, each its part of the width or all of it.
     apart = across and not layout.sequence and find_framework(cluster.framework).scatters
     size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes

@@ -39,7 +39,7 @@ VERSION = 1
 _BLOCKS = 2
 _ENOUGH = 1 << 62  # bytes of memory: what a plan takes is asked, not whether it may
 _SHAPE = {each.name: each.type for each in fields(Transformer) if each.name not in ("name",)}
-_LAYOUT = ("gpus", "batch", "microbatch", "tp", "pp", "schedule", "chunks", "sequence")
+_LAYOUT = ("gpus", "batch", "microbatch", "tp", "cp", "pp", "schedule", "chunks", "sequence")
 _HOW = ("hardware", "framework", "recompute")
 _MEASURED = ("step_ms", "peak_gb", "fits")
 _TRUE = ("1", "true", "yes")
@@ -64,7 +64,7 @@ class Row:
         """What is captured for the row; rows of other depths and batches share it."""
         key = UnitKey.of(self.model, self.cluster, self.layout)
         model = replace(key.model, layers=min(key.model.layers, _BLOCKS * key.model.period))
-        return replace(key, model=model, gpus=key.tp * key.expert_ranks)
+        return replace(key, model=model, gpus=key.tp * max(key.cp, key.expert_ranks))
 
 
 @dataclass(frozen=True)
@@ -174,22 +174,27 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         shape[key] = cells[key].lower() in _TRUE if kind == "bool" else cells[key]
         shape[key] = _whole(cells, key, 0) if kind == "int" else shape[key]
     model = Transformer(name=path.stem, **shape)
-    gpus, tp, pp, chunks = (_whole(cells, key) for key in ("gpus", "tp", "pp", "chunks"))
+    gpus, tp, cp, pp = (_whole(cells, key) for key in ("gpus", "tp", "cp", "pp"))
+    chunks = _whole(cells, "chunks")
     batch, microbatch = (_whole(cells, key) for key in ("batch", "microbatch"))
-    if gpus % (tp * pp):
-        raise ValueError(f"{gpus} GPUs are not a multiple of tp={tp} times pp={pp}")
+    if gpus % (tp * cp * pp):
+        divided = f"tp={tp} times pp={pp}" + f" times cp={cp}" * (cp > 1)
+        raise ValueError(f"{gpus} GPUs are not a multiple of {divided}")
     layout = Layout(
         tp,
         pp,
-        gpus // tp // pp,
+        gpus // tp // cp // pp,
         microbatch,
         cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
         cells.get("sequence", "").lower() in _TRUE,
         max(2, chunks),
+        cp,
     )
     if layout.stages > model.layers or batch % (layout.dp * microbatch):
         raise ValueError(f"{layout} does not divide {model.layers} layers and the batch")
     framework = find_framework(cells["framework"])
+    if not framework.of(model).splits_sequence(cp):
+        raise ValueError(f"cp={cp} does not divide sequences of {model.seq} in fused attention")
     if cells["recompute"] not in framework.plans:
         expected = ", ".join(framework.plans)
         raise ValueError(f"recompute {cells['recompute']!r}: expected one of {expected}")

@@ -51,10 +51,10 @@ class Update:
         the replicas that hold them."""
         machine = load_hardware(cluster.hardware)
         here = machine.gpus_per_node // layout.tp  # replicas in a node
-        alike = max(1, here // expert_ranks(model, layout.dp)) * (
-            layout.tp if layout.sequence else 1
+        alike = max(1, here // expert_ranks(model, layout.replicas)) * (
+            layout.tp if layout.sequence and not layout.shares_experts else 1
         )
-        groups = (layout.dp, here), (expert_replicas(model, layout), alike)
+        groups = (layout.replicas, here), (expert_replicas(model, layout), alike)
 
         def takes(
             kind: Literal["all_reduce", "reduce_scatter", "all_gather"],
@@ -74,7 +74,7 @@ class Update:
         whole = framework.sums_all or not shards
         kind: Literal["all_reduce", "reduce_scatter"] = "all_reduce" if whole else "reduce_scatter"
         size = framework.summed_bytes or framework.gradient_bytes
-        copied = framework.summing_moves if layout.dp > 1 else 0
+        copied = framework.summing_moves if layout.replicas > 1 else 0
         sums = [
             takes(kind, held, size) + round(machine.memory_ns(sum(held) * copied))
             for held in of_stage
@@ -83,6 +83,7 @@ class Update:
         if not framework.hides_reduction:
             late_ns = max(sum(sums[s] for s in layout.stages_of(r)) for r in range(layout.pp))
             sums = [0 for _ in sums]
-        moved = max(map(sum, of_rank)) * framework.optimizer_moves / (layout.dp if shards else 1)
+        sharing = layout.replicas if shards else 1
+        moved = max(map(sum, of_rank)) * framework.optimizer_moves / sharing
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
         return Update(tuple(sums), round(machine.memory_ns(moved)), gather_ns, late_ns)

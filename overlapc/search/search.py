@@ -118,7 +118,7 @@ def search(
                     run.find_smallest(pool)
                 else:
                     run.neighbours(pool, shown)
-                    if run.best.layout.stages == run.best.layout.pp > 1:
+                    if run.best.layout.stages == run.best.layout.pp > 1 and not any(fixed.ends):
                         run.divide(pool)
                     run.look_again(pool)
                     run.complete = True
@@ -167,7 +167,7 @@ def compare(
 ) -> list[Found]:
     """Plan the chosen layout by each solver, with its layers divided as chosen or evenly, whichever
     is faster. Layouts among `planned` are not planned again."""
-    splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages))}
+    splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages, chosen.layout.ends))}
     known = {(f.solver, f.layers): f for f in planned if f.layout == chosen.layout}
     limit = _OPT_SECONDS / (chosen.layout.pp * len(splits))
     where = model, cluster, chosen.layout, unit

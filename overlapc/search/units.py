@@ -13,6 +13,7 @@ from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import load_hardware
 from overlapc.record import Record
+from overlapc.search.fp8 import in_fp8
 from overlapc.search.frameworks import Framework, find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.models import Model
@@ -43,10 +44,13 @@ class UnitKey:
     sequence: bool = False
     costs: str = ""
     framework: str = "overlapc"
+    cp: int = 1
+    fp8: bool = False
+    shares_experts: bool = False
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
-        experts = expert_ranks(model, layout.dp)
+        experts = expert_ranks(model, layout.replicas)
         return UnitKey(
             find_framework(cluster.framework).of(model),
             cluster.hardware,
@@ -57,6 +61,9 @@ class UnitKey:
             layout.sequence,
             cluster.costs,
             cluster.framework,
+            layout.cp,
+            cluster.fp8,
+            layout.shares_experts,
         )
 
 
@@ -144,16 +151,21 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
     if not model.whole:
         torch.set_default_dtype(dtype)
     try:
-        with fake_groups(key.gpus, key.tp, key.expert_ranks) as (tensor, expert), FakeTensorMode():
+        groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp)
+        with groups as (tensor, expert, context), FakeTensorMode():
             count = min(model.layers, max(most // model.period, 1) * model.period)
-            shape = (key.microbatch, model.seq)
+            part = model.seq // key.cp
+            shape = (key.microbatch, part)
             if key.sequence:
-                shape = (model.seq // key.tp, key.microbatch)
+                shape = (part // key.tp, key.microbatch)
             elif "attention" in getattr(model, "unfused", ""):
                 shape = (model.seq, key.microbatch)
             x = torch.zeros(*shape, model.width, requires_grad=True)
-            blocks = _problem(key, model.blocks(count, tensor, expert, key.sequence), x)
-            head, _ = _problem(key, Head(model, tensor, key.sequence), x)
+            divided = key.sequence, context, key.shares_experts
+            made = model.blocks(count, tensor, expert, *divided)
+            blocks = _problem(key, made, x)
+            end = Head(model, tensor, key.sequence)
+            head, _ = _problem(replace(key, fp8=False), end, x)
     finally:
         torch.set_default_dtype(before)
     problem, received = blocks
@@ -178,6 +190,9 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
     step = TrainingStep(gradients=gradients, add_ns_per_kib=add_ns)
     profile = priced(described, machine, known, framework.attention)
+    if key.fp8:
+        experts = getattr(key.model, "experts", 0)
+        profile = in_fp8(described.trace, profile, described.works, machine, experts)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
     return Problem(problem.trace, _launched(problem, framework, key.model.seq)), received

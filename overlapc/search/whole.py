@@ -48,7 +48,7 @@ def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
     from overlapc.search.groups import fake_groups
 
     layout = found.layout
-    experts = expert_ranks(model, layout.dp)
+    experts = expert_ranks(model, layout.replicas)
     joined = layout.tp > 1 or experts > 1
     found = replace(
         found, whole=True, rows="", merged=joined and layout.pp == 1 and found.microbatches > 1
@@ -57,7 +57,7 @@ def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
     budgets = memory_budgets(model, cluster, found)
     reports: list[list[Report]] = []
     figures: list[list[StageFigures]] = []
-    with fake_groups(cluster.gpus, layout.tp, experts) as groups:
+    with fake_groups(cluster.gpus, layout.tp, experts) as (*groups, _):
         for stage, budget in enumerate(budgets):
             captured = _captured(model, layout, stage, found.layers[stage], groups)
             planned = _planned(cluster, found.solver, layout, schedule, stage, captured, budget)

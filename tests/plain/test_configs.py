@@ -30,6 +30,7 @@ def llama(layers: int, width: int, heads: int, kv: int, ffn: int, vocab: int, **
 
 def deepseek(layers: int, width: int, heads: int, ffn: int, vocab: int, **more: Any) -> Any:
     latent = {
+        "model_type": "deepseek_v3",
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
@@ -37,6 +38,18 @@ def deepseek(layers: int, width: int, heads: int, ffn: int, vocab: int, **more: 
         "moe_layer_freq": 1,
     }
     return llama(layers, width, heads, heads, ffn, vocab, **latent) | more
+
+
+def gemma3(width: int, ffn: int, layers: int, **more: Any) -> Any:
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    return {"model_type": "gemma3", "text_config": text | more}
 
 
 QWEN_MOE = {
@@ -113,6 +126,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         deepseek(
             27, 2048, 16, 10944, 102400, moe_intermediate_size=1408, n_routed_experts=64,
             num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=None,
+            model_type="deepseek_v2",
         ),
         15_706_484_224,
     ),
@@ -120,6 +134,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         deepseek(
             60, 5120, 128, 12288, 102400, moe_intermediate_size=1536, n_routed_experts=160,
             num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=1536,
+            model_type="deepseek_v2",
         ),
         235_741_434_880,
     ),
@@ -164,6 +179,67 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             ),
         },
         107_769_994_240,
+    ),
+    "Llama-3.3-70B": (llama(80, 8192, 64, 8, 28672, 128256), 70_553_706_496),
+    "Qwen3-32B": (
+        llama(64, 5120, 64, 8, 25600, 151936, model_type="qwen3", head_dim=128),
+        32_762_123_264,
+    ),
+    "Mistral-Small-24B": (
+        llama(40, 5120, 32, 8, 32768, 131072, model_type="mistral", head_dim=128),
+        23_572_403_200,
+    ),
+    "Mixtral-8x22B": (
+        llama(
+            56, 6144, 48, 8, 16384, 32768, model_type="mixtral", num_local_experts=8,
+            num_experts_per_tok=2, sliding_window=None,
+        ),
+        140_630_071_296,
+    ),
+    "Phi-4-mini": (
+        llama(32, 3072, 24, 8, 8192, 200064, model_type="phi3", tie_word_embeddings=True),
+        3_836_021_760,
+    ),
+    "Phi-3.5-MoE": (
+        llama(
+            32, 4096, 32, 8, 6400, 32064, model_type="phimoe", num_local_experts=16,
+            num_experts_per_tok=2, attention_bias=True, lm_head_bias=True,
+        ),
+        41_873_153_344,
+    ),
+    "gemma-2-27b": (
+        llama(
+            46, 4608, 32, 16, 36864, 256000, model_type="gemma2", head_dim=128,
+            hidden_act="gelu_pytorch_tanh", sliding_window=4096, tie_word_embeddings=True,
+        ),
+        27_227_128_320,
+    ),
+    "GLM-4-9B-0414": (
+        llama(40, 4096, 32, 2, 13696, 151552, model_type="glm4", head_dim=128, attention_bias=True),
+        9_400_279_040,
+    ),
+    # Of models that see, too: the checkpoint without its 871,932,416 (Llama 4) or 416,866,032
+    # (Gemma 3) parameters of vision, and those that bring pictures to the model's width. Gemma's
+    # files leave out what is as its code has it.
+    "Llama-4-Maverick": (
+        {
+            "model_type": "llama4",
+            "text_config": llama(
+                48, 5120, 40, 8, 8192, 202048, model_type="llama4_text", head_dim=128,
+                intermediate_size_mlp=16384, num_local_experts=128, num_experts_per_tok=1,
+                interleave_moe_layer_step=2, use_qk_norm=False, attention_chunk_size=8192,
+            ),
+        },
+        401_583_781_376 - 871_932_416,
+    ),
+    "gemma-3-4b": (gemma3(2560, 10240, 34), 4_300_079_472 - 416_866_032 - 1152 * 2561),
+    "gemma-3-12b": (
+        gemma3(3840, 15360, 48, num_attention_heads=16, num_key_value_heads=8),
+        12_187_325_040 - 416_866_032 - 1152 * 3841,
+    ),
+    "gemma-3-27b": (
+        gemma3(5376, 21504, 62, num_attention_heads=32, num_key_value_heads=16, head_dim=128),
+        27_432_406_640 - 416_866_032 - 1152 * 5377,
     ),
 }  # fmt: skip
 

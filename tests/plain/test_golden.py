@@ -26,6 +26,7 @@ from overlapc.schedule import format_schedule
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster
 from overlapc.search.models import Transformer
+from overlapc.search.nearest import Nearest
 from overlapc.search.search import Result
 from overlapc.solvers import solve
 from overlapc.solvers.schedules import make_schedule, one_f_one_b
@@ -133,6 +134,7 @@ def test_the_verdict_of_a_search() -> None:
         [Found.parse(each) for each in found["compared"]],
         simulate_pipeline(rows, [cost] * best.layout.pp),
         top=3,
+        public=Nearest.parse(found["public"]),
     )
     check("verdict", text + "\n")
     assert all(str(Found.parse(tried).layout) in page(found) for tried in found["tried"])

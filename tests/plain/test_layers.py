@@ -97,7 +97,7 @@ LAYERS = {
     ),
     # What people see.
     "report": Layer(
-        "check errors files ir pipeline planning schedule search simulate solvers",
+        "check errors files ir merge pipeline planning schedule search simulate solvers valid",
     ),
     "cli": Layer(
         "errors files overlapc planning profiler progress report schedule search solvers",

@@ -126,7 +126,7 @@ def test_garbled_json_is_an_error(document: dict[str, Any]) -> None:
     for key in document:
         broken = deepcopy(document)
         del broken[key]
-        if key in ("fixed", "solver", "memory_budgets", "certain"):
+        if key in ("fixed", "solver", "memory_budgets", "certain", "public"):
             continue  # not on the page
         with pytest.raises(FileError, match="expected"):
             page(broken)

@@ -309,7 +309,7 @@ def test_heu_plans_blocks_of_the_first_to_the_last(ends):
 
 def test_experts_of_data_dependent_sizes_are_layers():
     config = MoEConfig(layers=3, width=32, heads=4, experts=4, top_k=2, expert_width=64)
-    with fake_groups(2, 2, 1) as (group, _):
+    with fake_groups(2, 2, 1) as (group, *_):
         tokens = torch.zeros(2, 16, dtype=torch.long)
         captured = overlapc.capture(MoEGPT(config, group), tokens, tokens)
     spans = layers(captured.trace)

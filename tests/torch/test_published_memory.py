@@ -84,7 +84,7 @@ class Model(nn.Module):
 
 
 def problem_of(width: int, heads: int, batch: int, t: int, sequence: bool) -> Problem:
-    with fake_groups(t, t, 1) as (group, _), FakeTensorMode():
+    with fake_groups(t, t, 1) as (group, *_), FakeTensorMode():
         torch.set_default_dtype(torch.bfloat16)
         try:
             model = Model(width, heads, Ranks(group, sequence))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +14,16 @@ from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
 from overlapc.search.models import Transformer
+from overlapc.search.nearest import load_runs
 from overlapc.search.place import Place, planned
+from overlapc.search.public import load_table, predict_alike
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
 from overlapc.search.units import Unit, UnitKey, make_unit
 from overlapc.solvers import ONE_PLAN, solve
 from overlapc.stages import stage_cost
 
+PUBLIC = Path(__file__).parents[2] / "benchmarks" / "public"
 MODEL = Transformer("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
 CLUSTER = Cluster("a100-sxm-80", 8, 8, 1 << 40, 32, framework="megatron-2021")
 LAYOUT = Layout(2, 4, 1, 2)
@@ -114,3 +118,14 @@ def test_the_optimizer_takes_what_its_framework_moves() -> None:
         for name in ("megatron-deepspeed", "megatron-2021")
     )
     assert theirs == pytest.approx(ours * 62 / 34, abs=2)
+
+
+@pytest.mark.parametrize("name", ["korthikanti", "vtrain-small", "simumax-b200"])
+def test_the_package_has_what_these_costs_predict(name: str) -> None:
+    """Or `search` would print errors of other costs."""
+    row = next(row for row in load_table(PUBLIC / f"{name}.toml").rows if row.step_ns)
+    (found,) = predict_alike(row.key, (row,))
+    kept = next(run for run in load_runs() if run.table == name)
+    again = "overlapc validate --write overlapc/search/public_runs.csv"
+    assert kept.measured_ns == row.step_ns
+    assert kept.predicted_ns == pytest.approx(found.step_ns, rel=1e-3), again

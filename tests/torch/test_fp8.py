@@ -1,0 +1,88 @@
+"""FP8 in the search: products of layers at its rate, with what makes their operands FP8, counted by
+hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overlapc.errors import OptionError
+from overlapc.profiler.hardware import load_hardware
+from overlapc.profiler.work import Attention, Product, Work, work_ns
+from overlapc.search.evaluate import Found, first_bound
+from overlapc.search.fp8 import fp8_ns, runs_in_fp8
+from overlapc.search.interval import interval
+from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.megatron import megatron_arguments
+from overlapc.search.models import Transformer
+from overlapc.search.search import search
+from overlapc.search.units import UnitKey, make_unit
+
+M, N, K = 8192, 4096, 2048
+SIZE = 2 * (M * K + K * N + M * N)
+WORK = Work("matmul", 2.0 * M * N * K, "bfloat16", SIZE, K, Product(M, N, K, "tn"))
+H100 = load_hardware("h100-sxm")
+MODEL = Transformer(
+    "wide", layers=2, width=4096, heads=32, ffn=16384, vocab=32000, seq=4096, experts=8, top_k=2,
+    expert_width=4096, moe_every=2, gated=True,
+)  # fmt: skip
+CLUSTER = Cluster("h100-sxm", 8, 8, 1 << 40, 8)
+
+
+@pytest.mark.parametrize(
+    ("letter", "elements", "kernels"), [("F", M * K + K * N, 4), ("I", M * K, 2), ("W", 0, 0)]
+)
+def test_a_product_by_hand(letter: str, elements: int, kernels: int) -> None:
+    rate = H100.memory_bytes_per_s * H100.memory_efficiency
+    assert H100.kernels is None
+    part = H100.matmul_part(K)
+    multiplied = 2.0 * M * N * K / (1979e12 * part) * 1e9
+    moved = (SIZE - M * K - K * N) / rate * 1e9
+    expected = H100.launch_ns + max(multiplied, moved)
+    expected += elements * 6 / rate * 1e9 + kernels * H100.launch_ns
+    assert fp8_ns(H100, WORK, letter) == pytest.approx(expected, abs=2)
+    if letter == "W":
+        assert fp8_ns(H100, WORK, letter) < 0.55 * work_ns(H100, WORK)
+
+
+def test_what_runs_in_fp8() -> None:
+    assert runs_in_fp8(WORK, 0)
+    assert runs_in_fp8(WORK, 8)
+    assert not runs_in_fp8(WORK, N)  # a router of so many experts
+    assert not runs_in_fp8(replace(WORK, product=Product(M, N, 2044, "tn")), 0)
+    assert not runs_in_fp8(replace(WORK, dtype="float32"), 0)
+    mixed = replace(WORK, kind="attention", product=None, attention=Attention(8, 64, True, False))
+    assert not runs_in_fp8(mixed, 0)
+
+
+def test_layers_are_faster_and_ends_are_as_before() -> None:
+    key = UnitKey.of(MODEL, CLUSTER, Layout(1, 1, 8, 1))
+    halves, eighths = (make_unit(each, bounded=False) for each in (key, replace(key, fp8=True)))
+    assert eighths.head == halves.head
+    took = [sum(cost.compute_ns for cost in unit.problem.costs) for unit in (halves, eighths)]
+    assert 0.5 * took[0] < took[1] < 0.9 * took[0]
+    ops = halves.problem.trace.ops
+    changed = {
+        op.signature.split(" ")[0].split(".")[1]
+        for op in ops
+        if halves.problem.cost(op.name) != eighths.problem.cost(op.name)
+    }
+    assert changed == {"mm", "bmm"}
+    routers = [op.name for op in ops if "mm" in op.signature and ",8]" in op.signature]
+    assert routers
+    assert all(halves.problem.cost(n) == eighths.problem.cost(n) for n in routers)
+
+
+def test_what_is_printed_and_what_is_refused() -> None:
+    said = list(megatron_arguments(Layout(1, 1, 8, 1), (2,), 1, fp8=True))
+    assert "--fp8-format hybrid" in said
+    cluster, layout = replace(CLUSTER, fp8=True), Layout(1, 1, 8, 1)
+    assert first_bound(MODEL, cluster, layout) < first_bound(MODEL, CLUSTER, layout)
+    assert "kernels" in interval(Found(layout, "heu", 1000), cluster).guessed
+    for change, named in (
+        ({"hardware": "a100-sxm-80"}, "names no peak_flops.float8"),
+        ({"framework": "megatron-2021"}, "fused attention"),
+    ):
+        with pytest.raises(OptionError, match=named):
+            search(MODEL, replace(cluster, **change), workers=1)  # type: ignore[arg-type]
