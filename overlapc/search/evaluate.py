@@ -58,6 +58,7 @@ class Found:
     merged: bool = False  # each forward with the backward of the microbatch before
     gradients_ns: int = 0  # until all gradients are summed: the part that `Pipeline` predicts
     whole: bool = False  # planned whole, by the calls of `Pipeline`, not by a few blocks
+    launching: float = 0.0  # of a microbatch's time, for which a GPU waits for its host
 
     @property
     def fits(self) -> bool:
@@ -214,7 +215,7 @@ def evaluate(
     ran = Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
     gap = gap_of(ranks) if bounded else 0.0
-    found = replace(found, bound_ns=bound, layers=layers, gap=gap)
+    found = replace(found, bound_ns=bound, layers=layers, gap=gap, launching=unit.launching)
     if (finish and layout.pp > 1) or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
     elif finish:
@@ -300,15 +301,19 @@ def figures_of(
     """The figures of a step from its planned ranks."""
     machine = load_hardware(cluster.hardware)
     whole = reduced(ran.timeline, update.reduce_ns)
+    stages = max(ranks, key=lambda rank: sum(stage.microbatch_ns for stage in rank))
+    costs = [cost for stage in stages for cost in stage.costs]
+    forward_ns = sum(cost.forward_ns for cost in costs)
+    uncovered_ns = update.uncovered_ns(forward_ns, sum(cost.takes("B") for cost in costs))
     exposed_dp = whole.step_ns - ran.timeline.step_ns + update.late_ns + update.gather_ns
+    exposed_dp += uncovered_ns
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
-    step_ns = gradients_ns + update.after_ns
+    step_ns = gradients_ns + update.after_ns + uncovered_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
     if layout.dp > 1 and cluster.gpus > cluster.gpus_per_node:
         late_ns = round(step_ns * find_framework(cluster.framework).stragglers)
         exposed |= {"stragglers": late_ns} if late_ns else {}
         step_ns += late_ns
-    stages = max(ranks, key=lambda rank: sum(stage.microbatch_ns for stage in rank))
     slowest = [ran_of for stage in stages for ran_of in stage.ran(count)]
     for plan, times in slowest:
         for exposure in plan.exposures:

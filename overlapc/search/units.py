@@ -90,6 +90,7 @@ class Unit(Record):
     table_bytes: int  # bytes of a rank's part of the embedding
     least: Least
     head_ran: Timeline
+    launching: float = 0.0  # of the blocks' time, for which the device waits for its host
 
     @cached_property
     def _found(self) -> dict[Hashable, Any]:
@@ -153,19 +154,21 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
                 shape = (model.seq, key.microbatch)
             x = torch.zeros(*shape, model.width, requires_grad=True)
             blocks = _problem(key, model.blocks(count, tensor, expert, key.sequence), x)
-            head, _ = _problem(key, Head(model, tensor, key.sequence), x)
+            head, *_ = _problem(key, Head(model, tensor, key.sequence), x)
     finally:
         torch.set_default_dtype(before)
-    problem, received = blocks
+    problem, received, launching = blocks
     head_ran = simulate(head, solve(head, "none"))
     at_loss = find_framework(key.framework).loss_bytes * key.microbatch * model.seq * model.vocab
     head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * x.element_size()
-    return Unit(count, problem, received, head, x.nbytes, table, least, head_ran)
+    return Unit(count, problem, received, head, x.nbytes, table, least, head_ran, launching)
 
 
-def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:
+def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...], float]:
+    """A module as a problem, the inputs that another stage makes, and the part of its time for
+    which the device waits for its host."""
     from overlapc.profiler.cache import Cache
     from overlapc.profiler.estimate import priced
 
@@ -180,7 +183,8 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     profile = priced(described, machine, known, framework.attention)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
-    return Problem(problem.trace, _launched(problem, framework, key.model.seq)), received
+    launched, launching = _launched(problem, framework, key.model.seq)
+    return Problem(problem.trace, launched), received, launching
 
 
 def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tuple[str, ...]]:
@@ -193,10 +197,10 @@ def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tupl
     return describe(captured), tuple(parameter_gradients(captured))
 
 
-def _launched(problem: Problem, framework: Framework, seq: int) -> Profile:
+def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile, float]:
     """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
     one by one: a forward or a backward takes no less time than the host needs for it. The device's
-    waits are spread evenly over the kernels."""
+    waits are spread evenly over the kernels; their part of all time is returned, too."""
     profile = problem.profile
     slower = dict.fromkeys(profile.costs, framework.slower)
     if "attention" in framework.unfused:
@@ -207,13 +211,16 @@ def _launched(problem: Problem, framework: Framework, seq: int) -> Profile:
         name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()
     }
+    waits_ns = busy_ns = 0
     for is_forward in (True, False):
         ops = [op for op in problem.trace.ops if op.is_forward == is_forward]
         kernels = [op.name for op in ops if costs[op.name].compute_ns > 0]
         starts = sum(op.role == "start" for op in ops)
         host_ns = len(kernels) * framework.host_ns + starts * framework.host_collective_ns
         device_ns = sum(costs[op.name].compute_ns + costs[op.name].comm_ns for op in ops)
+        waits_ns += max(0, host_ns - device_ns)
+        busy_ns += device_ns
         for name in kernels:
             late_ns = max(0, host_ns - device_ns) // len(kernels)
             costs[name] = replace(costs[name], compute_ns=costs[name].compute_ns + late_ns)
-    return replace(profile, costs=costs)
+    return replace(profile, costs=costs), waits_ns / max(1, waits_ns + busy_ns)

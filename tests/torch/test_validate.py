@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from overlapc.errors import Infeasible
 from overlapc.planning.road import judged
@@ -114,3 +116,25 @@ def test_the_optimizer_takes_what_its_framework_moves() -> None:
         for name in ("megatron-deepspeed", "megatron-2021")
     )
     assert theirs == pytest.approx(ours * 62 / 34, abs=2)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 4096))
+def test_buckets_are_hidden_but_for_the_last(forward: int, backward: int, dp: int) -> None:
+    cluster = replace(CLUSTER, gpus=8 * dp, global_batch=2 * dp, framework="megatron-overlap")
+    layout = replace(LAYOUT, dp=dp)
+    late = Update.of(MODEL, replace(cluster, framework="megatron"), layout)
+    hidden = Update.of(MODEL, cluster, layout)
+    assert hidden.after_ns == late.optimizer_ns
+    whole = late.late_ns + late.gather_ns
+    assert hidden.uncovered_ns(0, 0) == whole
+    left = hidden.uncovered_ns(forward, backward)
+    assert max(whole - forward - backward, 0) <= left <= whole
+    assert left >= hidden.bucket * whole - 1
+
+
+def test_a_bucket_grows_with_the_replicas() -> None:
+    model = replace(MODEL, layers=400, width=2048, ffn=8192)
+    cluster = replace(CLUSTER, framework="megatron-overlap")
+    few, many = (Update.of(model, cluster, replace(LAYOUT, dp=dp)) for dp in (8, 80))
+    assert many.bucket == pytest.approx(2 * few.bucket)
+    assert few.uncovered_ns(10**12, 10**12) < 0.05 * few.uncovered_ns(0, 0)
