@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline
 from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
-from overlapc.profiler.hardware import load_hardware
+from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.record import Record
 from overlapc.search.frameworks import Framework, find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
@@ -181,10 +181,33 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
     step = TrainingStep(gradients=gradients, add_ns_per_kib=add_ns)
     profile = priced(described, machine, known, framework.attention)
+    if framework.uncovered:
+        profile = _of_experts(profile, described, machine, framework)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
     launched, launching = _launched(problem, framework, key.model.seq)
     return Problem(problem.trace, launched), received, launching
+
+
+def _of_experts(
+    profile: Profile, described: Described, machine: Hardware, framework: Framework
+) -> Profile:
+    """The costs with those of experts' products, batches of them: what they read and write takes a
+    part of its time beside them. Weight gradients (NT) are added up by the product itself."""
+    from overlapc.profiler.work import work_ns
+
+    costs = dict(profile.costs)
+    for name, work in described.works.items():
+        product = work.product
+        if product is None or product.batch == 1 or costs[name].source != "estimated":
+            continue
+        moved = work.moved_bytes
+        if product.layout == "nt":
+            moved += (2 * framework.gradient_bytes - 2) * product.batch * product.m * product.n
+        more_ns = framework.uncovered * machine.memory_ns(moved)
+        alone_ns = work_ns(machine, replace(work, moved_bytes=0))
+        costs[name] = replace(costs[name], compute_ns=round(alone_ns + more_ns))
+    return replace(profile, costs=costs)
 
 
 def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tuple[str, ...]]:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from overlapc.errors import Infeasible
 from overlapc.planning.road import judged
+from overlapc.profiler.hardware import load_hardware
 from overlapc.search.evaluate import evaluate
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks import FRAMEWORKS, find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.place import Place, planned
@@ -138,3 +139,29 @@ def test_a_bucket_grows_with_the_replicas() -> None:
     few, many = (Update.of(model, cluster, replace(LAYOUT, dp=dp)) for dp in (8, 80))
     assert many.bucket == pytest.approx(2 * few.bucket)
     assert few.uncovered_ns(10**12, 10**12) < 0.05 * few.uncovered_ns(0, 0)
+
+
+def test_grouped_products_take_what_they_move_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(
+        MODEL, width=4096, heads=32, ffn=4096, experts=16, top_k=8, expert_width=4096, seq=4096
+    )
+    cluster = replace(CLUSTER, framework="megatron")
+    key = UnitKey.of(model, cluster, Layout(1, 8, 1, 1))
+    besides = make_unit(key, bounded=False, most=1).problem
+    framework = replace(find_framework("megatron"), uncovered=0.0)
+    monkeypatch.setitem(FRAMEWORKS, "megatron", framework)
+    alone = make_unit(key, bounded=False, most=1).problem
+    machine = load_hardware(cluster.hardware)
+    more = {
+        op.name: besides.profile.costs[op.name].compute_ns - alone.profile.costs[op.name].compute_ns
+        for op in alone.trace.ops
+    }
+    slower = [op for op in alone.trace.ops if more[op.name]]
+    assert slower
+    assert all("bmm" in op.signature for op in slower)
+    # Of a weight's gradient: the gradient in float32 twice, and the activations.
+    rows, wide = model.seq * model.top_k, model.expert_width
+    moved = 8 * 16 * model.width * wide + 2 * rows * (model.width + wide)
+    assert any(
+        each == pytest.approx(machine.memory_ns(moved) / 2, rel=0.01) for each in more.values()
+    )
