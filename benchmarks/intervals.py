@@ -6,9 +6,9 @@ Every row of every table of `benchmarks/public` that calibrates is predicted. Ro
 blocks, framework and recompute are one kind: they share most of what may be wrong. Each kind is
 left out in turn: what all other kinds of its table are off by on average is taken from it, as
 calibrating on them would. What is then left of its error is divided by the width of its interval,
-and the width that holds four of five kinds is printed, of those whose GPUs wait for their host and
-of those whose GPUs do not. Of few kinds more must be held: of `n` that are at hand, four fifths of
-`n + 1` (a conformal bound). 1.0 says that `overlapc/search/interval.py` is right as it is.
+and the width that holds four of five kinds is printed, of those whose host takes half of their time
+or more to launch them, and of all others. Of few kinds more must be held: of `n` that are at hand,
+four fifths of `n + 1` (a conformal bound). 1.0 says that `overlapc/search/interval.py` is right as it is.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def main() -> None:
             waits = any(each.within and each.within.launching for each in kinds[kind])
             by_wait[waits].append(scores)
     for waits, found in by_wait.items():
-        name = "wait for their host" if waits else "do not"
-        print(f"{len(found):3} kinds whose GPUs {name}: four of five within {holds(found):.2f}")
+        name = "launched in half of their time or more" if waits else "others"
+        print(f"{len(found):3} kinds, {name}: four of five within {holds(found):.2f} widths")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Found:
     merged: bool = False  # each forward with the backward of the microbatch before
     gradients_ns: int = 0  # until all gradients are summed: the part that `Pipeline` predicts
     whole: bool = False  # planned whole, by the calls of `Pipeline`, not by a few blocks
-    launching: float = 0.0  # of a microbatch's time, for which a GPU waits for its host
+    launching: float = 0.0  # of a microbatch's time, that the host takes to launch it
 
     @property
     def fits(self) -> bool:

@@ -21,9 +21,10 @@ _LINKS = 0.10, 0.30
 # Of every step, whatever its parts: loading of data, clocks, kernels chosen for a shape.
 _ANY = 0.05
 # Within how many such widths four of five steps of the tables that calibrate are, if each kind of
-# block is left out in turn (`benchmarks/intervals.py`): where GPUs never wait for their host to
-# launch a kernel, and where they do.
+# block is left out in turn (`benchmarks/intervals.py`): of steps in general, and where the host
+# takes half of a microbatch's time or more to launch it, so that GPUs wait now and then.
 _STEADY, _LAUNCHING = 1.5, 2.3
+_HALF = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Interval:
     low_ns: int
     high_ns: int
     guessed: tuple[str, ...] = ()
-    launching: bool = False  # do GPUs wait for their host to launch kernels?
+    launching: bool = False  # does the host need half of the time or more to launch kernels?
 
 
 def interval(found: Found, cluster: Cluster) -> Interval:
@@ -47,10 +48,11 @@ def interval(found: Found, cluster: Cluster) -> Interval:
     width = _ANY**2
     for ns, (measured, guessed), known in parts.values():
         width += ((measured if known else guessed) * ns / max(1, found.step_ns)) ** 2
-    times = 1 + math.sqrt(width) * (_LAUNCHING if found.launching else _STEADY)
+    launching = found.launching >= _HALF
+    times = 1 + math.sqrt(width) * (_LAUNCHING if launching else _STEADY)
     unknown = tuple(name for name, (_, _, known) in parts.items() if not known)
     low, high = round(found.step_ns / times), round(found.step_ns * times)
-    return Interval(low, high, unknown, found.launching > 0)
+    return Interval(low, high, unknown, launching)
 
 
 def _kernels_known(machine: Hardware) -> bool:

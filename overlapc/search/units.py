@@ -90,7 +90,7 @@ class Unit(Record):
     table_bytes: int  # bytes of a rank's part of the embedding
     least: Least
     head_ran: Timeline
-    launching: float = 0.0  # of the blocks' time, for which the device waits for its host
+    launching: float = 0.0  # of the blocks' time, that their host takes to launch them
 
     @cached_property
     def _found(self) -> dict[Hashable, Any]:
@@ -167,8 +167,8 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
 
 
 def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...], float]:
-    """A module as a problem, the inputs that another stage makes, and the part of its time for
-    which the device waits for its host."""
+    """A module as a problem, the inputs that another stage makes, and the part of its time that its
+    host takes to launch it."""
     from overlapc.profiler.cache import Cache
     from overlapc.profiler.estimate import priced
 
@@ -223,7 +223,8 @@ def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tupl
 def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile, float]:
     """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
     one by one: a forward or a backward takes no less time than the host needs for it. The device's
-    waits are spread evenly over the kernels; their part of all time is returned, too."""
+    waits are spread evenly over the kernels. Also return the host's part of the time of a forward
+    or a backward, the larger: 1 if the device waits."""
     profile = problem.profile
     slower = dict.fromkeys(profile.costs, framework.slower)
     if "attention" in framework.unfused:
@@ -234,16 +235,15 @@ def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile
         name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()
     }
-    waits_ns = busy_ns = 0
+    launching = 0.0
     for is_forward in (True, False):
         ops = [op for op in problem.trace.ops if op.is_forward == is_forward]
         kernels = [op.name for op in ops if costs[op.name].compute_ns > 0]
         starts = sum(op.role == "start" for op in ops)
         host_ns = len(kernels) * framework.host_ns + starts * framework.host_collective_ns
         device_ns = sum(costs[op.name].compute_ns + costs[op.name].comm_ns for op in ops)
-        waits_ns += max(0, host_ns - device_ns)
-        busy_ns += device_ns
+        launching = max(launching, host_ns / max(1, host_ns, device_ns))
         for name in kernels:
             late_ns = max(0, host_ns - device_ns) // len(kernels)
             costs[name] = replace(costs[name], compute_ns=costs[name].compute_ns + late_ns)
-    return replace(profile, costs=costs), waits_ns / max(1, waits_ns + busy_ns)
+    return replace(profile, costs=costs), launching
