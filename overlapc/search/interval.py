@@ -23,7 +23,7 @@ _ANY = 0.05
 # Within how many such widths four of five steps of the tables that calibrate are, if each kind of
 # block is left out in turn (`benchmarks/intervals.py`): of steps in general, and where the host
 # takes half of a microbatch's time or more to launch it, so that GPUs wait now and then.
-_STEADY, _LAUNCHING = 1.5, 2.3
+_STEADY, _LAUNCHING = 1.5, 2.2
 _HALF = 0.5
 
 
