@@ -178,6 +178,7 @@ def evaluate(
     below_ns: float = math.inf,
     known: str = "",
     bounded: bool = True,
+    pinned: bool = False,
 ) -> Outcome:
     """Plan the layout's stages; return its step and its pipeline's timeline, or the memory that it
     lacks. `layers` are those of each stage, by default an even split.
@@ -185,8 +186,8 @@ def evaluate(
     Rows are placed as in `Pipeline`, in the memory that the plans leave; `known` are rows placed
     before. A baseline keeps its schedule's rows, as its authors run it, and so does a layout that
     placing could not bring below `below_ns`: then a few microbatches are simulated, and the others
-    repeat them. Only if `bounded` the gap of plans to their bounds is computed, which takes
-    long."""
+    repeat them. Only if `bounded` the gap of plans to their bounds is computed, which takes long.
+    Rows that are `pinned` take no more memory than the schedule's plain ones."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages))
     schedule = Rows.of(layout, count).few
@@ -212,11 +213,12 @@ def evaluate(
     if finish and layout.pp == 1:
         ranks[0] = merging(places[0], unit, ranks[0], count)
     static = static_bytes(model, layout, layers, find_framework(cluster.framework))
-    ran = Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
+    placing = finish and layout.pp > 1
+    ran = Ran.of(cluster, layout, unit, ranks, count, static, placing, known, pinned)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
     gap = gap_of(ranks) if bounded else 0.0
     found = replace(found, bound_ns=bound, layers=layers, gap=gap, launching=unit.launching)
-    if (finish and layout.pp > 1) or known:
+    if placing or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
     elif finish:
         found = replace(found, merged=ranks[0].report.merged is not None)
@@ -257,14 +259,16 @@ class Ran:
         static: Sequence[int],
         place: bool,
         known: str,
+        pinned: bool = False,
     ) -> Ran:
-        """Simulate the pipeline. `place`: place its rows; `known` are rows placed before."""
+        """Simulate the pipeline. `place`: place its rows; `known` are rows placed before; `pinned`
+        ones take no more memory than plain ones."""
         costs = _by_stage(layout, ranks)
         slowest_ns = max(rank.microbatch_ns for rank in ranks)
         few = Rows.of(layout, count)
         given = simulate_pipeline(few.few, costs, trusted=True).peak_bytes
         room = [cluster.memory_bytes - rank.peak_bytes for rank in ranks]
-        limits = [peak + more for peak, more in zip(given, room, strict=True)]
+        limits = [peak + (0 if pinned else more) for peak, more in zip(given, room, strict=True)]
         if known:
             rows = Rows(parse_schedule(known))
         else:

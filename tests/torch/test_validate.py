@@ -74,6 +74,21 @@ def test_few_blocks_stand_for_many() -> None:
     assert max(two.peak_bytes) == pytest.approx(max(four.peak_bytes), rel=0.05)
 
 
+def test_pinned_rows_take_no_memory_that_plain_ones_do_not() -> None:
+    steps = {}
+    for schedule in ("1f1b", "zero-bubble"):
+        layout = replace(LAYOUT, schedule=schedule)
+        for pinned in (False, True):
+            where = MODEL, CLUSTER, layout, unit(), "megatron-none"
+            found = evaluate(*where, bounded=False, pinned=pinned).found
+            steps[schedule, pinned] = found
+    assert steps["1f1b", True] == steps["1f1b", False]
+    free, pinned_found = steps["zero-bubble", False], steps["zero-bubble", True]
+    assert free.step_ns <= pinned_found.step_ns < steps["1f1b", True].step_ns
+    assert max(pinned_found.peak_bytes) < 1.2 * max(steps["1f1b", True].peak_bytes)
+    assert max(pinned_found.peak_bytes) < max(free.peak_bytes)
+
+
 def test_ends_count_as_layers_where_a_framework_says_so() -> None:
     scaling = find_framework("scaling")
     assert scaling.layers_of(40, 2) == (21, 19)
