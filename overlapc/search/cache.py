@@ -15,7 +15,7 @@ from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Model
 
-VERSION = 11
+VERSION = 12
 
 
 class Cache:

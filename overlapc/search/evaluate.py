@@ -58,6 +58,7 @@ class Found:
     merged: bool = False  # each forward with the backward of the microbatch before
     gradients_ns: int = 0  # until all gradients are summed: the part that `Pipeline` predicts
     whole: bool = False  # planned whole, by the calls of `Pipeline`, not by a few blocks
+    launching: float = 0.0  # of a microbatch's time, that the host takes to launch it
 
     @property
     def fits(self) -> bool:
@@ -178,6 +179,7 @@ def evaluate(
     below_ns: float = math.inf,
     known: str = "",
     bounded: bool = True,
+    pinned: bool = False,
 ) -> Outcome:
     """Plan the layout's stages; return its step and its pipeline's timeline, or the memory that it
     lacks. `layers` are those of each stage, by default an even split.
@@ -185,8 +187,8 @@ def evaluate(
     Rows are placed as in `Pipeline`, in the memory that the plans leave; `known` are rows placed
     before. A baseline keeps its schedule's rows, as its authors run it, and so does a layout that
     placing could not bring below `below_ns`: then a few microbatches are simulated, and the others
-    repeat them. Only if `bounded` the gap of plans to their bounds is computed, which takes
-    long."""
+    repeat them. Only if `bounded` the gap of plans to their bounds is computed, which takes long.
+    Rows that are `pinned` take no more memory than the schedule's plain ones."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
     schedule = Rows.of(layout, count).few
@@ -212,11 +214,12 @@ def evaluate(
     if finish and layout.pp == 1:
         ranks[0] = merging(places[0], unit, ranks[0], count)
     static = static_bytes(model, layout, layers, find_framework(cluster.framework))
-    ran = Ran.of(cluster, layout, unit, ranks, count, static, finish and layout.pp > 1, known)
+    placing = finish and layout.pp > 1
+    ran = Ran.of(cluster, layout, unit, ranks, count, static, placing, known, pinned)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
     gap = gap_of(ranks) if bounded else 0.0
-    found = replace(found, bound_ns=bound, layers=layers, gap=gap)
-    if (finish and layout.pp > 1) or known:
+    found = replace(found, bound_ns=bound, layers=layers, gap=gap, launching=unit.launching)
+    if placing or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
     elif finish:
         found = replace(found, merged=ranks[0].report.merged is not None)
@@ -257,14 +260,16 @@ class Ran:
         static: Sequence[int],
         place: bool,
         known: str,
+        pinned: bool = False,
     ) -> Ran:
-        """Simulate the pipeline. `place`: place its rows; `known` are rows placed before."""
+        """Simulate the pipeline. `place`: place its rows; `known` are rows placed before; `pinned`
+        ones take no more memory than plain ones."""
         costs = _by_stage(layout, ranks)
         slowest_ns = max(rank.microbatch_ns for rank in ranks)
         few = Rows.of(layout, count)
         given = simulate_pipeline(few.few, costs, trusted=True).peak_bytes
         room = [cluster.memory_bytes - rank.peak_bytes for rank in ranks]
-        limits = [peak + more for peak, more in zip(given, room, strict=True)]
+        limits = [peak + (0 if pinned else more) for peak, more in zip(given, room, strict=True)]
         if known:
             rows = Rows(parse_schedule(known))
         else:
@@ -301,15 +306,19 @@ def figures_of(
     """The figures of a step from its planned ranks."""
     machine = load_hardware(cluster.hardware)
     whole = reduced(ran.timeline, update.reduce_ns)
+    stages = max(ranks, key=lambda rank: sum(stage.microbatch_ns for stage in rank))
+    costs = [cost for stage in stages for cost in stage.costs]
+    forward_ns = sum(cost.forward_ns for cost in costs)
+    uncovered_ns = update.uncovered_ns(forward_ns, sum(cost.takes("B") for cost in costs))
     exposed_dp = whole.step_ns - ran.timeline.step_ns + update.late_ns + update.gather_ns
+    exposed_dp += uncovered_ns
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
-    step_ns = gradients_ns + update.after_ns
+    step_ns = gradients_ns + update.after_ns + uncovered_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
     if layout.replicas > 1 and cluster.gpus > cluster.gpus_per_node:
         late_ns = round(step_ns * find_framework(cluster.framework).stragglers)
         exposed |= {"stragglers": late_ns} if late_ns else {}
         step_ns += late_ns
-    stages = max(ranks, key=lambda rank: sum(stage.microbatch_ns for stage in rank))
     slowest = [ran_of for stage in stages for ran_of in stage.ran(count)]
     for plan, times in slowest:
         for exposure in plan.exposures:

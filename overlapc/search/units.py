@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline
 from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
-from overlapc.profiler.hardware import load_hardware
+from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.record import Record
 from overlapc.search.fp8 import in_fp8
 from overlapc.search.frameworks import Framework, find_framework
@@ -97,6 +97,7 @@ class Unit(Record):
     table_bytes: int  # bytes of a rank's part of the embedding
     least: Least
     head_ran: Timeline
+    launching: float = 0.0  # of the blocks' time, that their host takes to launch them
 
     @cached_property
     def _found(self) -> dict[Hashable, Any]:
@@ -165,19 +166,21 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
             made = model.blocks(count, tensor, expert, *divided)
             blocks = _problem(key, made, x)
             end = Head(model, tensor, key.sequence)
-            head, _ = _problem(replace(key, fp8=False), end, x)
+            head, *_ = _problem(replace(key, fp8=False), end, x)
     finally:
         torch.set_default_dtype(before)
-    problem, received = blocks
+    problem, received, launching = blocks
     head_ran = simulate(head, solve(head, "none"))
     at_loss = find_framework(key.framework).loss_bytes * key.microbatch * model.seq * model.vocab
     head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * x.element_size()
-    return Unit(count, problem, received, head, x.nbytes, table, least, head_ran)
+    return Unit(count, problem, received, head, x.nbytes, table, least, head_ran, launching)
 
 
-def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...]]:
+def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...], float]:
+    """A module as a problem, the inputs that another stage makes, and the part of its time that its
+    host takes to launch it."""
     from overlapc.profiler.cache import Cache
     from overlapc.profiler.estimate import priced
 
@@ -193,9 +196,33 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
     if key.fp8:
         experts = getattr(key.model, "experts", 0)
         profile = in_fp8(described.trace, profile, described.works, machine, experts)
+    elif framework.uncovered:
+        profile = _of_experts(profile, described, machine, framework)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
-    return Problem(problem.trace, _launched(problem, framework, key.model.seq)), received
+    launched, launching = _launched(problem, framework, key.model.seq)
+    return Problem(problem.trace, launched), received, launching
+
+
+def _of_experts(
+    profile: Profile, described: Described, machine: Hardware, framework: Framework
+) -> Profile:
+    """The costs with those of experts' products, batches of them: what they read and write takes a
+    part of its time beside them. Weight gradients (NT) are added up by the product itself."""
+    from overlapc.profiler.work import work_ns
+
+    costs = dict(profile.costs)
+    for name, work in described.works.items():
+        product = work.product
+        if product is None or product.batch == 1 or costs[name].source != "estimated":
+            continue
+        moved = work.moved_bytes
+        if product.layout == "nt":
+            moved += (2 * framework.gradient_bytes - 2) * product.batch * product.m * product.n
+        more_ns = framework.uncovered * machine.memory_ns(moved)
+        alone_ns = work_ns(machine, replace(work, moved_bytes=0))
+        costs[name] = replace(costs[name], compute_ns=round(alone_ns + more_ns))
+    return replace(profile, costs=costs)
 
 
 def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tuple[str, ...]]:
@@ -208,10 +235,11 @@ def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tupl
     return describe(captured), tuple(parameter_gradients(captured))
 
 
-def _launched(problem: Problem, framework: Framework, seq: int) -> Profile:
+def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile, float]:
     """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
     one by one: a forward or a backward takes no less time than the host needs for it. The device's
-    waits are spread evenly over the kernels."""
+    waits are spread evenly over the kernels. Also return the host's part of the time of a forward
+    or a backward, the larger: 1 if the device waits."""
     profile = problem.profile
     slower = dict.fromkeys(profile.costs, framework.slower)
     if "attention" in framework.unfused:
@@ -222,13 +250,15 @@ def _launched(problem: Problem, framework: Framework, seq: int) -> Profile:
         name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()
     }
+    launching = 0.0
     for is_forward in (True, False):
         ops = [op for op in problem.trace.ops if op.is_forward == is_forward]
         kernels = [op.name for op in ops if costs[op.name].compute_ns > 0]
         starts = sum(op.role == "start" for op in ops)
         host_ns = len(kernels) * framework.host_ns + starts * framework.host_collective_ns
         device_ns = sum(costs[op.name].compute_ns + costs[op.name].comm_ns for op in ops)
+        launching = max(launching, host_ns / max(1, host_ns, device_ns))
         for name in kernels:
             late_ns = max(0, host_ns - device_ns) // len(kernels)
             costs[name] = replace(costs[name], compute_ns=costs[name].compute_ns + late_ns)
-    return replace(profile, costs=costs)
+    return replace(profile, costs=costs), launching

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,19 @@ def test_what_is_guessed_is_named_and_wider() -> None:
     guessed = interval(exposed, replace(CLUSTER, hardware="v100-sxm2-32"))
     assert "kernels" in guessed.guessed
     assert width(guessed) > 1.2 * width(known)
+
+
+def test_a_step_is_as_many_times_longer_as_shorter() -> None:
+    within = interval(FOUND, CLUSTER)
+    assert within.high_ns * within.low_ns == pytest.approx(FOUND.step_ns**2, rel=1e-4)
+    assert not within.launching
+
+
+def test_steps_that_hosts_hardly_launch_in_time_are_less_certain() -> None:
+    assert interval(replace(FOUND, launching=0.4), CLUSTER) == interval(FOUND, CLUSTER)
+    waits = interval(replace(FOUND, launching=0.6), CLUSTER)
+    assert waits.launching
+    assert width(waits) > 1.3 * width(interval(FOUND, CLUSTER))
 
 
 def test_no_traffic_has_no_part() -> None:

@@ -7,11 +7,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from overlapc.errors import Infeasible
 from overlapc.planning.road import judged
+from overlapc.profiler.hardware import load_hardware
 from overlapc.search.evaluate import evaluate
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks import FRAMEWORKS, find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.nearest import load_runs
@@ -75,6 +78,21 @@ def test_few_blocks_stand_for_many() -> None:
     assert max(two.peak_bytes) == pytest.approx(max(four.peak_bytes), rel=0.05)
 
 
+def test_pinned_rows_take_no_memory_that_plain_ones_do_not() -> None:
+    steps = {}
+    for schedule in ("1f1b", "zero-bubble"):
+        layout = replace(LAYOUT, schedule=schedule)
+        for pinned in (False, True):
+            where = MODEL, CLUSTER, layout, unit(), "megatron-none"
+            found = evaluate(*where, bounded=False, pinned=pinned).found
+            steps[schedule, pinned] = found
+    assert steps["1f1b", True] == steps["1f1b", False]
+    free, pinned_found = steps["zero-bubble", False], steps["zero-bubble", True]
+    assert free.step_ns <= pinned_found.step_ns < steps["1f1b", True].step_ns
+    assert max(pinned_found.peak_bytes) < 1.2 * max(steps["1f1b", True].peak_bytes)
+    assert max(pinned_found.peak_bytes) < max(free.peak_bytes)
+
+
 def test_ends_count_as_layers_where_a_framework_says_so() -> None:
     scaling = find_framework("scaling")
     assert scaling.layers_of(40, 2) == (21, 19)
@@ -129,3 +147,51 @@ def test_the_package_has_what_these_costs_predict(name: str) -> None:
     again = "overlapc validate --write overlapc/search/public_runs.csv"
     assert kept.measured_ns == row.step_ns
     assert kept.predicted_ns == pytest.approx(found.step_ns, rel=1e-3), again
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 4096))
+def test_buckets_are_hidden_but_for_the_last(forward: int, backward: int, dp: int) -> None:
+    cluster = replace(CLUSTER, gpus=8 * dp, global_batch=2 * dp, framework="megatron-overlap")
+    layout = replace(LAYOUT, dp=dp)
+    late = Update.of(MODEL, replace(cluster, framework="megatron"), layout)
+    hidden = Update.of(MODEL, cluster, layout)
+    assert hidden.after_ns == late.optimizer_ns
+    whole = late.late_ns + late.gather_ns
+    assert hidden.uncovered_ns(0, 0) == whole
+    left = hidden.uncovered_ns(forward, backward)
+    assert max(whole - forward - backward, 0) <= left <= whole
+    assert left >= hidden.bucket * whole - 1
+
+
+def test_a_bucket_grows_with_the_replicas() -> None:
+    model = replace(MODEL, layers=400, width=2048, ffn=8192)
+    cluster = replace(CLUSTER, framework="megatron-overlap")
+    few, many = (Update.of(model, cluster, replace(LAYOUT, dp=dp)) for dp in (8, 80))
+    assert many.bucket == pytest.approx(2 * few.bucket)
+    assert few.uncovered_ns(10**12, 10**12) < 0.05 * few.uncovered_ns(0, 0)
+
+
+def test_grouped_products_take_what_they_move_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(
+        MODEL, width=4096, heads=32, ffn=4096, experts=16, top_k=8, expert_width=4096, seq=4096
+    )
+    cluster = replace(CLUSTER, framework="megatron")
+    key = UnitKey.of(model, cluster, Layout(1, 8, 1, 1))
+    besides = make_unit(key, bounded=False, most=1).problem
+    framework = replace(find_framework("megatron"), uncovered=0.0)
+    monkeypatch.setitem(FRAMEWORKS, "megatron", framework)
+    alone = make_unit(key, bounded=False, most=1).problem
+    machine = load_hardware(cluster.hardware)
+    more = {
+        op.name: besides.profile.costs[op.name].compute_ns - alone.profile.costs[op.name].compute_ns
+        for op in alone.trace.ops
+    }
+    slower = [op for op in alone.trace.ops if more[op.name]]
+    assert slower
+    assert all("bmm" in op.signature for op in slower)
+    # Of a weight's gradient: the gradient in float32 twice, and the activations.
+    rows, wide = model.seq * model.top_k, model.expert_width
+    moved = 8 * 16 * model.width * wide + 2 * rows * (model.width + wide)
+    assert any(
+        each == pytest.approx(machine.memory_ns(moved) / 2, rel=0.01) for each in more.values()
+    )
