@@ -113,10 +113,10 @@ def solve(
             best.take(chain.from_iterable(tried.values()))
             return best.plan()
         known = chain(tried.pop("baselines"), tried.pop("sizes"), tried.pop("others'"))
-        start = () if len(problem.trace.ops) <= SMALL else tried.pop("ladder")
-        others = chain.from_iterable(tried.values())
+        last = () if len(problem.trace.ops) <= SMALL else tried.pop("ladder")
+        first = chain.from_iterable(tried.values())
         found = opt(
-            problem, known, start, others, time_limit_s=time_limit_s, gap=gap, progress=progress
+            problem, known, first, last, time_limit_s=time_limit_s, gap=gap, progress=progress
         )
     except Infeasible:
         # Its Infeasible names a budget that works in every run.
