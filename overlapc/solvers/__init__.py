@@ -28,7 +28,7 @@ from overlapc.solvers import baselines
 from overlapc.solvers.bounds import Least, Within, bound_ns, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_on_demand
 from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
-from overlapc.solvers.heu import heu_plans
+from overlapc.solvers.heu import heu_plans, ordered
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import merged_plans
 from overlapc.solvers.opt import Progress, opt
@@ -139,7 +139,8 @@ def generators(
     rivals = (FIELD[name](problem) for name in _QUICK)
     if solver == "heu" and len(problem.trace.ops) > SMALL:
         hopeful = any(baselines.fits(problem, plan) for plan in cheap)
-        return found | {"others'": rivals, "blocks": heu_plans(problem, hopeful=hopeful)}
+        blocks = heu_plans(problem, hopeful=hopeful)
+        return found | {"others'": rivals, "blocks": blocks, "filled": _filled(problem, best)}
     found["sizes"] = sizes = steady_plans(problem)
     simple = [*cheap, *sizes]
     if solver == "heu":
@@ -214,6 +215,12 @@ def _ladder(problem: Problem, steady: Sequence[Plan], best: _Best | None = None)
             if above is None or peak_bytes(problem, plan) <= above:
                 yield replace(plan, found_by=f"rung {rung} of {rungs} {plan.found_by}")
         above = budget
+
+
+def _filled(problem: Problem, best: _Best | None) -> Iterator[Plan]:
+    """Orders of what the best plan so far keeps, if it is a baseline's: windows are empty there."""
+    if best is not None and best.found is not None and not best.found[1].found_by:
+        yield from ordered(problem, best.found[1])
 
 
 def _theirs(problem: Problem, torch_choices: Iterable[tuple[str, ...]]) -> Iterator[Plan]:

@@ -415,6 +415,12 @@ def _peak(problem: Problem, choice: Choice) -> int:
     return peak_bytes(problem, Plan("", "", choice.saved, on_demand(problem, choice)))
 
 
+def ordered(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """Plans that keep what this one keeps, in several orders."""
+    if problem.trace.lanes and len(problem.phases) == 2:
+        yield from schedules(problem, choice_of(problem, plan), problem.budget_bytes)
+
+
 def schedules(
     problem: Problem, choice: Choice, budget: int | None, defer: bool = True
 ) -> Iterator[Plan]:

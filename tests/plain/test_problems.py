@@ -67,6 +67,18 @@ def test_heu_takes_what_memory_there_is(problem):
     assert steps[2] <= 1.005 * steps[1]
 
 
+def test_heu_fills_the_windows_of_a_baseline_that_wins(problem, monkeypatch):
+    """At the smallest budgets one may: its own order has everything in place."""
+    full = FIELD["full"](problem)
+    tight = replace(problem, budget_bytes=simulate(problem, full).peak_bytes)
+    monkeypatch.setattr("overlapc.solvers.heu_plans", lambda *_, **__: ())
+    plan = solve(tight, "heu")
+    timelines = [simulate(tight, FIELD[name](tight)) for name in ("full", "uniform", "megatron")]
+    best = min(t.step_ns for t in timelines if t.peak_bytes <= tight.budget_bytes)
+    assert simulate(tight, plan).step_ns < best
+    assert plan.found_by.startswith(("full", "uniform", "block", "megatron"))
+
+
 def test_heu_does_without_highs(problem, monkeypatch):
     """CBC, which comes with PuLP, solves the same small program."""
     with_highs = simulate(problem, solve(problem, "heu")).step_ns
