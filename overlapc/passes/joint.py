@@ -103,6 +103,7 @@ class Joint:
     tangents: dict[str, Any]  # name -> descriptor
     results: dict[str, Any]  # `result0` -> descriptor
     marks: tuple[int | None, ...]  # by result of Dynamo's graph: the number from `mark`
+    views: tuple[bool, ...] = ()  # by result of Dynamo's graph: a view of another or of an input?
     arguments: Sequence[Any] = ()  # of Dynamo's graph; set only during `adopt`
 
     def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
@@ -134,13 +135,19 @@ class Traced:
     whether the last call ran a graph.
 
     A function that cannot be one graph raises a CaptureError with reason and place, before anything
-    has run.
+    has run. It is traced with gradients, or, if it may be a forward `alone`, as it is called: a
+    graph without gradients is then one without a backward.
     """
 
     def __init__(
-        self, function: Callable[..., Any], adopt: Callable[[Joint], Run], model: Any = None
+        self,
+        function: Callable[..., Any],
+        adopt: Callable[[Joint], Run],
+        model: Any = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        self._adopt = adopt
+        self._adopt, self._alone = adopt, alone
         self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
         self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
         self.ran = False
@@ -154,7 +161,8 @@ class Traced:
         if _switched_off():
             raise CaptureError("torch.compile is switched off")
         settings = dynamo_config.patch(**_settings())
-        with torch.enable_grad(), settings, tracing(self.differences):
+        with_gradients = torch.is_grad_enabled() or not self._alone
+        with torch.set_grad_enabled(with_gradients), settings, tracing(self.differences):
             try:
                 return self._compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -181,16 +189,21 @@ class Traced:
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            adopt(traced, num_fwd_outputs, static_lifetime_input_indices or ())
+            assert joint is not None
+            return stubs(joint.captured)
+
+        def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> None:
             nonlocal run, joint
-            static = static_lifetime_input_indices or ()
-            captured = trace_joint(traced, num_fwd_outputs, inner_places(traced, static))
-            joint = _described(captured, _marks(graph), _metas(exported))
+            captured = trace_joint(traced, results, inner_places(traced, static))
+            joint = _described(captured, _marks(graph), _views(exported), _metas(exported))
             joint.arguments = arguments
             run = self._adopt(joint)
             joint.arguments = ()
-            return stubs(captured)
 
-        def runs(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        def runs(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+            if run is None and self._alone:
+                adopt(*_without_backward(module), _lasting(arguments))
             if run is None:
                 raise OptionError(NO_GRADIENT)
             boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -237,6 +250,28 @@ def _exported(stack: contextlib.ExitStack, graph: fx.GraphModule, arguments: Seq
     except CaptureError as error:  # FX has added the path to the op
         raise CaptureError(error.reason, error.place) from None
     return exported
+
+
+def _without_backward(forward: fx.GraphModule) -> tuple[fx.GraphModule, int]:
+    """Make a graph that has no backward a joint graph without gradients; also return how many
+    results it has."""
+    inputs = forward.graph.find_nodes(op="placeholder")
+    for i, node in enumerate(inputs):
+        node.target = node.name = f"primals_{i + 1}"
+    output = forward.graph.find_nodes(op="output")[0]
+    results = tuple(output.args[0])
+    output.args = ((*results, *(None for _ in inputs)),)
+    output.meta["desc"] = [*output.meta["desc"], *(None for _ in inputs)]
+    return forward, len(results)
+
+
+def _lasting(arguments: Sequence[Any]) -> tuple[int, ...]:
+    """The places of arguments that last from call to call, as Dynamo says of their tensors."""
+    return tuple(
+        i
+        for i, value in enumerate(arguments)
+        if getattr(value, "_dynamo_static_input_type", None) is not None
+    )
 
 
 def _switched_off() -> bool:
@@ -325,7 +360,19 @@ def _place(desc: Any) -> int | None:
     return whole.idx if isinstance(whole, descriptors.PlainAOTInput) else None
 
 
-def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequence[Any]) -> Joint:
+def _views(exported: Any) -> tuple[bool, ...]:
+    """Which results of Dynamo's graph AOTAutograd makes of inputs or other results, as views."""
+    infos = exported._aot_state.fw_metadata.output_info
+    own = ("non_alias", "unsafe_view_alias", "custom_function_view")
+    return tuple(info.output_type.name not in own for info in infos)
+
+
+def _described(
+    captured: Captured,
+    marks: tuple[int | None, ...],
+    views: tuple[bool, ...],
+    metas: Sequence[Any],
+) -> Joint:
     joint = captured.joint
     inputs = primal_nodes(joint)
     places = []
@@ -361,6 +408,7 @@ def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequenc
         tangents,
         {f"result{i}": descs[i] for i in range(count)},
         marks,
+        views,
     )
 
 

@@ -66,6 +66,10 @@ def formulate(
     if step.gradients is None:
         lasting_bytes = saved_bytes(problem, trace.outputs)
     eager_bytes = eager_timeline(problem).peak_bytes
+    if step.slices > 1 and all(op.is_forward for op in trace.ops):
+        # Nothing lasts until a backward: the whole batch takes what slices take at the same time.
+        lone = replace(step, slices=1).microbatch(trace, profile)
+        eager_bytes = max(eager_bytes, step.slices * eager_timeline(lone).peak_bytes)
     return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.moe.model import MoEConfig, MoEGPT, checked_sizes
-from overlapc import TrainStep
+from overlapc import TrainStep, optimize
 from overlapc.emulate import Link, init_link
 from overlapc.layers import Exchange, SumOverRanks, before, exchange, whole
 from tests.multiprocess.mortal import caught
@@ -78,6 +78,39 @@ def test_two_ranks(name: str, budget: float | None) -> None:
         assert found["unchanged"] == []
         assert found["order"] == everyone[0]["order"]
         assert found["hidden"]
+
+
+def optimized(rank: int, ranks: int) -> dict[str, Any]:
+    init_link(SLOW_LINK)
+    torch.manual_seed(1)
+    model = moe()
+    twin = optimize(model, solver="heu", timeout_s=30, slices=2)
+    batch = tokens(rank), tokens(100 * rank + 50)
+    expected = plainly(model, batch, 2)
+    others = gradients(model)
+    same, hidden = [], []
+    for _ in range(2):
+        model.zero_grad()
+        loss = twin(*batch)
+        loss.backward()
+        mine = gradients(model)
+        same += [torch.equal(loss.detach(), expected)]
+        same += [torch.equal(mine[name], others[name]) for name in others]
+    with torch.no_grad():
+        same += [torch.equal(twin(*batch), expected) for _ in range(2)]
+    for report in twin.reports:
+        hidden.append(report.timeline.exposed_ns < report.eager.exposed_ns)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"same": all(same), "hidden": hidden, "plain": twin.unchanged}
+
+
+def test_calls_of_a_model_in_slices() -> None:
+    """Training, and forwards alone."""
+    for found in run_ranks(optimized, 2, timeout_s=280):
+        assert found["same"]
+        assert found["hidden"] == [True, True]
+        assert found["plain"] == []
 
 
 def automatic(rank: int, ranks: int) -> dict[str, Any]:

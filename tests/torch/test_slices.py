@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,25 +115,6 @@ def test_slices_hide_each_others_collectives():
         assert sliced.timeline.exposed_ns < sliced.eager.exposed_ns
         assert uncut.slices == 1
         assert any(letter in sliced.explain() for letter in ("F0 ", "F1 "))
-
-
-# Whose work takes as long as its bytes: half of it, half as long.
-SLOW = """
-name = "slow"
-status = "made up"
-base = "v100-sxm2-32"
-memory.bytes_per_s = { value = 1e8, source = "made up" }
-compute.launch_ns = { value = 10, source = "made up" }
-intra.alpha_ns = { value = 10, source = "made up" }
-intra.bytes_per_s = { value = 3e7, source = "made up" }
-"""
-
-
-@pytest.fixture
-def auto(tmp_path: Path) -> dict[str, Any]:
-    path = tmp_path / "slow.toml"
-    path.write_text(SLOW)
-    return {"slices": "auto", "profile": "estimate", "hardware": str(path), "solver": "heu"}
 
 
 def test_auto_takes_the_slices_that_are_predicted_to_be_fastest(auto):
