@@ -17,7 +17,7 @@ from torch._functorch.partitioners import is_sym_node
 
 from overlapc.errors import CaptureError
 from overlapc.ir import Kind
-from overlapc.merge import BEFORE
+from overlapc.merge import BEFORE, TOTAL
 from overlapc.passes.storages import tensors_of
 
 
@@ -87,7 +87,7 @@ def is_recomputable(node: fx.Node) -> bool:
     # PyTorch keeps the states of random ops for the device that their arguments name.
     if any(is_random(n) for n in inner) or "opaque_forward_random" in str(node.target):
         return False
-    if is_before(node):  # what it reads is another slice's
+    if is_before(node) or is_total(node):  # what it reads is another slice's
         return False
     return not any(_is_mutable(n) for n in (node, *inner))
 
@@ -95,6 +95,11 @@ def is_recomputable(node: fx.Node) -> bool:
 def is_before(node: fx.Node) -> bool:
     """Does it ask for what earlier slices counted?"""
     return str(node.target).startswith(BEFORE)
+
+
+def is_total(node: fx.Node) -> bool:
+    """Does it ask for a sum over all slices?"""
+    return str(node.target).startswith(TOTAL)
 
 
 def is_folded_getitem(node: fx.Node) -> bool:

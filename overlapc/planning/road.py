@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
+_TIGHTER = 4  # how often a slice is planned for less, before it is planned for the least
 Choices = Callable[[], Iterable[tuple[str, ...]]]
 
 
@@ -134,11 +135,36 @@ def _sliced(
     """The plan of all slices of a batch; `lone` is the problem of one slice while all are held."""
     if options.plans:
         return options.plans
-    alone = _alone(lone, options, choices)
+    alone = _fitting(problem, lone, options, choices)
     if options.solver in FIELD:
         return (one_by_one(problem, alone),)
     with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):
         return (solve_slices(problem, lone, alone, quick=options.solver == "heu"),)
+
+
+def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices) -> Plan:
+    """A plan of one slice with which all fit in turn. Slices that wait for a total hold more than
+    one slice knows of, so its budget may have to be smaller."""
+    budget_bytes = problem.budget_bytes or 0
+    for _ in range(_TIGHTER):
+        try:
+            alone = _alone(lone, options, choices)
+        except Infeasible:
+            if lone.budget_bytes == budget_bytes:
+                raise
+            break
+        over_bytes = peak_bytes(problem, one_by_one(problem, alone)) - budget_bytes
+        if over_bytes <= 0:
+            return alone
+        lone = replace(lone, budget_bytes=max(1, (lone.budget_bytes or 0) - over_bytes))
+    try:
+        _alone(replace(lone, budget_bytes=1), options, choices)
+    except Infeasible as error:
+        alone = _alone(replace(lone, budget_bytes=error.smallest_bytes), options, choices)
+    smallest_bytes = peak_bytes(problem, one_by_one(problem, alone))
+    if smallest_bytes > budget_bytes:
+        raise Infeasible(budget_bytes, smallest_bytes)
+    return alone
 
 
 def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:

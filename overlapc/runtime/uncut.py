@@ -6,6 +6,7 @@ shows when eager runs a first batch both ways (`compared`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import OptionError
-from overlapc.layers import in_turn
+from overlapc.layers import beside, in_turn
 from overlapc.passes.joint import Joint
-from overlapc.passes.nodes import is_random, module_of
+from overlapc.passes.nodes import is_random, is_total, module_of
 from overlapc.passes.trace import changed_inputs
 from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.program import State
@@ -97,7 +98,7 @@ def compared(
 ) -> Compared:
     """Let eager compute the batch uncut and in slices, with gradients if the graph has any. Raise,
     on all ranks, if slices give anything else."""
-    mine = _BothWays(model, forward, batch, each, _tolerance(joint), bool(joint.tangents))
+    mine = _BothWays(model, forward, batch, each, joint)
 
     def told(what: str, said: str) -> list[str]:
         if exchange is None:
@@ -125,11 +126,11 @@ class _BothWays:
         forward: Forward,
         batch: Any,
         each: Sequence[Any],
-        tolerance: float,
-        backward: bool,
+        joint: Joint,
     ) -> None:
-        self.model, self.forward, self.tolerance = model, forward, tolerance
-        self.batch, self.each, self.backward = batch, each, backward
+        self.model, self.forward, self.batch, self.each = model, forward, batch, each
+        self.tolerance, self.backward = _tolerance(joint), bool(joint.tangents)
+        self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
         self.ways: tuple[Way, ...] = ()
         self.different, self.apart = "", 0.0
         with as_it_was(model):
@@ -143,35 +144,35 @@ class _BothWays:
             self.compare(expected, found)
 
     def uncut(self) -> dict[str, Any]:
-        with in_turn(1) as begin:
-            begin()
-            results = self.forward(self.batch)
+        (results,) = self.ran([self.batch], lambda _, batch: self.forward(batch))
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
         return _named(results) | self.gradients([self.batch])
 
     def in_slices(self, expected: dict[str, Any]) -> dict[str, Any]:
-        """One slice after the other, each with what those before it counted."""
-        count, parts = len(self.each), []
+        """One slice after the other, each with what those before it counted; or beside each other,
+        if they ask for totals."""
+        count = len(self.each)
         uncut = list(expected.items())[: len(self.cotangents)]
-        with in_turn(count) as begin:
-            for k, part in enumerate(self.each):
-                begin()
-                results = self.forward(part)
-                if not k:
-                    self.ways = tuple(
-                        way_of(name, whole, part, count)
-                        for (name, whole), part in zip(uncut, results, strict=True)
-                    )
-                if self.backward:
-                    mine = [
-                        c if c is None else apart(c, way, count)[k]
-                        for c, way in zip(self.cotangents, self.ways, strict=True)
-                    ]
-                    _differentiate(results, mine)
-                parts.append([_detached(leaf) for leaf in results])
-        columns = [*zip(*parts, strict=True)]
+
+        def run(k: int, part: Any) -> list[Any]:
+            results = self.forward(part)
+            if not k:
+                self.ways = tuple(
+                    way_of(name, whole, part, count)
+                    for (name, whole), part in zip(uncut, results, strict=True)
+                )
+            if self.backward and not self.totals:
+                _differentiate(results, self.cotangents_of(k))
+                return [_detached(leaf) for leaf in results]
+            return results
+
+        parts = self.ran(self.each, run)
+        if self.backward and self.totals:
+            cotangents = [c for k in range(count) for c in self.cotangents_of(k)]
+            _differentiate([leaf for results in parts for leaf in results], cotangents)
+        columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
         if not self.backward:  # without gradients a loss is a number that is not alike
             self.ways = tuple(
                 "mean" if _is_loss(column) else way
@@ -182,6 +183,24 @@ class _BothWays:
             for (name, _), column, way in zip(uncut, columns, self.ways, strict=True)
         }
         return found | self.gradients(self.each)
+
+    def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
+        """What `run` returns for each part of the batch."""
+        if self.totals and len(parts) > 1:
+            return beside(lambda each: run(*each), [*enumerate(parts)])
+        found = []
+        with in_turn(len(parts)) as begin:
+            for k, part in enumerate(parts):
+                begin()
+                found.append(run(k, part))
+        return found
+
+    def cotangents_of(self, k: int) -> list[Tensor | None]:
+        """The gradients of a slice's results."""
+        return [
+            c if c is None else apart(c, way, len(self.each))[k]
+            for c, way in zip(self.cotangents, self.ways, strict=True)
+        ]
 
     def gradients(self, parts: Sequence[Any]) -> dict[str, Any]:
         if not self.backward:
@@ -234,20 +253,22 @@ class _BothWays:
 
     def calls(self, parts: Sequence[Any]) -> list[list[tuple[str, list[Any], list[Any]]]]:
         """For each part the modules that it calls, with their inputs and results."""
-        each: list[list[tuple[str, list[Any], list[Any]]]] = []
+        each: list[list[tuple[str, list[Any], list[Any]]]] = [[] for _ in parts]
+        here = threading.local()  # slices beside each other run in threads
         with as_it_was(self.model), ExitStack() as stack:
             for name, module in self.model.named_modules():
 
                 def note(_module: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-                    each[-1].append((name, _tensors((args, kwargs)), _tensors(out)))
+                    each[here.k].append((name, _tensors((args, kwargs)), _tensors(out)))
 
                 hook = module.register_forward_hook(note, with_kwargs=True)
                 stack.callback(hook.remove)
-            with in_turn(len(parts)) as begin:
-                for part in parts:
-                    begin()
-                    each.append([])
-                    self.forward(part)
+
+            def run(k: int, part: Any) -> None:
+                here.k = k
+                self.forward(part)
+
+            self.ran(parts, run)
         return each
 
 
