@@ -12,6 +12,7 @@ from overlapc.valid import validated
 
 BEFORE = "overlapc.before."  # begins the signature of an op that asks what earlier slices counted
 TOTAL = "overlapc.total."  # begins that of an op that asks for the sum over all slices
+DRAWN = "_drawn"  # the op `bernoulli` draws `bernoulli_drawn` for all slices
 ADD = "_add"  # the op `mm_3_add` adds the gradient `mm_3` to the parameter's
 
 
@@ -75,12 +76,14 @@ def at(name: str, k: int) -> str:
     return f"{name}@{k}"
 
 
-def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
+def in_slices(
+    problem: Problem, count: int, loss: bool = True, draws: Collection[str] = ()
+) -> Problem:
     """Put `count` slices of one batch beside each other, each a copy of `problem`, the problem of
     one slice. Slices share parameters and buffers and, if the trace ends in the `loss`, the
     incoming gradient; otherwise each slice has its own. Each slice adds its gradients up after the
-    slices before it, and asks those what they counted; a total reads all slices. No slice may draw
-    random numbers."""
+    slices before it, and asks those what they counted; a total reads all slices. The first slice
+    draws the random numbers of `draws` for all; no other op may draw any."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     roots = {trace.value[name].storage for name in shared}
@@ -112,10 +115,26 @@ def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
                 made = (name,)  # a value without bytes, which says that the gradient has been added
                 values.append(Value(name, 0, name, name))
                 given += (at(op.name, k - 1),) if k else ()
-            piece = replace(op.piece, microbatch=k)
-            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made, random=False)
+            cost = problem.cost(op.name)
+            if op.name in draws:
+                drawn = at(op.name + DRAWN, 0)
+                if k:
+                    given += (drawn,)
+                else:
+                    made += (drawn,)
+                    whole_bytes = count * trace.value[op.outputs[-1]].bytes
+                    values.append(Value(drawn, whole_bytes, drawn, name))
+                    cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
+            copy = replace(
+                op,
+                name=name,
+                piece=replace(op.piece, microbatch=k),
+                inputs=given,
+                outputs=made,
+                random=op.name in draws and not k,
+            )
             halves[not op.is_forward].append(copy)
-            costs[name] = problem.cost(op.name)
+            costs[name] = cost
     if any(op.signature.startswith(TOTAL) for op in trace.ops):  # of all slices, one op at a time
         place = {at(op.name, k): i for i, op in enumerate(trace.ops) for k in range(count)}
         for half in halves:

@@ -20,6 +20,8 @@ from overlapc.ir import Kind
 from overlapc.merge import BEFORE, TOTAL
 from overlapc.passes.storages import tensors_of
 
+_OURS = "__self__.model"  # where a method of ours that calls the model has it
+
 
 def is_primal(node: fx.Node) -> bool:
     """Is the node an input of the model? AOTAutograd says so by its name."""
@@ -126,7 +128,8 @@ def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
-    return path.partition(".")[2].partition(".")[2]
+    path = path.partition(".")[2].partition(".")[2]
+    return "" if path == _OURS else path.removeprefix(f"{_OURS}.")
 
 
 def line_of(node: fx.Node) -> str:

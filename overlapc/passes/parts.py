@@ -26,6 +26,7 @@ from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.layers import summed
 from overlapc.merge import ADD
+from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Owner, is_gradient, owner_of
 from overlapc.passes.nodes import is_before, is_folded_getitem, is_total, primal_nodes
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
@@ -99,17 +100,22 @@ _TURNS = {letter: turn for turn, letter in enumerate(TURNS)}
 
 
 def join(
-    parts: Sequence[Part], order: Sequence[str], named: Callable[[str, int], str] | None = None
+    parts: Sequence[Part],
+    order: Sequence[str],
+    named: Callable[[str, int], str] | None = None,
+    draws: Mapping[str, Draw] | None = None,
 ) -> Part:
     """Join parts of different microbatches, or of the slices of one, to one graph in the order. The
     graph runs on a state for each part. Of slices, `named` gives the order's name of an issue of
-    the i-th."""
+    the i-th, and the first draws the random numbers of all (`draws`, by op)."""
     graph = fx.Graph()
     names: dict[fx.Node, str] = {}
     takes: list[str] = []
     gives: list[str] = []
     results: list[Any] = []
     copies: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
+    wholes: dict[str, fx.Node] = {}  # what is drawn for all slices
+    draws = draws or {}
     for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
         for node in part.module.graph.find_nodes(op="placeholder"):
             copy[node] = graph.node_copy(node)
@@ -121,6 +127,13 @@ def join(
         for node in part.module.graph.nodes:
             if node.op == "output":
                 results += fx.node.map_arg(node.args[0], copy.__getitem__)
+            elif part.names.get(node) in draws and not is_folded_getitem(node):
+                draw = draws[part.names[node]]
+                if part.names[node] not in wholes:
+                    wholes[part.names[node]] = draw.nodes(graph)
+                given = copy[node.args[0]] if draw.is_dropout else None
+                copy[node] = draw.node_of(graph, wholes[part.names[node]], which, given)
+                copy[node].meta = dict(node.meta)
             elif named and is_total(node):
                 copy[node] = graph.call_function(summed, (copy[node.args[0]],))
                 copy[node].meta = dict(node.meta)

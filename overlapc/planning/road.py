@@ -15,7 +15,7 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import merge, one_by_one
+from overlapc.merge import TOTAL, merge, one_by_one
 from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
 from overlapc.planning.options import Options
 from overlapc.planning.problem import GRAPH, TrainingStep, formulate
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
-_TIGHTER = 4  # how often a slice is planned for less, before it is planned for the least
+_TIGHTER = 2  # how often a slice is planned for less, before it is planned for the least
 Choices = Callable[[], Iterable[tuple[str, ...]]]
 
 
@@ -145,23 +145,25 @@ def _sliced(
 def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices) -> Plan:
     """A plan of one slice with which all fit in turn. Slices that wait for a total hold more than
     one slice knows of, so its budget may have to be smaller."""
+    if not any(op.signature.startswith(TOTAL) for op in problem.trace.ops):
+        return _alone(lone, options, choices)
     budget_bytes = problem.budget_bytes or 0
     for _ in range(_TIGHTER):
         try:
             alone = _alone(lone, options, choices)
         except Infeasible:
-            if lone.budget_bytes == budget_bytes:
-                raise
             break
         over_bytes = peak_bytes(problem, one_by_one(problem, alone)) - budget_bytes
         if over_bytes <= 0:
             return alone
         lone = replace(lone, budget_bytes=max(1, (lone.budget_bytes or 0) - over_bytes))
+    least_bytes = 0
     try:
-        _alone(replace(lone, budget_bytes=1), options, choices)
+        alone = _alone(replace(lone, budget_bytes=1), options, choices)
     except Infeasible as error:
-        alone = _alone(replace(lone, budget_bytes=error.smallest_bytes), options, choices)
-    smallest_bytes = peak_bytes(problem, one_by_one(problem, alone))
+        least_bytes = error.smallest_bytes
+        alone = _alone(replace(lone, budget_bytes=least_bytes), options, choices)
+    smallest_bytes = max(least_bytes, peak_bytes(problem, one_by_one(problem, alone)))
     if smallest_bytes > budget_bytes:
         raise Infeasible(budget_bytes, smallest_bytes)
     return alone

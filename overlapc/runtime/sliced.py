@@ -16,7 +16,7 @@ and hooks see one. A call without gradients (evaluation, prefill) runs the slice
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError
 from overlapc.layers import sliced
-from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
+from overlapc.passes.draws import Draw
+from overlapc.passes.joint import Joint, Run, Stop, Traced, capture, owner_of
 from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
@@ -41,7 +42,7 @@ from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, Way, apart, marked
 from overlapc.runtime.train_step import adding
-from overlapc.runtime.uncut import Compared, compared, refuse_whole
+from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
 
 Uncut = Callable[[Any, Any], Any]  # args, kwargs -> the model's results
 
@@ -57,6 +58,7 @@ class SlicedCalls:
         self._traced: dict[Any, Traced] = {}  # by the key of `alike`
         self._plain: set[Any] = set()  # keys of calls that run uncut
         self._attempts = Attempts("optimize in slices")
+        self._given = Given((), {})  # the call that is in slices
         self._now: Slices | None = None  # the running batch
         self._batch: _Batch | None = None  # that waits for its backward
 
@@ -67,7 +69,7 @@ class SlicedCalls:
         return [*dict.fromkeys(found)]
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        given = Given(args, kwargs)
+        self._given = given = Given(args, kwargs)
         with _outside_inference():
             each = given.cut(self.count, gradients=True)
             key, is_new = self._key(each)
@@ -79,14 +81,15 @@ class SlicedCalls:
                 except CaptureError as error:
                     self._refused(key, error)
                 finally:
-                    self._now = self._batch = None
+                    self._now, self._batch, self._given = None, None, Given((), {})
         return self.uncut(args, kwargs)
 
     def plan(self, args: Any, kwargs: Any) -> Report | None:
         """Plan a call without running it; None if it cannot be captured. All ranks call this
         together."""
         with _outside_inference():
-            each = Given(args, kwargs).cut(self.count, gradients=True)
+            self._given = Given(args, kwargs)
+            each = self._given.cut(self.count, gradients=True)
             key, _ = self._key(each)
             self._now = now = Slices(1, runs=False)
             try:
@@ -95,7 +98,7 @@ class SlicedCalls:
             except CaptureError as error:
                 self._refused(key, error)
             finally:
-                self._now = None
+                self._now, self._given = None, Given((), {})
         return now.report
 
     def _key(self, each: Sequence[Given]) -> tuple[Any, bool]:
@@ -125,19 +128,19 @@ class SlicedCalls:
         joint = now.program.joint
         at = key, joint.captured.trace.digest
         if at not in self.said:
-            self.said[at] = self._compared(given, joint)
+            self.said[at] = self._compared(given, joint, now.program.draws)
             now = begin()  # counters of the model have changed meanwhile
         now.ways = self.said[at].ways
         return traced(*each[-1].args, **each[-1].kwargs)
 
-    def _compared(self, given: Given, joint: Joint) -> Compared:
+    def _compared(self, given: Given, joint: Joint, draws: Mapping[str, Draw]) -> Compared:
         def forward(part: Given) -> list[Any]:
             return tree_leaves(self.model(*part.args, **part.kwargs))
 
         (batch,), each = (given.cut(count, gradients=True) for count in (1, self.count))
         lanes, timeout_s = joint.captured.trace.lanes, self.options.timeout_s
         with self._attempts.exchange_for(lanes, timeout_s) as exchange:
-            return compared(self.model, forward, batch, each, joint, exchange)
+            return compared(self.model, forward, batch, each, joint, draws, exchange)
 
     def _forward(
         self, program: SlicedProgram, states: Sequence[State], ways: Sequence[Way]
@@ -167,20 +170,30 @@ class SlicedCalls:
             nonlocal program
             now = self._now
             assert now is not None
-            now.report = report = self._report(joint, state)
+            if program is None:
+                draws: dict[str, Draw] = {}
+                if self.count > 1:
+                    refuse_whole(joint, state, self.model, self.count)
+                    draws = draws_for(joint, self.count, self._uncut)
+                now.report = self._report(joint, state, draws)
+                if not now.runs:
+                    raise Stop
+                program = SlicedProgram(joint, now.report, whole=False, draws=draws)
+            now.report = program.report
             if not now.runs:
                 raise Stop
-            if program is None:
-                program = SlicedProgram(joint, report, whole=False)
             return now.forward(program, state)
 
         return run
 
-    def _report(self, joint: Joint, state: State) -> Report:
+    def _uncut(self) -> Joint:
+        """The graph of the whole batch."""
+        (batch,) = self._given.cut(1, gradients=True)
+        return capture(self.model, *batch.args, **batch.kwargs)
+
+    def _report(self, joint: Joint, state: State, draws: Mapping[str, Draw]) -> Report:
         """Plan a graph, or return the plan of an equal graph."""
         captured, digest = joint.captured, joint.captured.trace.digest
-        if self.count > 1:
-            refuse_whole(joint, state, self.model, self.count)
         if digest not in self.reports:
             cut = f" in {self.count} slices" if self.count > 1 else ""
             alone = "" if joint.tangents else ", its forward alone"
@@ -193,6 +206,7 @@ class SlicedCalls:
                     gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self.options),
                     slices=self.count,
+                    draws=tuple(draws),
                     loss=False,
                 )
             lanes, timeout_s = captured.trace.lanes, self.options.timeout_s

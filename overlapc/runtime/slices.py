@@ -11,7 +11,7 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overlapc.errors import CaptureError, OptionError
 from overlapc.merge import at, of_slice
+from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Stop, mark
 from overlapc.passes.parts import cut, join
 from overlapc.planning.report import Report
@@ -146,7 +147,10 @@ class SlicedProgram(Program):
     """A graph of one slice, and the two parts that all slices of a batch run together. A graph that
     is `whole` ends in the loss."""
 
-    def __init__(self, joint: Joint, report: Report, whole: bool) -> None:
+    def __init__(
+        self, joint: Joint, report: Report, whole: bool, draws: Mapping[str, Draw]
+    ) -> None:
+        self.draws = draws
         captured, plan, self.count = joint.captured, report.plan, report.slices
         first, *others = (of_slice(plan, k, captured.trace.digest) for k in range(self.count))
         parts = cut(captured, first)
@@ -157,7 +161,7 @@ class SlicedProgram(Program):
             alike = set(other.saved) == set(first.saved)
             alike = alike and set(other.recomputed) == set(first.recomputed)
             each.append(parts if alike else cut(captured, other))
-        self._forwards = join([one.forward for one in each], plan.order, at)
+        self._forwards = join([one.forward for one in each], plan.order, at, draws)
         self._backwards = join([one.backward for one in each], plan.order, at)
         self.shared = {name: value / self.count for name, value in self.shared.items()}
         self.places, self.tangents = places(joint)

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
 from overlapc.layers import sliced
-from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced
+from overlapc.passes.draws import Draw
+from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, capture
 from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
@@ -37,7 +38,7 @@ from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, marked
-from overlapc.runtime.uncut import Compared, compared, refuse_whole
+from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
 
 
 class TrainStep:
@@ -104,6 +105,7 @@ class TrainStep:
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: _Step | Slices | None = None  # the running step
+        self._given: Given | None = None  # the batch that is in slices
         # slices compared with their batch, by key and digest
         self._compared: dict[tuple[Any, str], Compared] = {}
         self.report: Report | None = None
@@ -129,6 +131,7 @@ class TrainStep:
     def _in_slices(self, given: Given, microbatches: int) -> Any:
         """Run forward and backward of a microbatch in slices; the call of the last slice runs
         all."""
+        self._given = given
         each = given.cut(self._options.slices)
         key = self._key(each)
         if key in self._plain:
@@ -175,7 +178,8 @@ class TrainStep:
             return tree_leaves(result)
 
         with self._attempts.exchange_for(trace.lanes, self._options.timeout_s) as exchange:
-            found = compared(self.model, forward, given, each, joint, exchange)
+            draws = step.program.draws
+            found = compared(self.model, forward, given, each, joint, draws, exchange)
         self._compared[key, trace.digest] = found
         return found, True
 
@@ -186,6 +190,7 @@ class TrainStep:
         if unmade(self.model):
             return None
         slices = self._options.slices
+        self._given = each[0]
         self._step = (Slices if slices > 1 else _Step)(len(each), runs=False)
         each = each[0].cut(slices) if slices > 1 else each
         key = self._key(each)
@@ -307,8 +312,10 @@ class TrainStep:
         """Make the program of a graph: plan it, or use the plan of an equal graph."""
         captured, slices = joint.captured, self._options.slices
         key = count, captured.trace.digest
+        draws: dict[str, Draw] = {}
         if slices > 1:
             refuse_whole(joint, state, self.model, slices)
+            draws = draws_for(joint, slices, self._uncut)
         if key not in self._reports:
             primals = [state[name] for name in joint.inputs]
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
@@ -320,13 +327,19 @@ class TrainStep:
                     gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self._options),
                     slices=slices,
+                    draws=tuple(draws),
                 )
                 planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
                 self._reports[key] = planned.report
                 warn_of_seeds(captured, primals, exchange)
         if slices > 1:
-            return SlicedProgram(joint, self._reports[key], whole=True)
+            return SlicedProgram(joint, self._reports[key], whole=True, draws=draws)
         return Program(joint, self._reports[key], whole=True)
+
+    def _uncut(self) -> Joint:
+        """The graph of the whole batch."""
+        assert self._given is not None
+        return capture(self._whole, *self._given.args, **self._given.kwargs)
 
 
 @dataclass

@@ -7,19 +7,20 @@ shows when eager runs a first batch both ways (`compared`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import OptionError
-from overlapc.layers import beside, in_turn
+from overlapc.layers import beside, in_turn, sliced
+from overlapc.passes.draws import Draw, Drawn, drawing, draws_of
 from overlapc.passes.joint import Joint
-from overlapc.passes.nodes import is_random, is_total, module_of
+from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import changed_inputs
 from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.program import State
@@ -64,25 +65,15 @@ def refuse_whole(joint: Joint, state: State, model: nn.Module, count: int) -> No
             f"slices={count}: the forward changes {', '.join(names) or 'an input'}, once for each "
             "slice; expected buffers and inputs that it only reads"
         )
-    for node in captured.joint.graph.nodes:
-        if node.op == "call_function" and _draws(node):
-            place = f" of {module_of(node)}" if module_of(node) else ""
-            raise OptionError(
-                f"slices={count}: {node.name}{place} draws random numbers, others in slices than "
-                "for the whole batch; expected none: leave dropout out, or slices"
-            )
 
 
-def _draws(node: fx.Node) -> bool:
-    """Does it draw random numbers that matter? Dropout that drops nothing does not."""
-    if not is_random(node):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema else ()):
-        if argument.name in ("p", "dropout_p"):
-            given = node.args[place] if place < len(node.args) else argument.default_value
-            return bool(node.kwargs.get(argument.name, given) != 0)
-    return True
+def draws_for(joint: Joint, count: int, uncut: Callable[[], Joint]) -> dict[str, Draw]:
+    """What slices draw together, by op; `uncut` captures the whole batch."""
+    captured = joint.captured
+    if not drawing(captured):
+        return {}
+    with sliced(1):
+        return draws_of(captured, uncut().captured, count)
 
 
 # --------------------------------------------------------------------------- both ways
@@ -94,11 +85,12 @@ def compared(
     batch: Any,
     each: Sequence[Any],
     joint: Joint,
+    draws: Mapping[str, Draw],
     exchange: Exchange | None,
 ) -> Compared:
     """Let eager compute the batch uncut and in slices, with gradients if the graph has any. Raise,
     on all ranks, if slices give anything else."""
-    mine = _BothWays(model, forward, batch, each, joint)
+    mine = _BothWays(model, forward, batch, each, joint, [*draws.values()])
 
     def told(what: str, said: str) -> list[str]:
         if exchange is None:
@@ -127,7 +119,9 @@ class _BothWays:
         batch: Any,
         each: Sequence[Any],
         joint: Joint,
+        draws: Sequence[Draw],
     ) -> None:
+        self.draws = draws
         self.model, self.forward, self.batch, self.each = model, forward, batch, each
         self.tolerance, self.backward = _tolerance(joint), bool(joint.tangents)
         self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
@@ -186,13 +180,21 @@ class _BothWays:
 
     def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
         """What `run` returns for each part of the batch."""
+        wholes: list[Tensor] = []
+
+        def drawn(k: int, part: Any) -> Any:
+            if len(parts) == 1 or not self.draws:
+                return run(k, part)
+            with Drawn(self.draws, wholes, k):
+                return run(k, part)
+
         if self.totals and len(parts) > 1:
-            return beside(lambda each: run(*each), [*enumerate(parts)])
+            return beside(lambda each: drawn(*each), [*enumerate(parts)])
         found = []
         with in_turn(len(parts)) as begin:
             for k, part in enumerate(parts):
                 begin()
-                found.append(run(k, part))
+                found.append(drawn(k, part))
         return found
 
     def cotangents_of(self, k: int) -> list[Tensor | None]:
