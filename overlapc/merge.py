@@ -110,41 +110,39 @@ def in_slices(
             if op.signature.startswith(BEFORE) and k:
                 given = at(op.inputs[0], k - 1), at(op.outputs[0], k - 1)
             if op.signature.startswith(TOTAL):
-                given = tuple(at(op.inputs[0], other) for other in range(count))
+                given = tuple(dict.fromkeys(name_of(op.inputs[0], i) for i in range(count)))
             if op.name.endswith(ADD) and not made:
                 made = (name,)  # a value without bytes, which says that the gradient has been added
                 values.append(Value(name, 0, name, name))
                 given += (at(op.name, k - 1),) if k else ()
             cost = problem.cost(op.name)
-            if op.name in draws:
-                drawn = at(op.name + DRAWN, 0)
-                if k:
-                    given += (drawn,)
-                else:
-                    made += (drawn,)
-                    whole_bytes = count * trace.value[op.outputs[-1]].bytes
-                    values.append(Value(drawn, whole_bytes, drawn, name))
-                    cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
-            copy = replace(
-                op,
-                name=name,
-                piece=replace(op.piece, microbatch=k),
-                inputs=given,
-                outputs=made,
-                random=op.name in draws and not k,
-            )
+            drawn = at(op.name + DRAWN, 0)
+            if op.name in draws and k:
+                given += (drawn,)
+            elif op.name in draws:
+                made += (drawn,)
+                whole_bytes = count * trace.value[op.outputs[-1]].bytes
+                values.append(Value(drawn, whole_bytes, drawn, name))
+                cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
+            piece, random = replace(op.piece, microbatch=k), op.name in draws and not k
+            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made, random=random)
             halves[not op.is_forward].append(copy)
             costs[name] = cost
-    if any(op.signature.startswith(TOTAL) for op in trace.ops):  # of all slices, one op at a time
-        place = {at(op.name, k): i for i, op in enumerate(trace.ops) for k in range(count)}
-        for half in halves:
-            half.sort(key=lambda op: (place[op.name], op.piece.microbatch))
+    if any(op.signature.startswith(TOTAL) for op in trace.ops):
+        _interleave(halves, trace)
     kinds = {name_of(n, k): kind for k in range(count) for n, kind in trace.kinds.items()}
     modules = {at(name, k): path for k in range(count) for name, path in trace.modules.items()}
     ops, inputs, outputs = (*halves[0], *halves[1]), names_of(trace.inputs), names_of(trace.outputs)
     beside = Trace(ops, tuple(values), tuple(inputs), tuple(outputs), kinds, modules)
     profile = replace(problem.profile, costs=costs)
     return validated(replace(problem, trace=beside, profile=profile))
+
+
+def _interleave(halves: Iterable[list[Op]], trace: Trace) -> None:
+    """Put each op of all slices beside each other: a total reads all."""
+    place = {op.name: i for i, op in enumerate(trace.ops)}
+    for half in halves:
+        half.sort(key=lambda op: (place[op.name.rpartition("@")[0]], op.piece.microbatch))
 
 
 def of_slice(plan: Plan, k: int, digest: str) -> Plan:

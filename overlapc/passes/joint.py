@@ -32,8 +32,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.passes.aot import as_boxed, export, lasting, metas_of, views_of, without_backward
 from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
-from overlapc.passes.collectives import Raw
 from overlapc.passes.differences import asked, differences
 from overlapc.passes.guarding import guarding
 from overlapc.passes.in_dynamo import collectives_in_graphs
@@ -189,25 +189,23 @@ class Traced:
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            adopt(traced, num_fwd_outputs, static_lifetime_input_indices or ())
-            assert joint is not None
-            return stubs(joint.captured)
+            found = adopt(traced, num_fwd_outputs, static_lifetime_input_indices or ())
+            return stubs(found.captured)
 
-        def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> None:
+        def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> Joint:
             nonlocal run, joint
             captured = trace_joint(traced, results, inner_places(traced, static))
-            joint = _described(captured, _marks(graph), _views(exported), _metas(exported))
+            joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
             joint.arguments = arguments
-            run = self._adopt(joint)
-            joint.arguments = ()
+            run, joint.arguments = self._adopt(joint), ()
+            return joint
 
         def runs(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
             if run is None and self._alone:
-                adopt(*_without_backward(module), _lasting(arguments))
+                adopt(*without_backward(module), lasting(arguments))
             if run is None:
                 raise OptionError(NO_GRADIENT)
-            boxed._boxed_call = True  # type: ignore[attr-defined]
-            return boxed
+            return as_boxed(boxed)
 
         def boxed(inner: list[Any]) -> list[Any]:
             assert joint is not None
@@ -223,7 +221,7 @@ class Traced:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))
-            exported = _exported(stack, graph, arguments)
+            exported = export(stack, graph, arguments)
             call = torch._functorch.aot_autograd.aot_compile_joint_with_descriptors(
                 exported, partition_fn=partition, fw_compiler=runs, bw_compiler=never
             )
@@ -237,41 +235,6 @@ class Traced:
                 flat = ()
 
         return called
-
-
-def _exported(stack: contextlib.ExitStack, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
-    """Return AOTAutograd's joint graph of a graph of Dynamo's."""
-    try:
-        with Raw() as raw:
-            exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
-                stack, graph, tuple(arguments)
-            )
-        raw.end()
-    except CaptureError as error:  # FX has added the path to the op
-        raise CaptureError(error.reason, error.place) from None
-    return exported
-
-
-def _without_backward(forward: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    """Make a graph that has no backward a joint graph without gradients; also return how many
-    results it has."""
-    inputs = forward.graph.find_nodes(op="placeholder")
-    for i, node in enumerate(inputs):
-        node.target = node.name = f"primals_{i + 1}"
-    output = forward.graph.find_nodes(op="output")[0]
-    results = tuple(output.args[0])
-    output.args = ((*results, *(None for _ in inputs)),)
-    output.meta["desc"] = [*output.meta["desc"], *(None for _ in inputs)]
-    return forward, len(results)
-
-
-def _lasting(arguments: Sequence[Any]) -> tuple[int, ...]:
-    """The places of arguments that last from call to call, as Dynamo says of their tensors."""
-    return tuple(
-        i
-        for i, value in enumerate(arguments)
-        if getattr(value, "_dynamo_static_input_type", None) is not None
-    )
 
 
 def _switched_off() -> bool:
@@ -358,13 +321,6 @@ def outer(desc: Any) -> Any:
 def _place(desc: Any) -> int | None:
     whole = outer(desc)
     return whole.idx if isinstance(whole, descriptors.PlainAOTInput) else None
-
-
-def _views(exported: Any) -> tuple[bool, ...]:
-    """Which results of Dynamo's graph AOTAutograd makes of inputs or other results, as views."""
-    infos = exported._aot_state.fw_metadata.output_info
-    own = ("non_alias", "unsafe_view_alias", "custom_function_view")
-    return tuple(info.output_type.name not in own for info in infos)
 
 
 def _described(
@@ -456,12 +412,6 @@ def refuse_subclasses(arguments: Sequence[Any]) -> None:
 
 def is_gradient(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
-
-
-def _metas(exported: Any) -> Sequence[Any]:
-    """How gradients that are tensor subclasses are put together from their parts."""
-    metas = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
-    return () if metas is None else metas.grad_input_metas or ()
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:

@@ -413,7 +413,8 @@ def test_calls_of_any_graph() -> None:
             try:
                 twin(x)
             except RuntimeWarning as warning:
-                assert "a result is a view of another" in str(warning)
+                if "a result is a view of another" not in str(warning):
+                    raise
                 return
             for _ in range(2):
                 model.zero_grad()
