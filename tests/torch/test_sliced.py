@@ -384,7 +384,7 @@ def test_calls_of_any_graph() -> None:
 
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=max(4, settings.default.max_examples // 10))
+    @settings(max_examples=max(4, settings.default.max_examples // 50))
     @given(
         recipe=recipes(max_steps=8),
         slices=st.sampled_from([2, 3, 4]),
