@@ -393,6 +393,8 @@ def test_calls_of_any_graph() -> None:
     def holds(recipe: Recipe, slices: int, solver: str) -> None:
         torch._dynamo.reset()
         steps = tuple(step for step in recipe.steps if step.op not in CROSSES)
+        if not steps:
+            return
         recipe = replace(recipe, steps=steps)
         world = on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
         with world, warnings.catch_warnings():
