@@ -18,7 +18,7 @@ from overlapc.ir import Plan, Problem, Profile
 from overlapc.merge import TOTAL, merge, one_by_one
 from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
 from overlapc.planning.options import Options
-from overlapc.planning.problem import GRAPH, TrainingStep, formulate
+from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formulate
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
 from overlapc.simulate import peak_bytes, simulate
@@ -96,7 +96,8 @@ def _default_budget(problem: Problem, solver: str, theirs: Plan | None) -> int:
     more."""
     if theirs is not None:
         return peak_bytes(problem, theirs)
-    eager_bytes = problem.budget_bytes or 0
+    # One slice is held with the most that the others may hold: a little more than eager's peak.
+    eager_bytes = max(problem.budget_bytes or 0, eager_timeline(problem).peak_bytes)
     if solver in BASELINES:
         return max(eager_bytes, peak_bytes(problem, BASELINES[solver](problem)))
     return eager_bytes
