@@ -15,10 +15,10 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import merge, one_by_one
+from overlapc.merge import TOTAL, merge, one_by_one
 from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
 from overlapc.planning.options import Options
-from overlapc.planning.problem import GRAPH, TrainingStep, formulate
+from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formulate
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
 from overlapc.simulate import peak_bytes, simulate
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
+_TIGHTER = 2  # how often a slice is planned for less, before it is planned for the least
 Choices = Callable[[], Iterable[tuple[str, ...]]]
 
 
@@ -95,7 +96,8 @@ def _default_budget(problem: Problem, solver: str, theirs: Plan | None) -> int:
     more."""
     if theirs is not None:
         return peak_bytes(problem, theirs)
-    eager_bytes = problem.budget_bytes or 0
+    # One slice is held with the most that the others may hold: a little more than eager's peak.
+    eager_bytes = max(problem.budget_bytes or 0, eager_timeline(problem).peak_bytes)
     if solver in BASELINES:
         return max(eager_bytes, peak_bytes(problem, BASELINES[solver](problem)))
     return eager_bytes
@@ -138,11 +140,38 @@ def _sliced(
     """The plan of all slices of a batch; `lone` is the problem of one slice while all are held."""
     if options.plans:
         return options.plans
-    alone = _alone(lone, options, choices)
+    alone = _fitting(problem, lone, options, choices)
     if options.solver in FIELD:
         return (one_by_one(problem, alone),)
     with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):
         return (solve_slices(problem, lone, alone, quick=options.solver == "heu"),)
+
+
+def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices) -> Plan:
+    """A plan of one slice with which all fit in turn. Slices that wait for a total hold more than
+    one slice knows of, so its budget may have to be smaller."""
+    if not any(op.signature.startswith(TOTAL) for op in problem.trace.ops):
+        return _alone(lone, options, choices)
+    budget_bytes = problem.budget_bytes or 0
+    for _ in range(_TIGHTER):
+        try:
+            alone = _alone(lone, options, choices)
+        except Infeasible:
+            break
+        over_bytes = peak_bytes(problem, one_by_one(problem, alone)) - budget_bytes
+        if over_bytes <= 0:
+            return alone
+        lone = replace(lone, budget_bytes=max(1, (lone.budget_bytes or 0) - over_bytes))
+    least_bytes = 0
+    try:
+        alone = _alone(replace(lone, budget_bytes=1), options, choices)
+    except Infeasible as error:
+        least_bytes = error.smallest_bytes
+        alone = _alone(replace(lone, budget_bytes=least_bytes), options, choices)
+    smallest_bytes = max(least_bytes, peak_bytes(problem, one_by_one(problem, alone)))
+    if smallest_bytes > budget_bytes:
+        raise Infeasible(budget_bytes, smallest_bytes)
+    return alone
 
 
 def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:
