@@ -11,7 +11,8 @@ merged microbatches of a case of the set, `opt` searches a case of the set for s
 Each part of the search is left out in turn. It *wins* a case if what is found without it is slower
 by more than 0.2%; how much slower is its *gain*. Cases are halved: the first half may decide what
 to delete, the other half is held out. Times of steps are *predicted*; `cpu` is the CPU time of the
-search without the part, as a share of the whole search's.
+search without the part, as a share of the whole search's. Of `constants`, what modules make of one
+while they are imported (a menu, say) keeps its value.
 """
 
 from __future__ import annotations

@@ -37,10 +37,8 @@ _MARGINS = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2, 0.3)
 _GROUPED = 0.1  # the largest margin with which groups of blocks are tried
 _LIMITS = (1.0, 0.95)  # shares of the budget for the list scheduler to aim at
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True), Style(1.0, True))
-_SEEDS, _IDLE = (
-    2 * FEW,
-    80,
-)  # fillings in a row that may be no better, of any and the best
+# Fillings in a row that may be no better: of any choice, and of the best
+_SEEDS, _IDLE = 2 * FEW, 80
 
 
 @dataclass(frozen=True)

@@ -331,6 +331,70 @@ def test_collectives_take_what_the_link_takes() -> None:
 
 
 @pytest.mark.usefixtures("fabric")
+def test_collectives_run_for_their_launches_and_memory_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[bool] = []
+    run = Replay.run
+
+    def counted(replay: Replay, watcher: Any, alone: bool = False) -> None:
+        ran.append(alone)
+        run(replay, watcher, alone)
+
+    monkeypatch.setattr(Replay, "run", counted)
+    x = torch.randn(64, 16, requires_grad=True)
+    captured = capture(Reduced(), x)
+    profile, _ = measure(captured, [x])
+    later = measure_module._PASSES_TOGETHER - 1
+    # the warm-up, one with launches, the others, and one that measures memory
+    assert ran == [True, False, *[True] * later, False]
+    starts = [op.name for op in captured.trace.ops if op.role == "start"]
+    assert all(profile.costs[name].compute_ns > 0 for name in starts)
+
+
+class Results:
+    """Watches what the starts of a replay give."""
+
+    def __init__(self) -> None:
+        self.of: list[torch.Tensor] = []
+
+    def before(self, step: Any) -> None: ...
+
+    def after(self, step: Any, result: Any) -> None:
+        if step.is_start:
+            self.of.append(result)
+
+
+@pytest.mark.usefixtures("fabric")
+def test_alone_a_collective_gives_this_ranks_own_data_in_its_form() -> None:
+    x = torch.randn(64, 16, requires_grad=True)
+    captured = capture(Reduced(), x)
+    replay = Replay(captured, [x])
+    assert replay.runs_alone
+    own, real = Results(), Results()
+    with torch.no_grad():
+        replay.run(own, alone=True)
+        replay.run(real)
+    assert [(t.shape, t.dtype) for t in own.of] == [(t.shape, t.dtype) for t in real.of]
+    scattered, gathered = own.of
+    assert torch.equal(scattered, (x * 2)[:16])  # the first of four parts
+    assert gathered.shape == (64, 16)
+    assert torch.equal(gathered, gathered[:16].repeat(4, 1))
+
+
+def test_where_sizes_depend_on_data_collectives_run_each_time() -> None:
+    def look(captured: Captured, primals: list[Any]) -> tuple[Captured, bool]:
+        return captured, Replay(captured, primals).runs_alone
+
+    from torch._dynamo import config
+
+    with config.patch(capture_dynamic_output_shape_ops=True):
+        x = torch.randn(100, 8, requires_grad=True)
+        _, runs_alone = captured_by_compile(Routed(), x, then=look)
+    assert not runs_alone
+
+
+@pytest.mark.usefixtures("fabric")
 def test_links_may_be_given() -> None:
     x = torch.randn(64, 16, requires_grad=True)
     captured = capture(Reduced(), x)

@@ -98,10 +98,14 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """Merge, whether it pays or not, with another choice and pace for each number."""
 
     def solved(
-        problem: Problem, lone: Plan, microbatches: int, lag: int
+        problem: Problem,
+        solver: str,
+        alone: Callable[[str], Plan],
+        microbatches: int,
+        lag: int,
     ) -> tuple[Plan, Plan | None]:
         if microbatches < 2:
-            return lone, None
+            return alone(solver), None
         needs = Needs(problem.trace)
         kept = keep_sets(problem, needs, 6)
         choice = needs.complete(kept[which % len(kept)])
