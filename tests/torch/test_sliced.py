@@ -349,7 +349,7 @@ def test_auto_takes_the_number_of_slices_that_is_predicted_to_be_fastest(auto, g
     with on_fabric(), torch.set_grad_enabled(grad):
         batch = (tokens(32, 8), tokens(32, 8, seed=9))
         torch.manual_seed(1)
-        model = gpt()()
+        model = gpt(layers=1)()
         twin = optimize(model, **auto)
         found = twin(*batch)
         (report,) = twin.reports
@@ -365,7 +365,7 @@ def test_auto_takes_the_number_of_slices_that_is_predicted_to_be_fastest(auto, g
 def test_auto_runs_whole_what_is_refused(auto):
     with on_fabric():
         torch.manual_seed(1)
-        model = gpt()()
+        model = gpt(layers=1)()
         model.head = nn.Sequential(model.head, Drawn())
         twin = optimize(model, **auto)
         batch = (tokens(32, 8), tokens(32, 8, seed=9))
