@@ -101,9 +101,9 @@ def _default_budget(problem: Problem, lone: Problem, solver: str, theirs: Plan |
     if solver not in BASELINES:
         return eager_bytes
     plan = BASELINES[solver](lone)
-    if lone.trace.digest != problem.trace.digest:
-        plan = one_by_one(problem, plan)
-    return max(eager_bytes, peak_bytes(problem, plan))
+    if lone.trace.digest == problem.trace.digest:
+        return max(eager_bytes, peak_bytes(problem, plan))
+    return max(eager_bytes, _taken(problem, lone, plan))
 
 
 def _solved(
@@ -165,13 +165,18 @@ def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices
             return alone
         lone = replace(lone, budget_bytes=max(1, (lone.budget_bytes or 0) - over_bytes))
     # The budget that this names works whatever op times the next run measures.
-    found = _small(replace(lone, budget_bytes=1), options.solver, choices)
-    in_turn = [(one_by_one(problem, plan), plan) for plan in found]
-    fitting = [both for both in in_turn if peak_bytes(problem, both[0]) <= budget_bytes]
+    found = list(_small(replace(lone, budget_bytes=1), options.solver, choices))
+    took = [_taken(problem, lone, plan) for plan in found]
+    fitting = [plan for plan, bytes_ in zip(found, took, strict=True) if bytes_ <= budget_bytes]
     if not fitting:
-        smallest_bytes = min(peak_bytes(problem, plans) for plans, _ in in_turn)
-        raise Infeasible(budget_bytes, smallest_bytes)
-    return min(fitting, key=lambda both: step_ns(problem, both[0]))[1]
+        raise Infeasible(budget_bytes, min(took))
+    return min(fitting, key=lambda plan: step_ns(problem, one_by_one(problem, plan)))
+
+
+def _taken(problem: Problem, lone: Problem, plan: Plan) -> int:
+    """What slices in turn take by the plan of one. That of one slice counts as well: it has the
+    states of generators for recomputed ops, which the problem of all slices lacks."""
+    return max(peak_bytes(lone, plan), peak_bytes(problem, one_by_one(problem, plan)))
 
 
 def _small(problem: Problem, solver: str, choices: Choices) -> Iterable[Plan]:

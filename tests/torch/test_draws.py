@@ -99,6 +99,7 @@ def test_any_draws(examples, solvers):
     holds()
 
 
+@pytest.mark.usefixtures("short_search")
 def test_a_model_with_dropout_is_cut_where_slices_hide_collectives():
     with on_fabric():
         torch.manual_seed(1)

@@ -80,6 +80,7 @@ def test_gradients_are_those_of_accumulation_over_the_slices(slices):
     assert step.unchanged == []
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
     "budget", [0.5, *(pytest.param(b, marks=pytest.mark.slow) for b in (None, 1))]
 )
@@ -104,6 +105,7 @@ def test_what_is_planned_for_a_slow_link_keeps_to_its_budget(budget):
         assert "one microbatch in 2 slices" in step.explain()
 
 
+@pytest.mark.usefixtures("short_search")
 def test_slices_hide_each_others_collectives():
     with on_fabric():
         batch = (tokens(4, 8), tokens(4, 8, seed=9))
