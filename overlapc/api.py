@@ -26,12 +26,14 @@ from overlapc.passes.trace import Captured
 from overlapc.planning import road
 from overlapc.planning.options import Budget, Options
 from overlapc.planning.report import Report
+from overlapc.runtime.auto import AutoCalls
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, TWIN, refuse_foreign, refuse_unmade, unmade
 from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
+from overlapc.runtime.sliced import SlicedCalls
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
 
@@ -126,32 +128,27 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(self)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and engine.sliced is None:
             return engine.model(*args, **kwargs)
-        if not engine.begun and (what := unmade(engine.model)):
+        if not engine.made and (what := unmade(engine.model)):
             warnings.warn(f"overlapc runs this call {FIRST_CALL}: {what}", RuntimeWarning, 2)
             return engine.model(*args, **kwargs)
-        try:
-            with dynamo_config.patch(_SETTINGS | engine.settings):
-                if engine.begun:
-                    return engine.run(args, kwargs)
-                engine.begun = True
-                with busy("tracing"):  # the other ranks wait while this rank traces
-                    return engine.run(args, kwargs)
-        except BackendCompilerFailed as failed:
-            if isinstance(failed.inner_exception, OverlapcError):
-                raise failed.inner_exception from None
-            raise
+        engine.made = True
+        return engine.uncut(args, kwargs) if engine.sliced is None else engine.sliced(args, kwargs)
 
     @property
     def reports(self) -> list[Report]:
         """One report for each graph planned so far."""
-        return _engine(self).backend.reports
+        engine = _engine(self)
+        return [r for calls in engine.cuts for r in calls.reports.values()] + engine.backend.reports
 
     @property
     def unchanged(self) -> list[str]:
-        """Graphs and functions that run as plain PyTorch, with the reason."""
-        return _engine(self).backend.unchanged
+        """Graphs and functions that run as plain PyTorch, and batches that run uncut, with the
+        reason."""
+        engine = _engine(self)
+        cuts = [f"a batch: {why}" for calls in engine.cuts for why in calls.unchanged]
+        return cuts + engine.backend.unchanged
 
     @property
     def differences(self) -> list[str]:
@@ -159,7 +156,8 @@ class Optimized:
         backend = _engine(self).backend
         graphs = len(backend.reports) + len(backend.unchanged)
         more = backend.views if graphs > 1 else backend.left_out
-        return [*dict.fromkeys([*backend.differences, *backend.steps.differences, *more])]
+        cuts = [line for calls in _engine(self).cuts for line in calls.differences]
+        return [*dict.fromkeys([*cuts, *backend.differences, *backend.steps.differences, *more])]
 
     @property
     def plan(self) -> Plan:
@@ -173,11 +171,16 @@ class Optimized:
         """Say for every collective how long it takes, what hides it, and why the rest is not
         hidden."""
         parts = [report.explain() for report in self.reports]
-        parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
+        engine = _engine(self)
+        parts += [str(said) for calls in engine.cuts for said in calls.said.values()]
+        parts += [f"{reason} (runs as plain PyTorch)" for reason in engine.backend.unchanged]
+        parts += [f"{reason} (runs uncut)" for calls in engine.cuts for reason in calls.unchanged]
         parts += [f"may be not as eager: {line}" for line in self.differences]
-        if _engine(self).checked is not None:
-            parts.append(str(_engine(self).checked))
-        if _engine(self).backend.steps.shared:
+        if isinstance(engine.sliced, AutoCalls):
+            parts.append(engine.sliced.explain())
+        if engine.checked is not None:
+            parts.append(str(engine.checked))
+        if engine.backend.steps.shared:
             parts.insert(0, "graphs share one budget: a peak counts what the others hold meanwhile")
         return (
             "\n\n".join(parts)
@@ -208,6 +211,7 @@ class _Engine:
         self.options = options
         self.to_check = options.check
         self.checked: Checked | None = None
+        self.made = False  # whether all parameters are known to be there
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
         self.settings: dict[str, Any] = {}  # Dynamo's settings for this model alone
@@ -217,6 +221,34 @@ class _Engine:
         self.compiled = torch.compile(
             model, backend=self.backend, dynamic=options.dynamic, **_OF_ITS_OWN
         )
+        self.sliced: SlicedCalls | AutoCalls | None = None
+        if options.slices == "auto":
+            self.sliced = AutoCalls(model, options, self.uncut)
+        elif options.slices > 1:
+            self.sliced = SlicedCalls(model, options, options.slices, self.uncut)
+
+    @property
+    def cuts(self) -> list[SlicedCalls]:
+        """What runs calls in slices."""
+        if isinstance(self.sliced, AutoCalls):
+            return self.sliced.used
+        return [] if self.sliced is None else [self.sliced]
+
+    def uncut(self, args: Any, kwargs: Any) -> Any:
+        """Run a call whole: planned, or as plain PyTorch if no gradient is wanted."""
+        if not torch.is_grad_enabled():
+            return self.model(*args, **kwargs)
+        try:
+            with dynamo_config.patch(_SETTINGS | self.settings):
+                if self.begun:
+                    return self.run(args, kwargs)
+                self.begun = True
+                with busy("tracing"):  # the other ranks wait while this rank traces
+                    return self.run(args, kwargs)
+        except BackendCompilerFailed as failed:
+            if isinstance(failed.inner_exception, OverlapcError):
+                raise failed.inner_exception from None
+            raise
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the compiled model, and name what Dynamo gives up of it."""

@@ -2,12 +2,13 @@
 
 Megatron's f and g operators, those of its sequence parallelism, and the experts' all-to-all, as
 functional collectives. And what a model asks for that sees its whole batch, also where it is run in
-slices: `whole` and `before`.
+slices: `whole`, `before` and `total`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,19 +112,19 @@ class Exchange(torch.autograd.Function):
 # --------------------------------------------------------------------------- what sees the batch
 
 _count = 1  # slices of the batch that the model is called with
-_turns: list[_Turns] = []  # of slices that run one after the other, the innermost last
+_turns: list[_Turns] = []  # of slices that run as plain PyTorch, the innermost last
 
 
 def whole(rows: int) -> int:
     """How many rows (tokens, samples) the whole batch has, of which this call has so many: the
-    same number, or that of all slices where `TrainStep(slices=k)` has cut the batch."""
+    same number, or that of all slices where `slices=k` has cut the batch."""
     return rows * _count
 
 
 def before(counts: Tensor) -> Tensor:
-    """What the slices before this one counted at this place, added up: zeros, unless
-    `TrainStep(slices=k)` has cut the batch. With it a gate whose experts take only so many tokens
-    gives and drops in slices what it gives and drops of the whole batch:
+    """What the slices before this one counted at this place, added up: zeros, unless `slices=k` has
+    cut the batch. With it a gate whose experts take only so many tokens gives and drops in slices
+    what it gives and drops of the whole batch:
 
         place = hot.cumsum(0) + before(hot.sum(0))  # of each token among those of its expert
         keep = place <= factor * whole(tokens) / experts
@@ -131,6 +132,20 @@ def before(counts: Tensor) -> Tensor:
     if counts.requires_grad:
         raise ValueError("before: found counts that require a gradient; expected numbers of rows")
     found: Tensor = torch.ops.overlapc.before(counts)
+    return found
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of `x` over all slices, each of which gets it: `x`, unless `slices=k` has cut the
+    batch. Its gradient is summed over the slices, too. So auxiliary losses, batch statistics and
+    losses over counted tokens are in slices what they are of the whole batch:
+
+        share = total(gates.sum(0)) / whole(tokens)
+        loss = total(losses.sum()) / total(is_token.sum())
+    """
+    if _turns:
+        return _turns[-1].total(x)
+    found: Tensor = torch.ops.overlapc.total(x)
     return found
 
 
@@ -144,23 +159,47 @@ def _(counts: Tensor) -> Tensor:
     return torch.empty_like(counts)
 
 
-class _Turns:
-    """Slices that run one after the other: what those so far counted, by place in the model."""
+@torch.library.custom_op("overlapc::total", mutates_args=())
+def _total(x: Tensor) -> Tensor:
+    return x.clone()  # in slices other ops are in its place
 
-    def __init__(self) -> None:
+
+@_total.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_total.register_autograd(lambda _, gradient: torch.ops.overlapc.total(gradient))
+
+
+class _Turns:
+    """Slices as plain PyTorch: what those so far counted, by place in the model."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.now = -1  # the slice that runs
         self.totals: list[Tensor] = []
-        self.place = 0
+        self.places = [0] * count  # each slice's next place
 
     def begin(self) -> None:
-        self.place = 0
+        self.now += 1
 
     def pass_on(self, counts: Tensor) -> Tensor:
-        if self.place == len(self.totals):
+        place = self.places[self.now]
+        if place == len(self.totals):
             self.totals.append(torch.zeros_like(counts))
-        found = self.totals[self.place]
-        self.totals[self.place] = found + counts
-        self.place += 1
+        found = self.totals[place]
+        self.totals[place] = found + counts
+        self.places[self.now] += 1
         return found
+
+    def total(self, x: Tensor) -> Tensor:
+        if self.count == 1:
+            return x.clone()
+        raise RuntimeError(
+            "total: found slices that run one after the other; expected them beside each other: "
+            "overlapc.layers.beside(run, slices)"
+        )
 
 
 @contextlib.contextmanager
@@ -183,10 +222,155 @@ def in_turn(count: int) -> Iterator[Callable[[], None]]:
             begin()
             (model(*each) / len(slices)).backward()
     """
-    turns = _Turns()
+    with _running(_Turns(count)) as turns:
+        yield turns.begin
+
+
+@contextlib.contextmanager
+def _running(turns: _Turns) -> Iterator[_Turns]:
     _turns.append(turns)
     try:
-        with sliced(count):
-            yield turns.begin
+        with sliced(turns.count):
+            yield turns
     finally:
         _turns.pop()
+
+
+def beside(run: Callable[[Any], Any], slices: Sequence[Any]) -> list[Any]:
+    """Run slices of a batch beside each other as plain PyTorch, as far as each comes until it asks
+    for a `total`; return what `run` returns for each. One backward is for all:
+
+        losses = beside(lambda each: model(*each), slices)
+        (sum(losses) / len(losses)).backward()
+    """
+    with _running(_Beside(run, slices)) as turns:
+        assert isinstance(turns, _Beside)
+        return turns.results()
+
+
+class _Beside(_Turns):
+    """Slices in threads, of which one runs at a time."""
+
+    def __init__(self, run: Callable[[Any], Any], slices: Sequence[Any]) -> None:
+        super().__init__(len(slices))
+        self.threads = [_Thread(run, each) for each in slices]
+
+    def results(self) -> list[Any]:
+        try:
+            while True:
+                for i, thread in enumerate(self.threads):
+                    self.now = i
+                    thread.go_on()
+                if all(thread.is_done for thread in self.threads):
+                    return [thread.value for thread in self.threads]
+                self.refuse_fewer(self.threads)
+        finally:
+            for thread in self.threads:
+                thread.end()
+
+    def refuse_fewer(self, threads: Sequence[_Thread]) -> None:
+        if any(thread.is_done for thread in threads):
+            raise RuntimeError(
+                "total: some slices ask for more totals than others; expected all to ask for the "
+                "same"
+            )
+
+    def total(self, x: Tensor) -> Tensor:
+        """The last slice that comes here adds up: autograd goes back through a slice in the order
+        in which its thread went, so each thread makes one node here."""
+        thread, others = self.threads[self.now], self.threads[:-1]
+        if thread in others:
+            thread.value = x.view_as(x)
+        else:
+            self.refuse_fewer(others)
+            found = _AddUp.apply(*(other.value for other in others), x)
+            for each, value in zip(self.threads, found, strict=True):
+                each.value = value
+        return thread.waits()
+
+
+class _Thread:
+    """A slice in a thread of its own. `value` is what it asks the total of, then the total, and at
+    last its result."""
+
+    def __init__(self, run: Callable[[Any], Any], part: Any) -> None:
+        self.value: Any = None
+        self.is_done = self.is_ended = False
+        self.error: BaseException | None = None
+        self.mine, self.theirs = threading.Semaphore(0), threading.Semaphore(0)
+        as_here = _as_here()
+
+        def body() -> None:
+            self.mine.acquire()
+            try:
+                if not self.is_ended:
+                    with as_here():
+                        self.value = run(part)
+            except BaseException as error:
+                self.error = error
+            self.is_done = True
+            self.theirs.release()
+
+        self.thread = threading.Thread(target=body, daemon=True)
+        self.thread.start()
+
+    def go_on(self) -> None:
+        """Let it run until it waits, or is done."""
+        self.mine.release()
+        self.theirs.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def waits(self) -> Tensor:
+        self.theirs.release()
+        self.mine.acquire()
+        if self.is_ended:
+            raise RuntimeError("another slice failed")
+        found: Tensor = self.value
+        return found
+
+    def end(self) -> None:
+        if not self.is_done:
+            self.is_ended = True
+            self.mine.release()
+        self.thread.join()
+
+
+def _as_here() -> Callable[[], contextlib.ExitStack]:
+    """What makes PyTorch's settings of this thread those of another."""
+    gradients, devices = torch.is_grad_enabled(), ("cpu", "cuda")
+    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+
+    def enter() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        for device, enabled, dtype in casts:
+            if enabled:
+                stack.enter_context(torch.autocast(device, dtype))
+        return stack
+
+    return enter
+
+
+class _AddUp(torch.autograd.Function):
+    """Gives every slice the sum of all, the first slice first; so it does with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, ...]:
+        found = summed(*parts)
+        made = tuple(found.clone() for _ in parts)
+        if not found.is_floating_point() and not found.is_complex():
+            ctx.mark_non_differentiable(*made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return (summed(*gradients),) * len(gradients)
+
+
+def summed(*parts: Tensor) -> Tensor:
+    """The sum, the first first."""
+    found, *others = parts
+    for part in others:
+        found = found + part
+    return found

@@ -11,6 +11,8 @@ from overlapc.ir import COMPUTE, Cost, Op, Plan, Problem, Trace, Value
 from overlapc.valid import validated
 
 BEFORE = "overlapc.before."  # begins the signature of an op that asks what earlier slices counted
+TOTAL = "overlapc.total."  # begins that of an op that asks for the sum over all slices
+DRAWN = "_drawn"  # the op `bernoulli` draws `bernoulli_drawn` for all slices
 ADD = "_add"  # the op `mm_3_add` adds the gradient `mm_3` to the parameter's
 
 
@@ -74,11 +76,14 @@ def at(name: str, k: int) -> str:
     return f"{name}@{k}"
 
 
-def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
+def in_slices(
+    problem: Problem, count: int, loss: bool = True, draws: Collection[str] = ()
+) -> Problem:
     """Put `count` slices of one batch beside each other, each a copy of `problem`, the problem of
     one slice. Slices share parameters and buffers and, if the trace ends in the `loss`, the
     incoming gradient; otherwise each slice has its own. Each slice adds its gradients up after the
-    slices before it, and asks those what they counted. No slice may draw random numbers."""
+    slices before it, and asks those what they counted; a total reads all slices. The first slice
+    draws the random numbers of `draws` for all; no other op may draw any."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     roots = {trace.value[name].storage for name in shared}
@@ -104,20 +109,40 @@ def in_slices(problem: Problem, count: int, loss: bool = True) -> Problem:
             made = tuple(at(value, k) for value in op.outputs)
             if op.signature.startswith(BEFORE) and k:
                 given = at(op.inputs[0], k - 1), at(op.outputs[0], k - 1)
+            if op.signature.startswith(TOTAL):
+                given = tuple(dict.fromkeys(name_of(op.inputs[0], i) for i in range(count)))
             if op.name.endswith(ADD) and not made:
                 made = (name,)  # a value without bytes, which says that the gradient has been added
                 values.append(Value(name, 0, name, name))
                 given += (at(op.name, k - 1),) if k else ()
-            piece = replace(op.piece, microbatch=k)
-            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made, random=False)
+            cost = problem.cost(op.name)
+            drawn = at(op.name + DRAWN, 0)
+            if op.name in draws and k:
+                given += (drawn,)
+            elif op.name in draws:
+                made += (drawn,)
+                whole_bytes = count * trace.value[op.outputs[-1]].bytes
+                values.append(Value(drawn, whole_bytes, drawn, name))
+                cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
+            piece, random = replace(op.piece, microbatch=k), op.name in draws and not k
+            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made, random=random)
             halves[not op.is_forward].append(copy)
-            costs[name] = problem.cost(op.name)
+            costs[name] = cost
+    if any(op.signature.startswith(TOTAL) for op in trace.ops):
+        _interleave(halves, trace)
     kinds = {name_of(n, k): kind for k in range(count) for n, kind in trace.kinds.items()}
     modules = {at(name, k): path for k in range(count) for name, path in trace.modules.items()}
     ops, inputs, outputs = (*halves[0], *halves[1]), names_of(trace.inputs), names_of(trace.outputs)
     beside = Trace(ops, tuple(values), tuple(inputs), tuple(outputs), kinds, modules)
     profile = replace(problem.profile, costs=costs)
     return validated(replace(problem, trace=beside, profile=profile))
+
+
+def _interleave(halves: Iterable[list[Op]], trace: Trace) -> None:
+    """Put each op of all slices beside each other: a total reads all."""
+    place = {op.name: i for i, op in enumerate(trace.ops)}
+    for half in halves:
+        half.sort(key=lambda op: (place[op.name.rpartition("@")[0]], op.piece.microbatch))
 
 
 def of_slice(plan: Plan, k: int, digest: str) -> Plan:
@@ -132,10 +157,19 @@ def of_slice(plan: Plan, k: int, digest: str) -> Plan:
 
 def one_by_one(problem: Problem, plan: Plan) -> Plan:
     """Plan slices one after the other, each by the `plan` of one slice: all forwards, then all
-    backwards, the first slice first. `problem` is the problem of all slices."""
+    backwards, the first slice first, each as far as it comes until it reads a total. `problem` is
+    the problem of all slices."""
     count = 1 + max(op.piece.microbatch for op in problem.trace.ops)
     border = sum(op.is_forward for op in problem.trace.ops) // count
     halves = plan.order[:border], plan.order[border:]
-    order = tuple(at(text, k) for half in halves for k in range(count) for text in half)
+    totals = {op.name for op in problem.trace.ops if op.signature.startswith(TOTAL)}
+    parts: list[list[str]] = []
+    for half in halves:
+        parts.append([])
+        for text in half:
+            if at(text, 0) in totals:
+                parts.append([])
+            parts[-1].append(text)
+    order = tuple(at(text, k) for part in parts for k in range(count) for text in part)
     saved = tuple(at(name, k) for k in range(count) for name in plan.saved)
     return replace(plan, digest=problem.trace.digest, saved=saved, order=order, bound_ns=0)

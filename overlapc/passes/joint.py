@@ -32,8 +32,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.passes.aot import as_boxed, export, lasting, metas_of, views_of, without_backward
 from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
-from overlapc.passes.collectives import Raw
 from overlapc.passes.differences import asked, differences
 from overlapc.passes.guarding import guarding
 from overlapc.passes.in_dynamo import collectives_in_graphs
@@ -103,6 +103,7 @@ class Joint:
     tangents: dict[str, Any]  # name -> descriptor
     results: dict[str, Any]  # `result0` -> descriptor
     marks: tuple[int | None, ...]  # by result of Dynamo's graph: the number from `mark`
+    views: tuple[bool, ...] = ()  # by result of Dynamo's graph: a view of another or of an input?
     arguments: Sequence[Any] = ()  # of Dynamo's graph; set only during `adopt`
 
     def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
@@ -134,13 +135,19 @@ class Traced:
     whether the last call ran a graph.
 
     A function that cannot be one graph raises a CaptureError with reason and place, before anything
-    has run.
+    has run. It is traced with gradients, or, if it may be a forward `alone`, as it is called: a
+    graph without gradients is then one without a backward.
     """
 
     def __init__(
-        self, function: Callable[..., Any], adopt: Callable[[Joint], Run], model: Any = None
+        self,
+        function: Callable[..., Any],
+        adopt: Callable[[Joint], Run],
+        model: Any = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        self._adopt = adopt
+        self._adopt, self._alone = adopt, alone
         self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
         self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
         self.ran = False
@@ -154,7 +161,8 @@ class Traced:
         if _switched_off():
             raise CaptureError("torch.compile is switched off")
         settings = dynamo_config.patch(**_settings())
-        with torch.enable_grad(), settings, tracing(self.differences):
+        with_gradients = torch.is_grad_enabled() or not self._alone
+        with torch.set_grad_enabled(with_gradients), settings, tracing(self.differences):
             try:
                 return self._compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -181,20 +189,23 @@ class Traced:
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal run, joint
-            static = static_lifetime_input_indices or ()
-            captured = trace_joint(traced, num_fwd_outputs, inner_places(traced, static))
-            joint = _described(captured, _marks(graph), _metas(exported))
-            joint.arguments = arguments
-            run = self._adopt(joint)
-            joint.arguments = ()
-            return stubs(captured)
+            found = adopt(traced, num_fwd_outputs, static_lifetime_input_indices or ())
+            return stubs(found.captured)
 
-        def runs(_module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> Joint:
+            nonlocal run, joint
+            captured = trace_joint(traced, results, inner_places(traced, static))
+            joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
+            joint.arguments = arguments
+            run, joint.arguments = self._adopt(joint), ()
+            return joint
+
+        def runs(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+            if run is None and self._alone:
+                adopt(*without_backward(module), lasting(arguments))
             if run is None:
                 raise OptionError(NO_GRADIENT)
-            boxed._boxed_call = True  # type: ignore[attr-defined]
-            return boxed
+            return as_boxed(boxed)
 
         def boxed(inner: list[Any]) -> list[Any]:
             assert joint is not None
@@ -210,7 +221,7 @@ class Traced:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))
-            exported = _exported(stack, graph, arguments)
+            exported = export(stack, graph, arguments)
             call = torch._functorch.aot_autograd.aot_compile_joint_with_descriptors(
                 exported, partition_fn=partition, fw_compiler=runs, bw_compiler=never
             )
@@ -224,19 +235,6 @@ class Traced:
                 flat = ()
 
         return called
-
-
-def _exported(stack: contextlib.ExitStack, graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
-    """Return AOTAutograd's joint graph of a graph of Dynamo's."""
-    try:
-        with Raw() as raw:
-            exported = torch._functorch.aot_autograd.aot_export_joint_with_descriptors(
-                stack, graph, tuple(arguments)
-            )
-        raw.end()
-    except CaptureError as error:  # FX has added the path to the op
-        raise CaptureError(error.reason, error.place) from None
-    return exported
 
 
 def _switched_off() -> bool:
@@ -325,7 +323,12 @@ def _place(desc: Any) -> int | None:
     return whole.idx if isinstance(whole, descriptors.PlainAOTInput) else None
 
 
-def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequence[Any]) -> Joint:
+def _described(
+    captured: Captured,
+    marks: tuple[int | None, ...],
+    views: tuple[bool, ...],
+    metas: Sequence[Any],
+) -> Joint:
     joint = captured.joint
     inputs = primal_nodes(joint)
     places = []
@@ -361,6 +364,7 @@ def _described(captured: Captured, marks: tuple[int | None, ...], metas: Sequenc
         tangents,
         {f"result{i}": descs[i] for i in range(count)},
         marks,
+        views,
     )
 
 
@@ -408,12 +412,6 @@ def refuse_subclasses(arguments: Sequence[Any]) -> None:
 
 def is_gradient(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
-
-
-def _metas(exported: Any) -> Sequence[Any]:
-    """How gradients that are tensor subclasses are put together from their parts."""
-    metas = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
-    return () if metas is None else metas.grad_input_metas or ()
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:

@@ -17,8 +17,10 @@ from torch._functorch.partitioners import is_sym_node
 
 from overlapc.errors import CaptureError
 from overlapc.ir import Kind
-from overlapc.merge import BEFORE
+from overlapc.merge import BEFORE, TOTAL
 from overlapc.passes.storages import tensors_of
+
+_OURS = "__self__.model"  # where a method of ours that calls the model has it
 
 
 def is_primal(node: fx.Node) -> bool:
@@ -87,7 +89,7 @@ def is_recomputable(node: fx.Node) -> bool:
     # PyTorch keeps the states of random ops for the device that their arguments name.
     if any(is_random(n) for n in inner) or "opaque_forward_random" in str(node.target):
         return False
-    if is_before(node):  # what it reads is another slice's
+    if is_before(node) or is_total(node):  # what it reads is another slice's
         return False
     return not any(_is_mutable(n) for n in (node, *inner))
 
@@ -95,6 +97,11 @@ def is_recomputable(node: fx.Node) -> bool:
 def is_before(node: fx.Node) -> bool:
     """Does it ask for what earlier slices counted?"""
     return str(node.target).startswith(BEFORE)
+
+
+def is_total(node: fx.Node) -> bool:
+    """Does it ask for a sum over all slices?"""
+    return str(node.target).startswith(TOTAL)
 
 
 def is_folded_getitem(node: fx.Node) -> bool:
@@ -121,7 +128,8 @@ def module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
-    return path.partition(".")[2].partition(".")[2]
+    path = path.partition(".")[2].partition(".")[2]
+    return "" if path == _OURS else path.removeprefix(f"{_OURS}.")
 
 
 def line_of(node: fx.Node) -> str:

@@ -24,9 +24,11 @@ from torch._functorch import config as functorch_config
 
 from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
+from overlapc.layers import summed
 from overlapc.merge import ADD
+from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Owner, is_gradient, owner_of
-from overlapc.passes.nodes import is_before, is_folded_getitem, primal_nodes
+from overlapc.passes.nodes import is_before, is_folded_getitem, is_total, primal_nodes
 from overlapc.passes.rewrite import Emitted, emit, reorder, verify
 from overlapc.passes.trace import Captured, changed_inputs, may_alias
 from overlapc.stages import TURNS, turns
@@ -98,16 +100,22 @@ _TURNS = {letter: turn for turn, letter in enumerate(TURNS)}
 
 
 def join(
-    parts: Sequence[Part], order: Sequence[str], named: Callable[[str, int], str] = lambda n, _: n
+    parts: Sequence[Part],
+    order: Sequence[str],
+    named: Callable[[str, int], str] | None = None,
+    draws: Mapping[str, Draw] | None = None,
 ) -> Part:
-    """Join parts of different microbatches or slices to one graph in the order. The graph runs on a
-    state for each part; `named` gives the order's name of an issue of the i-th part."""
+    """Join parts of different microbatches, or of the slices of one, to one graph in the order. The
+    graph runs on a state for each part. Of slices, `named` gives the order's name of an issue of
+    the i-th, and the first draws the random numbers of all (`draws`, by op)."""
     graph = fx.Graph()
     names: dict[fx.Node, str] = {}
     takes: list[str] = []
     gives: list[str] = []
     results: list[Any] = []
     copies: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
+    wholes: dict[str, fx.Node] = {}  # what is drawn for all slices
+    draws = draws or {}
     for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
         for node in part.module.graph.find_nodes(op="placeholder"):
             copy[node] = graph.node_copy(node)
@@ -119,6 +127,16 @@ def join(
         for node in part.module.graph.nodes:
             if node.op == "output":
                 results += fx.node.map_arg(node.args[0], copy.__getitem__)
+            elif part.names.get(node) in draws and not is_folded_getitem(node):
+                draw = draws[part.names[node]]
+                if part.names[node] not in wholes:
+                    wholes[part.names[node]] = draw.nodes(graph)
+                given = copy[node.args[0]] if draw.is_dropout else None
+                copy[node] = draw.node_of(graph, wholes[part.names[node]], which, given)
+                copy[node].meta = dict(node.meta)
+            elif named and is_total(node):
+                copy[node] = graph.call_function(summed, (copy[node.args[0]],))
+                copy[node].meta = dict(node.meta)
             elif which and is_before(node):
                 copy[node] = _passed_on(
                     graph, parts[which - 1], copies[which - 1], part.names[node]
@@ -126,7 +144,10 @@ def join(
             elif node.op != "placeholder":
                 copy[node] = graph.node_copy(node, copy.__getitem__)
             if node in part.names:
-                names[copy[node]] = named(part.names[node], which)
+                text = part.names[node]
+                names[copy[node]] = named(text, which) if named else text
+    if named:
+        _read_all(parts, copies)
     graph.output(tuple(results))
     module = fx.GraphModule(_attributes(parts), graph)
     _ordered(module, order, names)
@@ -139,6 +160,19 @@ def _passed_on(graph: fx.Graph, part: Part, copy: Mapping[fx.Node, fx.Node], nam
     passed = graph.call_function(torch.ops.aten.add.Tensor, (copy[mine.args[0]], copy[mine]))
     passed.meta = dict(mine.meta)
     return passed
+
+
+def _read_all(parts: Sequence[Part], copies: Sequence[Mapping[fx.Node, fx.Node]]) -> None:
+    """Let totals of each slice read what they are of in all slices."""
+    given: dict[str, list[fx.Node]] = {}
+    totals: list[tuple[str, fx.Node]] = []
+    for part, copy in zip(parts, copies, strict=True):
+        for node, name in part.names.items():
+            if is_total(node) and node in copy:
+                given.setdefault(name, []).append(copy[node.args[0]])
+                totals.append((name, copy[node]))
+    for name, node in totals:
+        node.args = tuple(given[name])
 
 
 def _piece(backward: Part, turns: Mapping[fx.Node, int], letter: str) -> Part:

@@ -25,16 +25,18 @@ _PLANS = "expected a Plan or the path of a saved one"
 _ITSELF = "runs the ops of its graphs itself"
 _ONE_SHAPE = "plans each shape for itself"
 _CHECKED = "does not compare steps, overlapc.optimize does"
-_UNCUT = "cuts no batch, TrainStep does"
+_UNCUT = "cuts no batch, optimize and TrainStep do"
+_WITH_SLICES = "with slices optimize"  # a front door of its own
 _RUNS = {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED}
 # Front door -> the options that it refuses, and the reason it gives.
 REFUSED: dict[str, dict[str, str]] = {
-    "optimize": {"slices": _UNCUT},
+    "optimize": {},
     "torch.compile": {
         "dynamic": "takes it as an argument of its own, not among the options",
         "check": _CHECKED,
         "slices": _UNCUT,
     },
+    _WITH_SLICES: _RUNS | {"check": "compares slices with the uncut batch in any case"},
     "TrainStep": _RUNS,
     "Pipeline": _RUNS | {"slices": _UNCUT},
     "megatron": _RUNS | {"slices": _UNCUT},
@@ -121,10 +123,12 @@ class Options:
             if name not in DEFAULTS:
                 raise OptionError(f"option {name!r}: expected one of {', '.join(DEFAULTS)}")
         options = cls(**given)
-        for name, instead in REFUSED[door].items():
+        sliced = door == "optimize" and options.slices != 1
+        who = _WITH_SLICES if sliced else door
+        for name, instead in REFUSED[who].items():
             if getattr(options, name) != DEFAULTS[name]:
                 raise OptionError(
-                    f"{name}={given[name]!r}: {door} {instead}; expected it left out here"
+                    f"{name}={given[name]!r}: {who} {instead}; expected it left out here"
                 )
         if door in ("optimize", "torch.compile") and len(options.plans) > 1:
             raise OptionError(f"plan={given['plan']!r}: {door} merges nothing; {_PLANS}")

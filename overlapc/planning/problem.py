@@ -30,16 +30,25 @@ class TrainingStep:
     add_ns_per_kib: float = 0.0  # time of adding them
     sums: bool = True  # the budget covers their sums
     slices: int = 1  # slices of a microbatch; the graph is of one
+    draws: tuple[str, ...] = ()  # ops whose random numbers slices draw together
     loss: bool = True  # the graph ends in it; the slices of a stage get gradients of their own
 
     def microbatch(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one microbatch, without a budget."""
         tangents = 1 if self.loss else self.slices
         given_bytes = tangents * tangent_bytes(trace)
+        if self.draws:  # together, and once
+            ops = [
+                replace(op, recomputable=op.recomputable and op.name not in self.draws)
+                for op in trace.ops
+            ]
+            trace = replace(trace, ops=tuple(ops))
         problem = validated(Problem(trace, profile, resident_bytes=given_bytes))
         if self.gradients is not None:
             problem = accumulate(problem, self.gradients, self.add_ns_per_kib, self.sums)
-        return problem if self.slices == 1 else in_slices(problem, self.slices, self.loss)
+        if self.slices == 1:
+            return problem
+        return in_slices(problem, self.slices, self.loss, self.draws)
 
     def slice(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one slice, with the memory of all slices held, without a budget."""
@@ -66,6 +75,10 @@ def formulate(
     if step.gradients is None:
         lasting_bytes = saved_bytes(problem, trace.outputs)
     eager_bytes = eager_timeline(problem).peak_bytes
+    if step.slices > 1 and all(op.is_forward for op in trace.ops):
+        # Nothing lasts until a backward: the whole batch takes what slices take at the same time.
+        lone = replace(step, slices=1).microbatch(trace, profile)
+        eager_bytes = max(eager_bytes, step.slices * eager_timeline(lone).peak_bytes)
     return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
 
 

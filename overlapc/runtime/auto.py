@@ -1,5 +1,5 @@
-"""`TrainStep(model, slices="auto")`: each kind of batch whole, or in the slices that are predicted
-to be faster, as far as they are not refused."""
+"""`slices="auto"`: each kind of batch whole, or in the slices that are predicted to be faster, as
+far as they are not refused."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
+from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.runtime.foreign import unmade
-from overlapc.runtime.given import alike, givens
+from overlapc.runtime.given import Given, alike, givens
+from overlapc.runtime.sliced import SlicedCalls, Uncut
 from overlapc.runtime.train_step import TrainStep
 
 SLICES = (1, 2, 4)  # more were never faster in what was published
@@ -24,6 +27,44 @@ class _Ranking:
 
     left: list[int]
     said: dict[int, str] = field(default_factory=dict)  # what is known of each number
+
+    @staticmethod
+    def of(plan: Callable[[int], Report | None]) -> _Ranking:
+        """Plan all numbers of slices. What cannot be captured, or fits in no way, runs whole."""
+        found: dict[int, int] = {}
+        ranking = _Ranking([])
+        for count in SLICES:
+            try:
+                report = plan(count)
+            except (Infeasible, OptionError) as refused:
+                ranking.said[count] = str(refused)
+                continue
+            if report is None:
+                break
+            found[count] = report.step_ns
+            ranking.said[count] = f"{report.step_ns / 1e6:.3f} ms predicted"
+            if not report.problem.trace.lanes:
+                break  # nothing to hide
+        ranking.left = sorted(found, key=lambda count: (found[count], count)) or [1]
+        return ranking
+
+    def run(self, run: Callable[[int], Any]) -> Any:
+        """Run with the fastest number that is not refused, and with that from now on."""
+        while True:
+            count = self.left[0]
+            try:
+                results = run(count)
+            except OptionError as refused:  # before anything ran in slices
+                if len(self.left) == 1:
+                    raise
+                self.said[count] = str(refused)
+                del self.left[0]
+                continue
+            del self.left[1:]
+            return results
+
+    def __str__(self) -> str:
+        return "\n".join(f"{count} slices: {what}" for count, what in sorted(self.said.items()))
 
 
 class AutoStep(TrainStep):
@@ -54,19 +95,9 @@ class AutoStep(TrainStep):
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         ranking = self._ranking(microbatches)
-        while True:
-            count = ranking.left[0]
-            try:
-                results = self._steps[count](microbatches)
-            except OptionError as refused:  # before anything ran in slices
-                if len(ranking.left) == 1:
-                    raise
-                ranking.said[count] = str(refused)
-                del ranking.left[0]
-                continue
-            del ranking.left[1:]
-            self._take(ranking)
-            return results
+        results: list[Any] = ranking.run(lambda count: self._steps[count](microbatches))
+        self._take(ranking)
+        return results
 
     def plan(self, microbatches: Sequence[Any]) -> Report | None:
         ranking = self._ranking(microbatches)
@@ -81,8 +112,7 @@ class AutoStep(TrainStep):
         if self._now is None:
             return super().explain()
         step, ranking = self._now
-        said = (f"{count} slices: {what}" for count, what in sorted(ranking.said.items()))
-        return "\n\n".join([step.explain(), "\n".join(said)])
+        return "\n\n".join([step.explain(), str(ranking)])
 
     def _take(self, ranking: _Ranking) -> None:
         count = ranking.left[0]
@@ -98,26 +128,48 @@ class AutoStep(TrainStep):
         each = givens(microbatches)
         key = len(each), alike(each)
         if key not in self._rankings:
-            self._rankings[key] = self._ranked(microbatches)
+            self._rankings[key] = _Ranking.of(lambda count: self._planned(count, microbatches))
         return self._rankings[key]
 
-    def _ranked(self, microbatches: Sequence[Any]) -> _Ranking:
-        """Plan all numbers of slices. What cannot be captured, or fits in no way, runs whole."""
-        found: dict[int, int] = {}
-        ranking = _Ranking([])
-        for count in SLICES:
-            if count not in self._steps:
-                self._steps[count] = self._make(count)
-            try:
-                report = self._steps[count].plan(microbatches)
-            except (Infeasible, OptionError) as refused:
-                ranking.said[count] = str(refused)
-                continue
-            if report is None:
-                break
-            found[count] = report.step_ns
-            ranking.said[count] = f"{report.step_ns / 1e6:.3f} ms predicted"
-            if not report.problem.trace.lanes:
-                break  # nothing to hide
-        ranking.left = sorted(found, key=lambda count: (found[count], count)) or [1]
-        return ranking
+    def _planned(self, count: int, microbatches: Sequence[Any]) -> Report | None:
+        if count not in self._steps:
+            self._steps[count] = self._make(count)
+        return self._steps[count].plan(microbatches)
+
+
+class AutoCalls:
+    """The same for calls of a model that `optimize` returned: one SlicedCalls for each number of
+    slices. Whole batches run `uncut`."""
+
+    def __init__(self, model: nn.Module, options: Options, uncut: Uncut) -> None:
+        if options.plans:
+            raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
+        self._uncut = uncut
+        self._calls = {count: SlicedCalls(model, options, count, uncut) for count in SLICES}
+        self._rankings: dict[Any, _Ranking] = {}
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        def run(count: int) -> Any:
+            return self._uncut(args, kwargs) if count == 1 else self._calls[count](args, kwargs)
+
+        ranking = self._ranking(args, kwargs)
+        return ranking.run(run)
+
+    def _ranking(self, args: Any, kwargs: Any) -> _Ranking:
+        try:
+            each = Given(args, kwargs).cut(1, gradients=True)
+        except OptionError as refused:
+            return _Ranking([1], {1: str(refused)})
+        key = alike(each), torch.is_grad_enabled()
+        if key not in self._rankings:
+            self._rankings[key] = _Ranking.of(lambda count: self._calls[count].plan(args, kwargs))
+        return self._rankings[key]
+
+    @property
+    def used(self) -> list[SlicedCalls]:
+        """Those of the numbers of slices that run some kind of batch."""
+        wanted = {ranking.left[0] for ranking in self._rankings.values()}
+        return [calls for count, calls in self._calls.items() if count in wanted - {1}]
+
+    def explain(self) -> str:
+        return "\n\n".join(map(str, self._rankings.values()))

@@ -28,8 +28,8 @@ class Given:
             return Given((), dict(microbatch))
         return Given((microbatch,), {})
 
-    def cut(self, slices: int) -> list[Given]:
-        return [Given(*each) for each in cut_batch((self.args, self.kwargs), slices)]
+    def cut(self, slices: int, gradients: bool = False) -> list[Given]:
+        return [Given(*each) for each in cut_batch((self.args, self.kwargs), slices, gradients)]
 
 
 def givens(microbatches: Sequence[Any]) -> list[Given]:

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overlapc.errors import CaptureError, OptionError
 from overlapc.layers import sliced
-from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced
+from overlapc.passes.draws import Draw
+from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, capture
 from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
@@ -36,12 +37,8 @@ from overlapc.runtime.given import Given, alike, givens
 from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
-from overlapc.runtime.slices import (
-    SlicedProgram,
-    Slices,
-    refuse_different,
-    refuse_whole,
-)
+from overlapc.runtime.slices import SlicedProgram, Slices, marked
+from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
 
 
 class TrainStep:
@@ -108,8 +105,9 @@ class TrainStep:
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: _Step | Slices | None = None  # the running step
+        self._given: Given | None = None  # the batch that is in slices
         # slices compared with their batch, by key and digest
-        self._compared: set[tuple[Any, str]] = set()
+        self._compared: dict[tuple[Any, str], Compared] = {}
         self.report: Report | None = None
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
@@ -133,6 +131,7 @@ class TrainStep:
     def _in_slices(self, given: Given, microbatches: int) -> Any:
         """Run forward and backward of a microbatch in slices; the call of the last slice runs
         all."""
+        self._given = given
         each = given.cut(self._options.slices)
         key = self._key(each)
         if key in self._plain:
@@ -147,8 +146,11 @@ class TrainStep:
 
         try:
             with self._tracing(key), sliced(len(each)):
-                if self._compare(begin(), given, each, key):
-                    begin()  # counters of the model have changed meanwhile
+                step = begin()
+                found, is_new = self._compare(step, given, each, key)
+                if is_new:
+                    step = begin()  # counters of the model have changed meanwhile
+                step.ways = found.ways
                 return _detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
         except CaptureError as error:
             self._attempts.refused(error)
@@ -158,27 +160,28 @@ class TrainStep:
         finally:
             self._step = None
 
-    def _compare(self, step: Slices, given: Given, each: Sequence[Given], key: Any) -> bool:
+    def _compare(
+        self, step: Slices, given: Given, each: Sequence[Given], key: Any
+    ) -> tuple[Compared, bool]:
         """Compare the slices of a first batch with the whole batch, and raise on all ranks if they
-        differ. Return whether this was a first batch."""
+        differ. Also return whether this was a first batch."""
         if step.program is None:
             raise CaptureError("torch.compile is switched off")
         joint = step.program.joint
         trace = joint.captured.trace
-        if (key, trace.digest) in self._compared:
-            return False
+        if (known := self._compared.get((key, trace.digest))) is not None:
+            return known, False
 
-        def run(part: Given, count: int) -> tuple[Tensor, list[Any]]:
+        def forward(part: Given) -> list[Any]:
             result = self._whole(*part.args, **part.kwargs)
-            loss = _loss(result)
-            (loss / count).backward()
-            others = [leaf for leaf in tree_leaves(result) if leaf is not loss]
-            return loss.detach() / count, [o for o in others if isinstance(o, (Tensor, int, float))]
+            _loss(result)
+            return tree_leaves(result)
 
         with self._attempts.exchange_for(trace.lanes, self._options.timeout_s) as exchange:
-            refuse_different(self.model, run, given, each, joint, exchange)
-        self._compared.add((key, trace.digest))
-        return True
+            draws = step.program.draws
+            found = compared(self.model, forward, given, each, joint, draws, exchange)
+        self._compared[key, trace.digest] = found
+        return found, True
 
     def plan(self, microbatches: Sequence[Any]) -> Report | None:
         """Plan a call with these microbatches without running it; None if it would run as plain
@@ -187,6 +190,7 @@ class TrainStep:
         if unmade(self.model):
             return None
         slices = self._options.slices
+        self._given = each[0]
         self._step = (Slices if slices > 1 else _Step)(len(each), runs=False)
         each = each[0].cut(slices) if slices > 1 else each
         key = self._key(each)
@@ -210,6 +214,7 @@ class TrainStep:
 
     def explain(self) -> str:
         parts = [self.report.explain()] if self.report is not None else []
+        parts += [str(found) for found in dict.fromkeys(self._compared.values())]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
         parts += [f"may be not as eager: {line}" for line in self.differences]
         opaque = [reason for each in self._traced.values() for reason in each.opaques.reasons]
@@ -219,20 +224,29 @@ class TrainStep:
     def _key(self, each: Sequence[Given]) -> Any:
         key = alike(each)
         if key not in self._traced:
-            self._traced[key] = Traced(self._whole, self._adopt, self.model)
+            function = self._whole if self._options.slices == 1 else self._marked
+            self._traced[key] = Traced(function, self._adopt, self.model)
         return key
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """The function of a microbatch that is traced; its only result that requires a gradient is
         the loss."""
-        if self._loss is None:
-            result = self.model(*args, **kwargs)
-        else:
-            result = self._loss(self.model, *args, **kwargs)
+        result = self._result(*args, **kwargs)
         if isinstance(result, Tensor):
             return result
         loss = _loss_of(result)
         return tree_map_only(Tensor, lambda t: t if t is loss else t.detach(), result)
+
+    def _marked(self, *args: Any, **kwargs: Any) -> Any:
+        """That of a slice."""
+        result = self._result(*args, **kwargs)
+        loss = result if isinstance(result, Tensor) else _loss_of(result)
+        return marked(result, (args, kwargs), loss)
+
+    def _result(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loss is None:
+            return self.model(*args, **kwargs)
+        return self._loss(self.model, *args, **kwargs)
 
     def _forward(self, given: Given, key: Any) -> Any:
         """Run the forward of a microbatch, and the backward that is due with it."""
@@ -298,8 +312,10 @@ class TrainStep:
         """Make the program of a graph: plan it, or use the plan of an equal graph."""
         captured, slices = joint.captured, self._options.slices
         key = count, captured.trace.digest
+        draws: dict[str, Draw] = {}
         if slices > 1:
             refuse_whole(joint, state, self.model, slices)
+            draws = draws_for(joint, slices, self._uncut)
         if key not in self._reports:
             primals = [state[name] for name in joint.inputs]
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
@@ -311,13 +327,19 @@ class TrainStep:
                     gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self._options),
                     slices=slices,
+                    draws=tuple(draws),
                 )
                 planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
                 self._reports[key] = planned.report
                 warn_of_seeds(captured, primals, exchange)
         if slices > 1:
-            return SlicedProgram(joint, self._reports[key])
+            return SlicedProgram(joint, self._reports[key], whole=True, draws=draws)
         return Program(joint, self._reports[key], whole=True)
+
+    def _uncut(self) -> Joint:
+        """The graph of the whole batch."""
+        assert self._given is not None
+        return capture(self._whole, *self._given.args, **self._given.kwargs)
 
 
 @dataclass

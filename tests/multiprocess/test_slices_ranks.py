@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.moe.model import MoEConfig, MoEGPT, checked_sizes
-from overlapc import TrainStep
+from overlapc import TrainStep, optimize
 from overlapc.emulate import Link, init_link
-from overlapc.layers import Exchange, SumOverRanks, before, exchange, whole
+from overlapc.layers import Exchange, SumOverRanks, before, exchange, total, whole
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt
@@ -78,6 +78,82 @@ def test_two_ranks(name: str, budget: float | None) -> None:
         assert found["unchanged"] == []
         assert found["order"] == everyone[0]["order"]
         assert found["hidden"]
+
+
+def optimized(rank: int, ranks: int) -> dict[str, Any]:
+    init_link(SLOW_LINK)
+    torch.manual_seed(1)
+    model = moe()
+    twin = optimize(model, solver="heu", timeout_s=30, slices=2)
+    batch = tokens(rank), tokens(100 * rank + 50)
+    expected = plainly(model, batch, 2)
+    others = gradients(model)
+    same, hidden = [], []
+    for _ in range(2):
+        model.zero_grad()
+        loss = twin(*batch)
+        loss.backward()
+        mine = gradients(model)
+        same += [torch.equal(loss.detach(), expected)]
+        same += [torch.equal(mine[name], others[name]) for name in others]
+    with torch.no_grad():
+        same += [torch.equal(twin(*batch), expected) for _ in range(2)]
+    for report in twin.reports:
+        hidden.append(report.timeline.exposed_ns < report.eager.exposed_ns)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"same": all(same), "hidden": hidden, "plain": twin.unchanged}
+
+
+def test_calls_of_a_model_in_slices() -> None:
+    """Training, and forwards alone."""
+    for found in run_ranks(optimized, 2, timeout_s=280):
+        assert found["same"]
+        assert found["hidden"] == [True, True]
+        assert found["plain"] == []
+
+
+class Counted(nn.Module):
+    """Drops, and has the mean over tokens that count, of all slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = (x[:, 0] > 0).to(x.dtype)
+        for layer in self.layers:
+            x = F.dropout(SumOverRanks.apply(layer(x), dist.group.WORLD.group_name), 0.2)
+        return total((x.square().mean(1) * counts).sum()) / total(counts.sum())
+
+
+def counted(rank: int, ranks: int) -> dict[str, Any]:
+    init_link(SLOW_LINK)
+    torch.manual_seed(1)
+    model, x = Counted(), torch.randn(24, 16)
+    twin = optimize(model, solver="heu", timeout_s=30, slices=2)
+    apart = []
+    for seed in range(2):
+        losses, grads = [], []
+        for run in (model, twin):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            loss = run(x)
+            loss.backward()
+            losses.append(loss.detach())
+            grads.append(gradients(model))
+        apart.append(float((losses[0] - losses[1]).abs() / losses[0]))
+        expected, found = grads
+        apart += [float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items()]
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"apart": max(apart), "plain": twin.unchanged}
+
+
+def test_totals_and_draws_are_the_whole_batchs() -> None:
+    for found in run_ranks(counted, 2, timeout_s=280):
+        assert found["apart"] < 1e-4
+        assert found["plain"] == []
 
 
 def automatic(rank: int, ranks: int) -> dict[str, Any]:

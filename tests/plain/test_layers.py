@@ -67,7 +67,7 @@ LAYERS = {
     "shares": Layer("errors ir ledger planning simulate solvers", "passes runtime"),
     # torch, one process.
     "layers": Layer("torch"),
-    "passes": Layer("errors flags ir merge stages torch valid"),
+    "passes": Layer("errors flags ir layers merge stages torch valid"),
     "profiler": Layer("emulate errors ir passes torch"),
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),

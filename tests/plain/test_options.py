@@ -110,11 +110,16 @@ def test_every_front_door_takes_what_is_as_ever(door: str) -> None:
     assert Options.parse(given, door) == Options()
 
 
-def test_a_train_step_takes_slices_alone() -> None:
-    assert str(Options.parse("slices=2", "TrainStep")) == "slices=2"
-    assert Options.parse("slices=auto", "TrainStep").slices == "auto"
-    with pytest.raises(OptionError, match="slices=2: optimize cuts no batch, TrainStep does"):
-        Options.parse("slices=2")
+def test_slices_are_for_what_runs_whole_batches() -> None:
+    for door in ("TrainStep", "optimize"):
+        assert str(Options.parse("slices=2", door)) == "slices=2"
+        assert Options.parse("slices=auto", door).slices == "auto"
+    for door in ("Pipeline", "torch.compile", "megatron"):
+        with pytest.raises(OptionError, match=f"slices=2: {door} cuts no batch, optimize and Tr"):
+            Options.parse("slices=2", door)
+    for other in ("backend=inductor", "dynamic=true", "check=true"):
+        with pytest.raises(OptionError, match=r"with slices optimize .*; expected it left out"):
+            Options.parse(f"slices=2 {other}")
     with pytest.raises(OptionError, match="found solver twice"):
         Options.parse("solver=heu solver=opt", "TrainStep")
 

@@ -9,9 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from overlapc.check import check
-from overlapc.errors import InvalidPlan
-from overlapc.ir import Problem
-from overlapc.merge import ADD, BEFORE, accumulate, in_slices, of_slice, one_by_one
+from overlapc.errors import Infeasible, InvalidPlan
+from overlapc.ir import Op, Problem
+from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_slices, of_slice, one_by_one
+from overlapc.planning import road
+from overlapc.planning.options import Options
 from overlapc.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
@@ -40,11 +42,28 @@ def copied(count: int) -> Problem:
 
 
 def lone_problem(rng, count: int) -> Problem:
+    """Now and then with ops that ask for a total, and with random ones that slices draw together,
+    `draws_of(it)`."""
     problem = random_problem(rng, 4)
     assume(not any(op.piece.microbatch for op in problem.trace.ops))
-    ops = tuple(replace(op, random=False) for op in problem.trace.ops)
+    often = rng.choice((0.0, 0.3))
+
+    def varied(op: Op) -> Op:
+        op = replace(op, random=False)
+        if op.role in ("start", "wait") or not op.inputs or not op.outputs or rng.random() > often:
+            return op
+        if op.is_forward and rng.random() < 0.5:
+            return replace(op, random=True, recomputable=False)
+        signature, given = f"{TOTAL}default", op.inputs[:1]
+        return replace(op, inputs=given, signature=signature, recomputable=False)
+
+    ops = tuple(varied(op) for op in problem.trace.ops)
     lone = replace(problem, phases=("F", "IW"), trace=replace(problem.trace, ops=ops))
     return replace(lone, in_flight=count)
+
+
+def draws_of(problem: Problem) -> list[str]:
+    return [op.name for op in problem.trace.ops if op.random]
 
 
 def test_slices_share_parameters_and_add_up_in_order():
@@ -89,6 +108,31 @@ def test_a_slice_asks_the_one_before_it_what_it_counted():
     assert "ask@2" in slice_order(forward_work(problem), NEVER, Style(1.0, False), TURNS[0])
 
 
+def test_a_total_reads_all_slices_and_a_draw_is_the_first_slices():
+    lone = tiny("draw F | x > r | 1\ncount F | r > n | 1\nsum F | n > m | 1\nuse F | m > y | 1")
+    changed = {
+        "sum": {"signature": f"{TOTAL}default", "recomputable": False},
+        "draw": {"random": True, "recomputable": False},
+    }
+    ops = tuple(replace(op, **changed.get(op.name, {})) for op in lone.trace.ops)
+    lone = replace(lone, trace=replace(lone.trace, ops=ops, outputs=("y",)))
+    problem = in_slices(lone, 2, draws=["draw"])
+    op = problem.trace.op
+    assert op["sum@0"].inputs == op["sum@1"].inputs == ("n@0", "n@1")
+    assert op["draw@0"].outputs == ("r@0", "draw_drawn@0")
+    assert op["draw@1"].inputs == ("x@1", "draw_drawn@0")
+    assert [op[f"draw@{k}"].random for k in range(2)] == [True, False]
+    plain = one_by_one(problem, plan_on_demand(lone, (), "none"))
+    assert plain.order == (
+        *("draw@0", "count@0", "draw@1", "count@1"),
+        *("sum@0", "use@0", "sum@1", "use@1"),
+    )
+    check(problem, plain)
+    early = ("draw@0", "count@0", "sum@0", "use@0", "draw@1", "count@1", "sum@1", "use@1")
+    with pytest.raises(InvalidPlan, match="sum@0 reads n@1"):
+        check(problem, replace(plain, order=early))
+
+
 def test_what_one_slice_waits_for_runs_under_the_other():
     """One after the other each slice takes 60; here every collective has the other's compute."""
     problem = copied(2)
@@ -106,7 +150,7 @@ def test_what_one_slice_waits_for_runs_under_the_other():
 @given(st.randoms(use_true_random=False), st.integers(2, 4), st.sampled_from(TURNS))
 def test_orders_are_legal(rng, count, turns):
     lone = lone_problem(rng, count)
-    problem = in_slices(replace(lone, in_flight=1), count)
+    problem = in_slices(replace(lone, in_flight=1), count, draws=draws_of(lone))
     choice = choice_of(problem, plan_on_demand(problem, Needs(problem.trace).storages[::2], "half"))
     for style in (Style(2.0, False), Style(1.0, True)):
         forward = slice_order(forward_work(problem), NEVER, style, turns)
@@ -125,7 +169,7 @@ def test_orders_are_legal(rng, count, turns):
 )
 def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, room, quick):
     lone = lone_problem(rng, count)
-    problem = in_slices(replace(lone, in_flight=1), count)
+    problem = in_slices(replace(lone, in_flight=1), count, draws=draws_of(lone))
     alone = plan_on_demand(lone, Needs(lone.trace).storages[::2], "half")
     plain = one_by_one(problem, alone)
     check(problem, plain)
@@ -137,3 +181,35 @@ def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, ro
     assert budget is None or peak_bytes(problem, plan) <= budget
     for k in range(count):
         check(lone, of_slice(plan, k, lone.trace.digest))
+
+
+@settings(max_examples=20)
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(2, 4),
+    st.sampled_from(["heu", "overlap", "none", "full", "uniform"]),
+)
+def test_what_does_not_fit_names_a_budget_that_does(rng, count, solver):
+    """Also where slices draw together or wait for totals, and with other op times."""
+    lone = lone_problem(rng, count)
+
+    def planned(budget: int) -> int:
+        costs = {
+            name: replace(cost, compute_ns=rng.randint(0, 20))
+            for name, cost in lone.profile.costs.items()
+        }
+        profile = replace(lone.profile, costs=costs)
+        one = replace(lone, profile=profile, budget_bytes=budget)
+        problem = in_slices(replace(one, in_flight=1), count, draws=draws_of(lone))
+        (plan,) = road._sliced(problem, one, Options(solver=solver), tuple)
+        check(problem, plan)
+        return peak_bytes(problem, plan)
+
+    eager = peak_bytes(lone, plan_on_demand(lone, Needs(lone.trace).storages, "none"))
+    budget = rng.randint(1, max(1, eager))
+    try:
+        assert planned(budget) <= budget
+    except Infeasible as infeasible:
+        least = infeasible.smallest_bytes
+        assert budget < least
+        assert planned(least) <= least

@@ -1,0 +1,323 @@
+"""`optimize(model, slices=k)`: calls of a model cut into slices, whose results are put together.
+
+The loss may be outside of the model, so gradients of the results come later, and are cut as the
+results were put together. The numbers are bitwise those of
+
+    parts = [model(*each) for each in slices]
+    whole = cat(parts).detach().requires_grad_()      a loss: sum(part / k for part in parts)
+    loss(whole).backward()
+    for part, gradient in zip(parts, whole.grad.contiguous().chunk(k)):
+        part.backward(gradient)
+
+Autograd gets the sum of the slices' gradients, so it adds one gradient for each call to `.grad`,
+and hooks see one. A call without gradients (evaluation, prefill) runs the slices' forwards alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from overlapc.errors import CaptureError
+from overlapc.layers import sliced
+from overlapc.passes.draws import Draw
+from overlapc.passes.joint import Joint, Run, Stop, Traced, capture, owner_of
+from overlapc.passes.parts import parameter_gradients
+from overlapc.planning.options import Options
+from overlapc.planning.problem import TrainingStep
+from overlapc.planning.report import Report
+from overlapc.planning.road import plan
+from overlapc.runtime.exchange import busy
+from overlapc.runtime.given import Given, alike
+from overlapc.runtime.program import State
+from overlapc.runtime.ranks import Attempts
+from overlapc.runtime.seeds import warn_of_seeds
+from overlapc.runtime.slices import SlicedProgram, Slices, Way, apart, marked
+from overlapc.runtime.train_step import adding
+from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
+
+Uncut = Callable[[Any, Any], Any]  # args, kwargs -> the model's results
+
+
+class SlicedCalls:
+    """Runs calls of a model in `count` slices; those that cannot be captured `uncut`."""
+
+    def __init__(self, model: nn.Module, options: Options, count: int, uncut: Uncut) -> None:
+        self.model, self.options, self.count, self.uncut = model, options, count, uncut
+        self.reports: dict[str, Report] = {}  # by digest of a slice's graph
+        self.said: dict[Any, Compared] = {}  # slices compared with their batch, by key and digest
+        self.unchanged: list[str] = []  # why calls ran uncut
+        self._traced: dict[Any, Traced] = {}  # by the key of `alike`
+        self._plain: set[Any] = set()  # keys of calls that run uncut
+        self._attempts = Attempts("optimize in slices")
+        self._given = Given((), {})  # the call that is in slices
+        self._now: Slices | None = None  # the running batch
+        self._batch: _Batch | None = None  # that waits for its backward
+
+    @property
+    def differences(self) -> list[str]:
+        """Lines of the model whose trace may give other results than eager, with the reason."""
+        found = (line for traced in self._traced.values() for line in traced.differences)
+        return [*dict.fromkeys(found)]
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        self._given = given = Given(args, kwargs)
+        with _outside_inference():
+            each = given.cut(self.count, gradients=True)
+            key, is_new = self._key(each)
+            if key not in self._plain:
+                try:
+                    with busy("tracing") if is_new else nullcontext(), sliced(self.count):
+                        result = self._run(key, given, each)
+                    return self._joined(result, given, each)
+                except CaptureError as error:
+                    self._refused(key, error)
+                finally:
+                    self._now, self._batch, self._given = None, None, Given((), {})
+        return self.uncut(args, kwargs)
+
+    def plan(self, args: Any, kwargs: Any) -> Report | None:
+        """Plan a call without running it; None if it cannot be captured. All ranks call this
+        together."""
+        with _outside_inference():
+            self._given = Given(args, kwargs)
+            each = self._given.cut(self.count, gradients=True)
+            key, _ = self._key(each)
+            self._now = now = Slices(1, runs=False)
+            try:
+                with busy("tracing"), sliced(self.count), suppress(Stop):
+                    self._traced[key](*each[0].args, **each[0].kwargs)
+            except CaptureError as error:
+                self._refused(key, error)
+            finally:
+                self._now, self._given = None, Given((), {})
+        return now.report
+
+    def _key(self, each: Sequence[Given]) -> tuple[Any, bool]:
+        key = alike(each)
+        is_new = key not in self._traced
+        if is_new:
+            self._traced[key] = Traced(self._marked, self._adopt, self.model, alone=True)
+        return key, is_new
+
+    def _marked(self, *args: Any, **kwargs: Any) -> Any:
+        return marked(self.model(*args, **kwargs), (args, kwargs))
+
+    def _run(self, key: Any, given: Given, each: Sequence[Given]) -> Any:
+        """Call the model with each slice; the call of the last runs all forwards."""
+        traced = self._traced[key]
+
+        def begin() -> Slices:
+            self._now = now = Slices(1, self._forward)
+            for one in each[:-1]:
+                with suppress(Stop):
+                    traced(*one.args, **one.kwargs)
+            return now
+
+        now = begin()
+        if now.program is None:
+            raise CaptureError("torch.compile is switched off")
+        joint = now.program.joint
+        at = key, joint.captured.trace.digest
+        if at not in self.said:
+            self.said[at] = self._compared(given, joint, now.program.draws)
+            now = begin()  # counters of the model have changed meanwhile
+        now.ways = self.said[at].ways
+        return traced(*each[-1].args, **each[-1].kwargs)
+
+    def _compared(self, given: Given, joint: Joint, draws: Mapping[str, Draw]) -> Compared:
+        def forward(part: Given) -> list[Any]:
+            return tree_leaves(self.model(*part.args, **part.kwargs))
+
+        (batch,), each = (given.cut(count, gradients=True) for count in (1, self.count))
+        lanes, timeout_s = joint.captured.trace.lanes, self.options.timeout_s
+        with self._attempts.exchange_for(lanes, timeout_s) as exchange:
+            return compared(self.model, forward, batch, each, joint, draws, exchange)
+
+    def _forward(
+        self, program: SlicedProgram, states: Sequence[State], ways: Sequence[Way]
+    ) -> list[Any]:
+        results = program.whole(program.forward(states), ways)
+        if program.tangents:
+            self._batch = _Batch(program, states, ways)
+        return results
+
+    def _joined(self, result: Any, given: Given, each: Sequence[Given]) -> Any:
+        """Let autograd know how the results were made."""
+        batch = self._batch
+        if batch is None:
+            return result
+        leaves, spec = tree_flatten(result)
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        ends = [leaves[i] for i in batch.ends]
+        owners = batch.owned(given, each)
+        for i, end in zip(batch.ends, _InSlices.apply(batch, ends, *owners), strict=True):
+            leaves[i] = end
+        return tree_unflatten(leaves, spec)
+
+    def _adopt(self, joint: Joint) -> Run:
+        program: SlicedProgram | None = None
+
+        def run(state: State) -> Sequence[Any]:
+            nonlocal program
+            now = self._now
+            assert now is not None
+            if program is None:
+                draws: dict[str, Draw] = {}
+                if self.count > 1:
+                    refuse_whole(joint, state, self.model, self.count)
+                    draws = draws_for(joint, self.count, self._uncut)
+                now.report = self._report(joint, state, draws)
+                if not now.runs:
+                    raise Stop
+                program = SlicedProgram(joint, now.report, whole=False, draws=draws)
+            now.report = program.report
+            if not now.runs:
+                raise Stop
+            return now.forward(program, state)
+
+        return run
+
+    def _uncut(self) -> Joint:
+        """The graph of the whole batch."""
+        (batch,) = self._given.cut(1, gradients=True)
+        return capture(self.model, *batch.args, **batch.kwargs)
+
+    def _report(self, joint: Joint, state: State, draws: Mapping[str, Draw]) -> Report:
+        """Plan a graph, or return the plan of an equal graph."""
+        captured, digest = joint.captured, joint.captured.trace.digest
+        if digest not in self.reports:
+            cut = f" in {self.count} slices" if self.count > 1 else ""
+            alone = "" if joint.tangents else ", its forward alone"
+            primals = [state[name] for name in joint.inputs]
+            options = self.options if joint.tangents else replace(self.options, plan=None)
+            step = TrainingStep(f"graph {len(self.reports)}{cut}{alone}")
+            if self.count > 1:
+                step = replace(
+                    step,
+                    gradients=tuple(parameter_gradients(captured)),
+                    add_ns_per_kib=adding(self.model, self.options),
+                    slices=self.count,
+                    draws=tuple(draws),
+                    loss=False,
+                )
+            lanes, timeout_s = captured.trace.lanes, self.options.timeout_s
+            with self._attempts.exchange_for(lanes, timeout_s) as exchange:
+                planned = plan(captured, options, step, primals=primals, exchange=exchange)
+                self.reports[digest] = planned.report
+                warn_of_seeds(captured, primals, exchange)
+        return self.reports[digest]
+
+    def _refused(self, key: Any, error: CaptureError) -> None:
+        self._attempts.refused(error)  # other ranks may wait for this one
+        self._plain.add(key)
+        if str(error) not in self.unchanged:
+            self.unchanged.append(str(error))
+            warnings.warn(f"overlapc runs the batch uncut: {error}", RuntimeWarning, stacklevel=4)
+
+
+def _outside_inference() -> ExitStack:
+    """Leave the inference mode, in which nothing can be traced."""
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.no_grad())
+    return stack
+
+
+class _Batch:
+    """A batch between its forward and its backward."""
+
+    def __init__(
+        self, program: SlicedProgram, states: Sequence[State], ways: Sequence[Way]
+    ) -> None:
+        self.program, self.ways = program, ways
+        self.states: list[State] | None = list(states)
+        self.ends = sorted(program.tangents)  # places of results that get a gradient
+        read = [name for name in program.joint.inputs if isinstance(states[0].get(name), Tensor)]
+        self.read = [state[name] for state in states for name in read if name in state]
+        self.versions = [_version(tensor) for tensor in self.read]
+        self.leaves: list[list[Tensor]] = []  # that gradients are gathered in, by owner
+
+    def owned(self, given: Given, each: Sequence[Given]) -> list[Tensor]:
+        """The tensors that get a gradient: the batch's inputs, and what all slices share. In the
+        states leaves of the same memory take their place."""
+        assert self.states is not None
+        whole, parts = _leaves(given), [_leaves(part) for part in each]
+        place = {id(part): i for mine in parts for i, part in enumerate(mine)}
+        owners: list[Tensor] = []
+        shared: dict[int, Tensor] = {}
+        for name in self.program.joint.leaves:
+            all_owners = [state[owner_of(name)] for state in self.states]
+            tensor = all_owners[0].tensor
+            cut = id(tensor) in place and whole[place[id(tensor)]] is not tensor
+            if id(tensor) not in shared:
+                shared[id(tensor)] = leaf = tensor.detach().requires_grad_()
+                owners.append(whole[place[id(tensor)]] if cut else tensor)
+                mine = [o.tensor.detach().requires_grad_() for o in all_owners] if cut else [leaf]
+                self.leaves.append(mine)
+            mine = self.leaves[[*shared].index(id(tensor))]
+            for k, (state, owner) in enumerate(zip(self.states, all_owners, strict=True)):
+                state[owner_of(name)] = replace(owner, tensor=mine[k if cut else 0])
+        return owners
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the owners."""
+        states, self.states = self.states, None
+        if states is None:
+            raise RuntimeError(
+                "a second backward through a batch in slices; expected one for each call of the "
+                "model: call it again"
+            )
+        if [_version(tensor) for tensor in self.read] != self.versions:
+            raise RuntimeError(
+                "a parameter, buffer or input that the backward reads was changed in place after "
+                "the forward; expected the optimizer's step behind the backward"
+            )
+        self.read.clear()
+        for place, gradient in zip(self.ends, gradients, strict=True):
+            name = self.program.tangents[place]
+            cut = apart(gradient.contiguous(), self.ways[place], len(states))
+            for state, part in zip(states, cut, strict=True):
+                state[name] = part
+        self.program.backward(states)
+        return [_gathered(leaves) for leaves in self.leaves]
+
+
+def _gathered(leaves: Sequence[Tensor]) -> Tensor | None:
+    """The gradient of an owner: that of what slices share, or of an input's slices."""
+    found = [leaf.grad for leaf in leaves]
+    if len(found) == 1 or all(gradient is None for gradient in found):
+        return found[0]
+    pairs = zip(leaves, found, strict=True)
+    return torch.cat([torch.zeros_like(x) if grad is None else grad for x, grad in pairs])
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _leaves(given: Given) -> list[Any]:
+    return tree_leaves((given.args, given.kwargs))
+
+
+class _InSlices(torch.autograd.Function):
+    """Hands gradients of the batch's results to the backward of its slices."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: _Batch, ends: Sequence[Tensor], *_owners: Tensor) -> Any:
+        ctx.batch = batch
+        return tuple(ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *ctx.batch.backward(gradients)

@@ -1,0 +1,347 @@
+"""What a batch gives in slices, beside what it gives uncut.
+
+What a graph shows to see the whole batch is refused when it is planned (`refuse_whole`); the rest
+shows when eager runs a first batch both ways (`compared`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from overlapc.errors import OptionError
+from overlapc.layers import beside, in_turn, sliced
+from overlapc.passes.draws import Draw, Drawn, drawing, draws_of
+from overlapc.passes.joint import Joint
+from overlapc.passes.nodes import is_total
+from overlapc.passes.trace import changed_inputs
+from overlapc.runtime.exchange import Exchange
+from overlapc.runtime.program import State
+from overlapc.runtime.slices import Way, apart, together, way_of
+from overlapc.runtime.snapshot import as_it_was
+
+# How far slices may be from the uncut batch, relative to a tensor's largest number, by the coarsest
+# type that the graph works with.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+_NOISE = 0.01  # of the largest number of all gradients: what is smaller is compared with that
+Forward = Callable[[Any], list[Any]]  # part of a batch -> the model's results, in a list
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How the batch's results are made of its slices', and how far these were from the uncut
+    batch's."""
+
+    ways: tuple[Way, ...]
+    apart: float
+    tolerance: float
+
+    def __str__(self) -> str:
+        made = [
+            f"result {i} {f'along dimension {way}' if isinstance(way, int) else way}"
+            for i, way in enumerate(self.ways)
+        ]
+        return (
+            f"cut along dimension 0; put together: {', '.join(made)}; bitwise plain accumulation "
+            f"over slices; the first batch was {self.apart:.2g} of its largest numbers from the "
+            f"uncut batch (measured; at most {self.tolerance:g} is accepted)"
+        )
+
+
+def refuse_whole(joint: Joint, state: State, model: nn.Module, count: int) -> None:
+    """Raise for what would run once for each slice and should once for the batch."""
+    captured = joint.captured
+    if changed := changed_inputs(captured.joint):
+        written = {id(state.get(name)) for name in changed}
+        names = [name for name, buffer in model.named_buffers() if id(buffer) in written]
+        raise OptionError(
+            f"slices={count}: the forward changes {', '.join(names) or 'an input'}, once for each "
+            "slice; expected buffers and inputs that it only reads"
+        )
+
+
+def draws_for(joint: Joint, count: int, uncut: Callable[[], Joint]) -> dict[str, Draw]:
+    """What slices draw together, by op; `uncut` captures the whole batch."""
+    captured = joint.captured
+    if not drawing(captured):
+        return {}
+    with sliced(1):
+        return draws_of(captured, uncut().captured, count)
+
+
+# --------------------------------------------------------------------------- both ways
+
+
+def compared(
+    model: nn.Module,
+    forward: Forward,
+    batch: Any,
+    each: Sequence[Any],
+    joint: Joint,
+    draws: Mapping[str, Draw],
+    exchange: Exchange | None,
+) -> Compared:
+    """Let eager compute the batch uncut and in slices, with gradients if the graph has any. Raise,
+    on all ranks, if slices give anything else."""
+    mine = _BothWays(model, forward, batch, each, joint, [*draws.values()])
+
+    def told(what: str, said: str) -> list[str]:
+        if exchange is None:
+            return [said]
+        return [data.decode() for data in exchange.gather(what, said.encode())]
+
+    said = [text.partition(" ") for text in told("in slices", f"{mine.apart!r} {mine.different}")]
+    found = next((different for _, _, different in said if different), "")
+    if found:
+        place = next(filter(None, told("whole batch", mine.first_module())), "")
+        raise OptionError(
+            f"slices={len(each)}: {found}; {place and f'{place}; '}expected results that are means "
+            "over samples, or of samples of which each goes its own way: leave slices out"
+        )
+    return Compared(mine.ways, max(float(text) for text, _, _ in said), mine.tolerance)
+
+
+class _BothWays:
+    """Results and gradients of a batch uncut and in slices. `different` says what is another in
+    slices, `apart` how far the farthest of all is, relative to its largest number."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        batch: Any,
+        each: Sequence[Any],
+        joint: Joint,
+        draws: Sequence[Draw],
+    ) -> None:
+        self.draws = draws
+        self.model, self.forward, self.batch, self.each = model, forward, batch, each
+        self.tolerance, self.backward = _tolerance(joint), bool(joint.tangents)
+        self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
+        self.ways: tuple[Way, ...] = ()
+        self.different, self.apart = "", 0.0
+        with as_it_was(model):
+            expected = self.uncut()
+        try:
+            with as_it_was(model):
+                found = self.in_slices(expected)
+        except OptionError as error:  # the other ranks wait
+            self.different = str(error).partition(": ")[2]
+        else:
+            self.compare(expected, found)
+
+    def uncut(self) -> dict[str, Any]:
+        (results,) = self.ran([self.batch], lambda _, batch: self.forward(batch))
+        self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
+        if self.backward:
+            _differentiate(results, self.cotangents)
+        return _named(results) | self.gradients([self.batch])
+
+    def in_slices(self, expected: dict[str, Any]) -> dict[str, Any]:
+        """One slice after the other, each with what those before it counted; or beside each other,
+        if they ask for totals."""
+        count = len(self.each)
+        uncut = list(expected.items())[: len(self.cotangents)]
+
+        def run(k: int, part: Any) -> list[Any]:
+            results = self.forward(part)
+            if not k:
+                self.ways = tuple(
+                    way_of(name, whole, part, count)
+                    for (name, whole), part in zip(uncut, results, strict=True)
+                )
+            if self.backward and not self.totals:
+                _differentiate(results, self.cotangents_of(k))
+                return [_detached(leaf) for leaf in results]
+            return results
+
+        parts = self.ran(self.each, run)
+        if self.backward and self.totals:
+            cotangents = [c for k in range(count) for c in self.cotangents_of(k)]
+            _differentiate([leaf for results in parts for leaf in results], cotangents)
+        columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
+        if not self.backward:  # without gradients a loss is a number that is not alike
+            self.ways = tuple(
+                "mean" if _is_loss(column) else way
+                for way, column in zip(self.ways, columns, strict=True)
+            )
+        found = {
+            name: together(name, column, way)
+            for (name, _), column, way in zip(uncut, columns, self.ways, strict=True)
+        }
+        return found | self.gradients(self.each)
+
+    def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
+        """What `run` returns for each part of the batch."""
+        wholes: list[Tensor] = []
+
+        def drawn(k: int, part: Any) -> Any:
+            if len(parts) == 1 or not self.draws:
+                return run(k, part)
+            with Drawn(self.draws, wholes, k):
+                return run(k, part)
+
+        if self.totals and len(parts) > 1:
+            return beside(lambda each: drawn(*each), [*enumerate(parts)])
+        found = []
+        with in_turn(len(parts)) as begin:
+            for k, part in enumerate(parts):
+                begin()
+                found.append(drawn(k, part))
+        return found
+
+    def cotangents_of(self, k: int) -> list[Tensor | None]:
+        """The gradients of a slice's results."""
+        return [
+            c if c is None else apart(c, way, len(self.each))[k]
+            for c, way in zip(self.cotangents, self.ways, strict=True)
+        ]
+
+    def gradients(self, parts: Sequence[Any]) -> dict[str, Any]:
+        if not self.backward:
+            return {}
+        found = {f"the gradient of {n}": p.grad for n, p in self.model.named_parameters()}
+        each = zip(*(tree_leaves((part.args, part.kwargs)) for part in parts), strict=True)
+        for i, leaves in enumerate(each):
+            if isinstance(leaves[0], Tensor) and leaves[0].requires_grad:
+                grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+                found[f"the gradient of input {i}"] = torch.cat(grads)
+        return found
+
+    def compare(self, expected: dict[str, Any], found: dict[str, Any]) -> None:
+        gradients = [g for name, g in expected.items() if "gradient" in name and g is not None]
+        least = _NOISE * max([_largest(gradient) for gradient in gradients], default=0.0)
+        for name, value in expected.items():
+            scale = least if "gradient" in name else 0.0
+            far, how = _distance(value, found[name], scale)
+            self.apart = max(self.apart, far)
+            if not far <= self.tolerance and not self.different:
+                more = f"{how}, expected at most {self.tolerance:g}"
+                self.different = f"{name} is another in slices ({more})"
+
+    def first_module(self) -> str:
+        """The first module that makes of the same inputs other results in slices; "" if none
+        does."""
+
+        def agree(one: Tensor, parts: Sequence[Tensor]) -> bool:
+            try:
+                way = way_of("", one.detach(), parts[0], len(self.each))
+            except OptionError:
+                return False
+            if isinstance(way, int):
+                return self.agree(one, torch.cat(tuple(parts), way))
+            if one.is_floating_point() and self.agree(one, together("", parts, "mean")):
+                return True
+            return all(self.agree(one, part) for part in parts)
+
+        (uncut,), in_slices = self.calls([self.batch]), self.calls(self.each)
+        for (name, taken, made), *others in zip(uncut, *in_slices, strict=False):
+            given = [agree(one, [o[1][i] for o in others]) for i, one in enumerate(taken)]
+            results = [agree(one, [o[2][i] for o in others]) for i, one in enumerate(made)]
+            if all(given) and not all(results):
+                module = self.model.get_submodule(name)
+                return f"{name or 'the model'} ({type(module).__name__}) sees the whole batch"
+        return ""
+
+    def agree(self, one: Tensor, other: Tensor) -> bool:
+        return _distance(one, other)[0] <= self.tolerance
+
+    def calls(self, parts: Sequence[Any]) -> list[list[tuple[str, list[Any], list[Any]]]]:
+        """For each part the modules that it calls, with their inputs and results."""
+        each: list[list[tuple[str, list[Any], list[Any]]]] = [[] for _ in parts]
+        here = threading.local()  # slices beside each other run in threads
+        with as_it_was(self.model), ExitStack() as stack:
+            for name, module in self.model.named_modules():
+
+                def note(_module: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
+                    each[here.k].append((name, _tensors((args, kwargs)), _tensors(out)))
+
+                hook = module.register_forward_hook(note, with_kwargs=True)
+                stack.callback(hook.remove)
+
+            def run(k: int, part: Any) -> None:
+                here.k = k
+                self.forward(part)
+
+            self.ran(parts, run)
+        return each
+
+
+def _named(results: Sequence[Any]) -> dict[str, Any]:
+    named = {}
+    for i, leaf in enumerate(results):
+        is_loss = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1
+        named["the loss" if is_loss and "the loss" not in named else f"result {i}"] = leaf
+    return named
+
+
+def _is_loss(column: Sequence[Any]) -> bool:
+    """Are these numbers of slices, which are not alike?"""
+    first = column[0]
+    is_number = isinstance(first, Tensor) and first.is_floating_point() and first.numel() == 1
+    return is_number and any(part.shape == first.shape and part != first for part in column)
+
+
+def _cotangent(i: int, leaf: Any) -> Tensor | None:
+    """The gradient that a result gets: one for a loss, else random numbers."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return None
+    if leaf.numel() == 1 or type(leaf) is not Tensor:
+        return torch.ones_like(leaf)
+    generator = torch.Generator().manual_seed(i)
+    numbers = torch.randn(leaf.shape, generator=generator, dtype=torch.float32)
+    return numbers.to(leaf.device, leaf.dtype)
+
+
+def _differentiate(results: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+    pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
+    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+
+
+def _tolerance(joint: Joint) -> float:
+    """How far slices of this graph may be from the batch."""
+    nodes = joint.captured.joint.graph.nodes
+    kinds = {n.meta["val"].dtype for n in nodes if isinstance(n.meta.get("val"), Tensor)}
+    if torch.get_float32_matmul_precision() != "highest":
+        kinds.add(torch.float16)
+    return max([TOLERANCE[kind] for kind in kinds if kind in TOLERANCE], default=0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def _distance(one: Any, other: Any, least: float = 0.0) -> tuple[float, str]:
+    """How far the two are apart, relative to the largest number of `one`, or to `least` if that is
+    larger; infinite if they cannot be compared. And the same in words."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return (0.0 if one == other else float("inf")), f"{other!r} for {one!r}"
+    if one.shape != other.shape:
+        return float("inf"), f"of shape {tuple(other.shape)} for {tuple(one.shape)}"
+    if torch.equal(one, other):
+        return 0.0, ""
+    if not one.is_floating_point():
+        return float("inf"), "other numbers"
+    far = _largest(one.detach().double() - other.detach().double())
+    far /= max(_largest(one), least) or 1.0
+    return far, f"{far:.2g} of its largest number apart"
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(values: Any) -> list[Any]:
+    def found() -> Iterator[Tensor]:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                yield leaf.detach().clone()
+
+    return list(found())

@@ -1,0 +1,436 @@
+"""`optimize(slices=k)`: results put together, gradients bitwise plain accumulation over slices."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from overlapc import optimize
+from overlapc.errors import OptionError
+from overlapc.profiler.memory import measure_peak
+from tests.torch.exact import DYNAMO_WARNINGS, randn
+from tests.torch.random_models import WIDTH, RandomModel, Recipe, recipes
+from tests.torch.test_slices import CROSSES, Drawn, gradients
+from tests.torch.zoo import MLP, gpt, on_fabric, tokens
+
+pytestmark = DYNAMO_WARNINGS
+
+
+def plainly(
+    model: nn.Module, x: Tensor, slices: int, loss: Callable[[Tensor], Tensor], axis: int = 0
+) -> Tensor:
+    """What a call in slices promises; the loss is outside of the model."""
+    parts = [model(each) for each in x.chunk(slices)]
+    whole = torch.cat([part.detach() for part in parts], axis).requires_grad_()
+    loss(whole).backward()
+    for part, gradient in zip(parts, whole.grad.contiguous().chunk(slices, axis), strict=True):
+        part.backward(gradient.contiguous())
+    return whole.detach()
+
+
+def outside(x: Tensor) -> Tensor:
+    return (x * torch.linspace(0.5, 1.5, x.shape[1])).square().sum() / 7
+
+
+def assert_same(mine: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    assert mine.keys() == others.keys()
+    assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("solver", ["overlap", "full"])
+def test_the_loss_may_be_outside_of_the_model(slices, solver):
+    torch.manual_seed(1)
+    model, x = MLP(), randn(24, 16)
+    twin = optimize(model, slices=slices, profile="estimate", solver=solver)
+    for i in range(2):
+        model.zero_grad()
+        expected = plainly(model, x + i, slices, outside)
+        others = gradients(model)
+        model.zero_grad()
+        out = twin(x + i)
+        assert torch.equal(out, expected)
+        outside(out).backward()
+        assert_same(gradients(model), others)
+    (report,) = twin.reports
+    assert report.slices == slices
+    assert f"graph 0 in {slices} slices" in twin.explain()
+    assert "result 0 along dimension 0; bitwise plain accumulation over slices" in twin.explain()
+
+
+@pytest.mark.usefixtures("short_search")
+def test_a_model_that_returns_its_loss_gets_the_mean_of_the_slices():
+    with on_fabric():
+        torch.manual_seed(1)
+        model = gpt()()
+        twin = optimize(model, slices=2, profile="estimate", hardware="v100-sxm2-32")
+        batch = tokens(4, 8), tokens(4, 8, seed=9)
+        total: Any = 0
+        for each in zip(*(leaf.chunk(2) for leaf in batch), strict=True):
+            part = model(*each) / 2
+            part.backward()
+            total = total + part.detach()
+        others = gradients(model)
+        model.zero_grad()
+        loss = twin(*batch)
+        loss.backward()
+        assert torch.equal(loss.detach(), total)
+        assert_same(gradients(model), others)
+        assert "result 0 mean" in twin.explain()
+        assert twin.timeline.exposed_ns < twin.reports[0].eager.exposed_ns
+
+
+class Several(nn.Module):
+    """A batch that lies along other dimensions of results, numbers, the same tensor twice, and an
+    input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(16, 4), 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        self.calls += 1
+        out = self.inner(x) * scale
+        return {
+            "out": out,
+            "turned": out.t() * 2,
+            "top": [out.argmax(1), scale],
+            "again": out,
+            "x": x,
+            "loss": out.square().mean(),
+        }
+
+
+def test_results_are_put_together_along_the_dimension_of_the_batch():
+    torch.manual_seed(1)
+    model, x = Several(), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    for _ in range(2):
+        twin(x)
+    calls = model.calls
+    found = twin(x, scale=0.5)
+    assert model.calls == calls + 1
+    expected = model(x, scale=0.5)
+    assert found.keys() == expected.keys()
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, other)
+            assert one.requires_grad == other.requires_grad
+        else:
+            assert one == other
+    assert torch.equal(found["x"], x)
+    (found["turned"].square().sum() + found["loss"] + found["again"].sum()).backward()
+    mine = gradients(model)
+    model.zero_grad()
+    (expected["turned"].square().sum() + expected["loss"] + expected["again"].sum()).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(mine[name], gradient)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).t()
+
+
+def test_gradients_are_cut_along_the_same_dimension():
+    torch.manual_seed(1)
+    model, x = Turned(), randn(8, 16)
+    expected = plainly(model, x, 4, outside, axis=1)
+    others = gradients(model)
+    model.zero_grad()
+    out = optimize(model, slices=4, profile="estimate")(x)
+    outside(out).backward()
+    assert torch.equal(out, expected)
+    assert_same(gradients(model), others)
+
+
+def test_autograd_goes_on_before_the_model_and_behind_it():
+    """Inputs that require a gradient, hooks, `autograd.grad`, and `.grad` that is there before."""
+    torch.manual_seed(1)
+    model, first, x = MLP(), nn.Linear(16, 16), randn(12, 16)
+    twin = optimize(model, slices=3, profile="estimate")
+    seen: list[Tensor] = []
+    parameter = next(model.parameters())
+    parameter.register_hook(seen.append)
+    given = first(x)
+    leaf = given.detach().requires_grad_()
+    plainly_of_leaf = [each.detach().requires_grad_() for each in leaf.detach().chunk(3)]
+    parts = [model(each) for each in plainly_of_leaf]
+    whole = torch.cat([part.detach() for part in parts]).requires_grad_()
+    outside(whole).backward()
+    for part, gradient in zip(parts, whole.grad.chunk(3), strict=True):
+        part.backward(gradient)
+    others, of_input = gradients(model), torch.cat([each.grad for each in plainly_of_leaf])
+    outside(twin(leaf)).backward()  # the first batch is compared with the uncut one
+    model.zero_grad()
+    seen.clear()
+    outside(twin(given)).backward()
+    assert_same(gradients(model), others)
+    assert len(seen) == 1
+    given = first(x)
+    given.backward(of_input)
+    expected = first.weight.grad / 2  # twice the same was added
+    first.zero_grad()
+    first(x).backward(of_input)
+    torch.testing.assert_close(first.weight.grad, expected)
+    (found,) = torch.autograd.grad(outside(twin(leaf)), [leaf])
+    assert torch.equal(found, of_input)
+    assert_same(gradients(model), others)  # as before
+    outside(twin(leaf)).backward()
+    assert_same(gradients(model), {name: g + g for name, g in others.items()})
+
+
+def test_the_default_is_uncut_and_bitwise_eagers():
+    torch.manual_seed(1)
+    model, x = MLP(), randn(8, 16)
+    outside(model(x)).backward()
+    others = gradients(model)
+    model.zero_grad()
+    twin = optimize(model, slices=1, profile="estimate")
+    outside(twin(x)).backward()
+    assert_same(gradients(model), others)
+    assert twin.reports[0].slices == 1
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forwards_alone_are_cut_too(mode):
+    """Evaluation and prefill: collectives of one slice under another."""
+    with on_fabric():
+        torch.manual_seed(1)
+        model = gpt(dropout=0.1)().eval()
+        twin = optimize(model, slices=2, profile="estimate", hardware="v100-sxm2-32")
+        batch = tokens(4, 8), tokens(4, 8, seed=9)
+        with mode():
+            expected: Any = 0
+            for each in zip(*(leaf.chunk(2) for leaf in batch), strict=True):
+                expected = expected + model(*each) / 2
+            for _ in range(2):
+                assert torch.equal(twin(*batch), expected)
+        (report,) = twin.reports
+        assert report.name == "graph 0 in 2 slices, its forward alone"
+        assert not report.plan.saved
+        assert all(op.is_forward for op in report.problem.trace.ops)
+        assert report.timeline.exposed_ns < report.eager.exposed_ns
+
+
+def test_a_forward_alone_holds_no_more_than_is_predicted():
+    torch.manual_seed(1)
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), randn(512, 64)
+    twin = optimize(model, slices=2, profile="estimate")
+    with torch.no_grad():
+        twin(x)
+        peak = min(measure_peak(lambda: twin(x)) for _ in range(3))
+    # Beside the slices' results lies for a moment the batch's.
+    assert peak <= twin.reports[0].peak_bytes + x.nbytes + 4096
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: x - x.mean(0), r"result 0 is another in slices .*sees the whole batch"),
+        (lambda x: x.cumsum(0), "result 0 is another in slices"),
+        (lambda x: torch.bernoulli(x.sigmoid()), "draws random numbers"),
+        (lambda x: x @ x.t(), r"result 0 is of shape \(4, 4\) for a slice and \(8, 8\)"),
+        (lambda x: (x, x.shape[0]), "result 1 is another in slices .4 for 8"),
+        (lambda x: (x, x.detach().sum()), "result 1 is a number that is another for each slice"),
+        (lambda x: x.square().sum(), "the loss is another in slices"),
+        (lambda x: (x.sum(0), x), "result 0 is another in slices"),
+    ],
+)
+def test_what_may_not_be_cut_is_refused_by_name(call, said):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Any:
+            return call(self.inner(x))
+
+    torch.manual_seed(1)
+    model = Model()
+    for _ in range(2):
+        with pytest.raises(OptionError, match=rf"slices=2: .*{said}"):
+            optimize(model, slices=2, profile="estimate")(randn(8, 16))
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(OptionError, match=r"slices=2: found inputs of shapes \[\(7, 16\)\]"):
+        optimize(model, slices=2)(randn(7, 16))
+
+
+def test_what_cannot_be_captured_runs_uncut_and_says_so():
+    class Picky(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out if out.sum().item() > -1e9 else -out
+
+    torch.manual_seed(1)
+    model, x = Picky(), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    with pytest.warns(RuntimeWarning, match="overlapc runs the batch uncut"):
+        out = twin(x)
+    outside(out).backward()
+    mine = gradients(model)
+    model.zero_grad()
+    outside(model(x)).backward()
+    assert_same(mine, gradients(model))
+    assert "(runs uncut)" in twin.explain()
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"), [(True, "is kept by the model"), (False, "a view of another")]
+)
+def test_results_that_are_no_tensors_of_their_own_run_uncut(kept, said):
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(16, 16), None
+
+        def forward(self, x: Tensor) -> Any:
+            out = self.inner(x)
+            if kept:
+                self.last = out * 2
+                return out
+            return out.relu(), out.view(-1)[:], out
+
+    model, x = Views(), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    with pytest.warns(RuntimeWarning, match=said):
+        found = twin(x)
+    for one, other in zip(tree_leaves(found), tree_leaves(model(x)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_backward_comes_once_and_before_changes():
+    torch.manual_seed(1)
+    model, x = MLP(), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    loss = outside(twin(x))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward through a batch in slices"):
+        loss.backward()
+    loss = outside(twin(x))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="was changed in place after the forward"):
+        loss.backward()
+
+
+def test_a_twin_in_slices_can_be_copied_and_changed():
+    torch.manual_seed(1)
+    model, x = MLP(), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    twin(x)
+    other = copy.deepcopy(twin)
+    assert torch.equal(other(x), twin(x))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(other(x), twin(x))
+    torch.testing.assert_close(twin(x), model(x))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_auto_takes_the_number_of_slices_that_is_predicted_to_be_fastest(auto, grad):
+    with on_fabric(), torch.set_grad_enabled(grad):
+        batch = (tokens(32, 8), tokens(32, 8, seed=9))
+        torch.manual_seed(1)
+        model = gpt(layers=1)()
+        twin = optimize(model, **auto)
+        found = twin(*batch)
+        (report,) = twin.reports
+        assert report.slices > 1
+        parts = zip(*(leaf.chunk(report.slices) for leaf in batch), strict=True)
+        expected = sum(model(*each).detach() / report.slices for each in parts)
+        assert torch.equal(found.detach(), expected)
+        assert twin.explain().count("ms predicted") == 3
+        odd = twin(tokens(33, 8), tokens(33, 8, seed=9))  # cannot be cut
+        assert torch.equal(odd, model(tokens(33, 8), tokens(33, 8, seed=9)))
+
+
+def test_auto_runs_whole_what_is_refused(auto):
+    with on_fabric():
+        torch.manual_seed(1)
+        model = gpt(layers=1)()
+        model.head = nn.Sequential(model.head, Drawn())
+        twin = optimize(model, **auto)
+        batch = (tokens(32, 8), tokens(32, 8, seed=9))
+        torch.manual_seed(2)
+        found = twin(*batch)
+        torch.manual_seed(2)
+        assert torch.equal(found, model(*batch))
+        assert [report.slices for report in twin.reports] == [1]
+        assert "2 slices: slices=2: " in twin.explain()
+
+
+@pytest.mark.timeout(1800)
+def test_calls_of_any_graph() -> None:
+    """Each sample goes its own way through a random graph: results and gradients are bitwise those
+    of plain accumulation over slices, in training and as forwards alone."""
+
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=max(4, settings.default.max_examples // 50))
+    @given(
+        recipe=recipes(max_steps=8),
+        slices=st.sampled_from([2, 3, 4]),
+        solver=st.sampled_from(["heu", "full"]),
+    )
+    def holds(recipe: Recipe, slices: int, solver: str) -> None:
+        torch._dynamo.reset()
+        steps = tuple(step for step in recipe.steps if step.op not in CROSSES)
+        if not steps:
+            return
+        recipe = replace(recipe, steps=steps)
+        world = on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
+        with world, warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            torch.manual_seed(1)
+            model, x = RandomModel(recipe), randn(24, WIDTH)
+            parts = [[*model(each)] for each in x.chunk(slices)]
+            ends = [i for i, out in enumerate(parts[0]) if out.requires_grad]
+            if not ends:
+                return
+            whole = [torch.cat(column).detach() for column in zip(*parts, strict=True)]
+            for part, k in zip(parts, range(slices), strict=True):
+                gradients_of_it = [whole[i].cos().chunk(slices)[k] for i in ends]
+                torch.autograd.backward([part[i] for i in ends], gradients_of_it)
+            others = gradients(model)
+            model.zero_grad()
+            twin = optimize(model, slices=slices, profile="estimate", solver=solver)
+            try:
+                twin(x)
+            except RuntimeWarning as warning:
+                if "a result is a view of another" not in str(warning):
+                    raise
+                return
+            for _ in range(2):
+                model.zero_grad()
+                found = [*twin(x)]
+                assert all(map(torch.equal, found, whole))
+                torch.autograd.backward([found[i] for i in ends], [whole[i].cos() for i in ends])
+                assert_same(gradients(model), others)
+            with torch.no_grad():
+                expected = zip(*(model(each) for each in x.chunk(slices)), strict=True)
+                assert all(map(torch.equal, twin(x), map(torch.cat, expected)))
+        assert twin.unchanged == []
+        seen["examples"] += 1
+
+    holds()
+    assert seen["examples"] > 0
