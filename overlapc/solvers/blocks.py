@@ -19,7 +19,7 @@ from itertools import pairwise, takewhile
 from weakref import WeakKeyDictionary
 
 from overlapc.ir import Trace
-from overlapc.solvers.constants import LEAST, PERIODS
+from overlapc.solvers.constants import FEW, RUNGS
 
 _SYMBOL = re.compile(r"\bd\d+\b")
 
@@ -65,7 +65,7 @@ _known: WeakKeyDictionary[Trace, Repetition | None] = WeakKeyDictionary()
 def find_repetition(trace: Trace) -> Repetition | None:
     """Compute what `repetition` remembers."""
     flow = _Flow(trace)
-    return _largest(flow, range(len(flow.ops)), len(flow.ops) // LEAST)
+    return _largest(flow, range(len(flow.ops)), len(flow.ops) // FEW)
 
 
 def layers(trace: Trace) -> list[range]:
@@ -191,7 +191,7 @@ def _runs(signatures: list[str], low: int) -> Iterator[_Repeat]:
         if signature in last:
             distances[i - last[signature]] += 1
         last[signature] = i
-    for period, _ in distances.most_common(PERIODS):
+    for period, _ in distances.most_common(2 * RUNGS):
         length = 0
         alike = [a == b for a, b in zip(signatures, signatures[period:], strict=False)]
         for i, same in enumerate([*alike, False]):

@@ -17,7 +17,6 @@ LARGE = 1500  # from so many ops on fewer plans are tried, since each takes long
 SMALL = 64  # up to so many ops HEU tries the same budgets for every budget
 SEARCHED = 28  # up to so many ops OPT goes through all plans
 AT_BOUND = 1 + 1e-4  # times the bound: a plan so close to it ends the search
-NEAR = 0.01  # below this proven gap OPT skips groups of blocks
 GAP = 0.002  # relative gap at which a program's solution counts as optimal
 SECONDS = 2.0  # time limit of one program, which usually takes hundredths
 
@@ -26,15 +25,8 @@ EXPOSED = 0.5  # share of a recomputed collective that stays exposed
 # share of the budget left to the schedule where nothing is recomputed; else at most its square
 ROOM = 0.2
 THRIFT = 0.05  # share of recompute's time that counts even where windows hide it
-CLASSES = 400  # so many ops bound on both sides get columns of their own
 
 # How a window is filled.
 # a filler may take so many times what is left of a window; its powers are tried, too
 OVERSHOOT = 2.0
 REACH = 120  # issues before and after a collective that are candidates for its window
-UNSURE = 0.25  # how often a seeded taste deviates
-SOON = 2  # recompute within so many windows is due soon
-
-# What repeats in a forward.
-PERIODS = 32  # so many of the commonest distances between equal ops are tried as periods
-LEAST = 4  # a repetition of less than 1/LEAST of the forward lies inside a layer

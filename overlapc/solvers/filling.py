@@ -17,7 +17,7 @@ from random import Random
 
 from overlapc.ir import Plan
 from overlapc.ledger import Balance
-from overlapc.solvers.constants import OVERSHOOT, REACH, RUNGS, UNSURE
+from overlapc.solvers.constants import OVERSHOOT, REACH, RUNGS
 from overlapc.solvers.work import Work
 
 
@@ -173,8 +173,8 @@ class _Filling:
         recompute, pull = self.taste.recompute, self.taste.pull
         far = 1.0
         if self.taste.seed:
-            recompute ^= self.random.random() < UNSURE
-            pull ^= self.random.random() < UNSURE
+            recompute ^= self.random.random() < 0.5
+            pull ^= self.random.random() < 0.5
             far = self.random.uniform(0.3, 3.0)
         wanted = (n >= self.work.count) == recompute
         pulled = self.at[n] > begin

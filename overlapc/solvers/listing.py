@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from overlapc.ledger import Balance
 from overlapc.machine import Lane
-from overlapc.solvers.constants import RUNGS, SOON
+from overlapc.solvers.constants import RUNGS
 from overlapc.solvers.work import NEVER, Work
 
 _LOOK = 2 * RUNGS  # how many spare ops are compared for a window, or to free memory
@@ -275,8 +275,8 @@ class _Ahead:
         self.starts = [n for n in self.at if work.ops[n].role == "start"]
 
     def soon(self, deadline: int) -> bool:
-        """Is the deadline within the next few windows?"""
-        window = bisect_right(self.starts, self.passed) + SOON
+        """Is the deadline at the window after the next, or before it?"""
+        window = bisect_right(self.starts, self.passed) + 1
         return window >= len(self.starts) or deadline <= self.starts[window]
 
     def most(self, deadline: int, memory: int) -> int:

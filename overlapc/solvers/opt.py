@@ -25,7 +25,7 @@ from overlapc.progress import stoppable
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
-from overlapc.solvers.constants import FEW, GAP, LARGE, NEAR, OVERSHOOT, SEARCHED, SECONDS
+from overlapc.solvers.constants import FEW, GAP, LARGE, OVERSHOOT, SEARCHED, SECONDS
 from overlapc.solvers.exact import TooLarge, exact
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.heu import heu_plans
@@ -162,9 +162,6 @@ class _OptSearch:
         closed = self.best is not None and self.step * (1 - self.gap) <= self.bound
         return closed or self.left_s() <= 0
 
-    def gap_is_small(self) -> bool:
-        return self.best is not None and self.step * (1 - NEAR) <= self.bound
-
     def tell(self, doing: str) -> None:
         seconds = time.monotonic() - self.began
         self.progress(Progress(seconds, self.step, self.bound, doing))
@@ -209,7 +206,7 @@ class _OptSearch:
             search = Program(self.problem, needs)
             for n, margin in enumerate(_MARGINS):
                 self.sweep(needs, search, (margin,))
-                if n % 2 and not self.gap_is_small():
+                if n % 2:
                     self.groups(needs, margin)
             self.polish()
             self.vary(needs)

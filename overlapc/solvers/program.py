@@ -27,7 +27,7 @@ import numpy as np
 from overlapc.errors import Infeasible
 from overlapc.ir import Op, Problem
 from overlapc.solvers.choice import Needs
-from overlapc.solvers.constants import CLASSES, EXPOSED, THRIFT
+from overlapc.solvers.constants import EXPOSED, LARGE, THRIFT
 from overlapc.solvers.moments import Moments
 from overlapc.solvers.slots import Slots, slots_of
 
@@ -247,7 +247,7 @@ class Program:
         hidden: list[dict[int, float]] = [{} for _ in range(windows)]
         ranges = sorted({*amounts, *tasks})
         both = [span for span in ranges if span[0] > 0 and span[1] < final]
-        if len(both) > CLASSES:  # let them run up to the last slot, which only lowers the bound
+        if len(both) > LARGE:  # let them run up to the last slot, which only lowers the bound
             widened = {span: (span[0], final) for span in both}
             both = []
         else:
