@@ -133,7 +133,7 @@ def of_merged(args: argparse.Namespace) -> Subject:
     def step(case: str) -> int | None:
         problem = problem_of(case)
         try:
-            lone, merged = merging.solve_step(problem, "heu", partial(solve, problem), 4)
+            lone, merged = merging.solve_step(problem, "heu", partial(solve, problem, "heu"), 4)
         except Infeasible:
             return None
         lone_ns = step_ns(problem, lone)

@@ -139,7 +139,7 @@ def measure(
     for way, rival in ranges.BASELINES.items():
         timeline = simulate(*rival(problem, pieces))
         found[way] = timeline.step_ns, exposed_ns(timeline)
-    lone, merged = solve_step(problem, "heu", lambda _: alone, count)
+    lone, merged = solve_step(problem, "heu", lambda: alone, count)
     assert merged is not None, "merging found nothing faster"
     both = merge(problem, 1)
     parts = (problem, lone, 1), (both, merged, count - 1)

@@ -119,19 +119,19 @@ def _solved(
     if options.plans:
         return options.plans
 
-    def alone(solver: str) -> Plan:
+    def alone() -> Plan:
         try:
-            return _alone(problem, replace(options, solver=solver), choices)
+            return _alone(problem, options, choices)
         except Infeasible:
             if theirs is None or peak_bytes(problem, theirs) > (problem.budget_bytes or 0):
                 raise
             return theirs
 
     if not step.lag:
-        plan = alone(options.solver)
+        plan = alone()
         return plan, *_roomier(plan, problem, step, options.solver)
     if options.solver in FIELD:
-        return (alone(options.solver),)
+        return (alone(),)
     with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
         lone, merged = solve_step(problem, options.solver, alone, step.microbatches, step.lag)
     return (lone,) if merged is None else (lone, merged)

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Literal
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Plan, Problem, Timeline
+from overlapc.ir import Problem, Timeline
 from overlapc.pipeline import StageCost
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -166,11 +166,7 @@ def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
     """Merge each forward with the backward of the microbatch before, where `TrainStep` would."""
     problem = stage.report.problem
     known = stage.report.plan
-
-    def alone(solver: str) -> Plan:
-        return known if solver == known.solver else solve(problem, solver)
-
-    lone, merged = solve_step(problem, known.solver, alone, count)
+    lone, merged = solve_step(problem, known.solver, lambda: known, count)
     if merged is None:
         return stage
     (report,) = reports(problem, TrainingStep(_NAME, count, lag=1), (lone, merged))

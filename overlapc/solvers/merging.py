@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from overlapc.errors import Infeasible
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
@@ -25,7 +24,7 @@ from overlapc.solvers.bounds import Least, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
-from overlapc.solvers.heu import schedules, thrifty
+from overlapc.solvers.heu import heu_plans, schedules, thrifty
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Listing, Style, along
 from overlapc.solvers.room import Room
@@ -338,26 +337,33 @@ class _Merging(Listing):
 def solve_step(
     problem: Problem,
     solver: str,
-    alone: Callable[[str], Plan],
+    alone: Callable[[], Plan],
     microbatches: int,
     lag: int = 1,
 ) -> tuple[Plan, Plan | None]:
     """Plans for a step of several microbatches: a plan of `problem` (one microbatch), and a plan of
     two merged microbatches with the same saved values; or the solver's plan and None if running one
-    by one is as fast. `alone` gives the plan of one microbatch by a solver.
+    by one is as fast. `alone` gives the solver's plan of one microbatch.
 
     The first `lag` forwards and the last backwards have nothing to merge with: they run by the
-    first plan. HEU's plan is as good a start for merging as `overlap`'s, which takes many times as
-    long to find and is asked for only if nothing is merged.
+    first plan. HEU's plan of little effort is as good a start for merging as `overlap`'s, which
+    takes many times as long to find and is asked for only if nothing is merged.
     """
     if solver == "overlap" and _may_merge(problem, microbatches, lag):
-        try:
-            lone, merged = _merged_step(problem, alone("heu"), microbatches, lag)
-        except Infeasible:
-            merged = None
-        if merged is not None:
-            return lone, merged
-    return _merged_step(problem, alone(solver), microbatches, lag)
+        start = _start(problem)
+        if start is not None:
+            lone, merged = _merged_step(problem, start, microbatches, lag)
+            if merged is not None:
+                return lone, merged
+    return _merged_step(problem, alone(), microbatches, lag)
+
+
+def _start(problem: Problem) -> Plan | None:
+    """HEU's plan of one microbatch, found with little effort; None if nothing it tries fits."""
+    limit = problem.budget_bytes if problem.budget_bytes is not None else NEVER
+    plans = heu_plans(problem, thorough=False)
+    fit = [plan for plan in plans if peak_bytes(problem, plan) <= limit]
+    return min(fit, key=lambda plan: step_ns(problem, plan), default=None)
 
 
 def _may_merge(problem: Problem, microbatches: int, lag: int) -> bool:

@@ -496,9 +496,8 @@ def test_microbatches_are_merged_where_a_train_step_would_merge_them():
     plain = evaluate(TINY, CLUSTER, layout, unit, below_ns=0)
     (stage,) = plain.stages
     problem = stage.report.problem
-    lone, merged = solve_step(
-        problem, stage.report.plan.solver, lambda name: solve(problem, name), 4
-    )
+    plan = stage.report.plan
+    lone, merged = solve_step(problem, plan.solver, lambda: plan, 4)
     assert merged is not None
     alone = simulate(problem, lone)
     both = simulate(merge(problem), merged)

@@ -100,12 +100,12 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     def solved(
         problem: Problem,
         solver: str,
-        alone: Callable[[str], Plan],
+        alone: Callable[[], Plan],
         microbatches: int,
         lag: int,
     ) -> tuple[Plan, Plan | None]:
         if microbatches < 2:
-            return alone(solver), None
+            return alone(), None
         needs = Needs(problem.trace)
         kept = keep_sets(problem, needs, 6)
         choice = needs.complete(kept[which % len(kept)])
