@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from overlapc.planning.options import Options
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import Exchange
+from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.schedule import Schedule
 
@@ -67,6 +69,16 @@ def averaging_ns(
         what = f"averaging gradients of stage {stage}"
         mine = exchange.during(what, lambda: _timed(average))
         return max(map(int, exchange.gather(what, str(mine).encode())))
+
+
+def alike_ns(lanes: Sequence[str], took_ns: Mapping[str, int], timeout_s: float) -> dict[str, int]:
+    """The longest of each of these times on the ranks that share a stage's collectives: each rank
+    measured the links of its own pipeline, and all must place the same rows."""
+    with exchange_for(lanes, timeout_s) as exchange:
+        if exchange is None:
+            return dict(took_ns)
+        told = [*map(json.loads, exchange.gather("links", json.dumps(took_ns).encode()))]
+    return {name: max(times[name] for times in told) for name in took_ns}
 
 
 def _timed(run: Callable[[], None]) -> int:
