@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,14 +71,15 @@ def averaging_ns(
         return max(map(int, exchange.gather(what, str(mine).encode())))
 
 
-def alike_ns(lanes: Sequence[str], took_ns: Mapping[str, int], timeout_s: float) -> dict[str, int]:
+def alike_ns(lanes: Sequence[str], took_ns: tuple[int, int], timeout_s: float) -> tuple[int, int]:
     """The longest of each of these times on the ranks that share a stage's collectives: each rank
     measured the links of its own pipeline, and all must place the same rows."""
     with exchange_for(lanes, timeout_s) as exchange:
         if exchange is None:
-            return dict(took_ns)
+            return took_ns
         told = [*map(json.loads, exchange.gather("links", json.dumps(took_ns).encode()))]
-    return {name: max(times[name] for times in told) for name in took_ns}
+    first_ns, second_ns = (max(times) for times in zip(*told, strict=True))
+    return first_ns, second_ns
 
 
 def _timed(run: Callable[[], None]) -> int:

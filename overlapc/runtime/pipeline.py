@@ -219,10 +219,10 @@ class Pipeline:
         for stage, made in self._whole.items():
             with busy("planning its stages"):
                 slower = max(sent.get(end, 0) for end in (stage - 1, stage))
-                took = {"sent_ns": slower, "average_ns": self._average_ns[stage]}
+                took = slower, self._average_ns[stage]
                 took = alike_ns(made.captured.trace.lanes, took, links.timeout_s)
                 try:
-                    planned[stage] = cuts.planned(stage, partial(self._figured, **took))
+                    planned[stage] = cuts.planned(stage, partial(self._figured, took_ns=took))
                     figures[stage] = [
                         [asdict(each.figures) for each in plans] for plans in planned[stage]
                     ]
@@ -260,11 +260,12 @@ class Pipeline:
                 shapes[stage] = _parse_shapes(answers[schedule.rank_of[stage]].decode())
         return shapes
 
-    def _figured(self, made: Stage, sent_ns: int, average_ns: int) -> list[Candidate]:
-        """Plan a stage; return the plans with their figures for other ranks."""
+    def _figured(self, made: Stage, took_ns: tuple[int, int]) -> list[Candidate]:
+        """Plan a stage whose transfers and average take so long; return the plans with their
+        figures for other ranks."""
         reports = self._planned(made, made.captured, made.primals)
         beside = self._beside(made)
-        figures = stage_figures(reports, made.received, sent_ns, beside, average_ns)
+        figures = stage_figures(reports, made.received, took_ns[0], beside, took_ns[1])
         return [Candidate(made, *each) for each in zip(reports, figures, strict=True)]
 
     def _placed(self, figures: Mapping[int, Any]) -> tuple[int, tuple[int, ...]]:
