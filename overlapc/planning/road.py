@@ -15,14 +15,14 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import TOTAL, merge, one_by_one
+from overlapc.merge import merge, one_by_one
 from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
 from overlapc.planning.options import Options
 from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formulate
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
-from overlapc.simulate import peak_bytes, simulate
-from overlapc.solvers import BASELINES, FIELD, best_baseline, solve
+from overlapc.simulate import peak_bytes, simulate, step_ns
+from overlapc.solvers import BASELINES, FIELD, best_baseline, menu, simple_plans, solve
 from overlapc.solvers.merging import solve_step
 from overlapc.solvers.slices import solve_slices
 from overlapc.text import format_plan
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.runtime.exchange import Exchange
 
-_TIGHTER = 2  # how often a slice is planned for less, before it is planned for the least
+_TIGHTER = 1  # how often a slice is planned for less, before it takes what it can
 Choices = Callable[[], Iterable[tuple[str, ...]]]
 
 
@@ -59,7 +59,7 @@ def plan(
     lone = problem if step.slices == 1 else step.slice(captured.trace, profile)
     lone = replace(lone, budget_bytes=problem.budget_bytes)
     if options.memory_budget is None:
-        budget_bytes = _default_budget(lone, options.solver, theirs)
+        budget_bytes = _default_budget(problem, lone, options.solver, theirs)
         problem, lone = (replace(each, budget_bytes=budget_bytes) for each in (problem, lone))
     log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
 
@@ -91,16 +91,19 @@ def _warn_of_budget(report: Report) -> None:
         )
 
 
-def _default_budget(problem: Problem, solver: str, theirs: Plan | None) -> int:
-    """The peak of the model's own recompute, else eager's peak, or more if a baseline needs
-    more."""
+def _default_budget(problem: Problem, lone: Problem, solver: str, theirs: Plan | None) -> int:
+    """The peak of the model's own recompute, else eager's peak, or more if a baseline needs more.
+    `lone` is the problem of one slice, if the batch is in slices."""
     if theirs is not None:
         return peak_bytes(problem, theirs)
     # One slice is held with the most that the others may hold: a little more than eager's peak.
-    eager_bytes = max(problem.budget_bytes or 0, eager_timeline(problem).peak_bytes)
-    if solver in BASELINES:
-        return max(eager_bytes, peak_bytes(problem, BASELINES[solver](problem)))
-    return eager_bytes
+    eager_bytes = max(problem.budget_bytes or 0, eager_timeline(lone).peak_bytes)
+    if solver not in BASELINES:
+        return eager_bytes
+    plan = BASELINES[solver](lone)
+    if lone.trace.digest == problem.trace.digest:
+        return max(eager_bytes, peak_bytes(problem, plan))
+    return max(eager_bytes, _taken(problem, lone, plan))
 
 
 def _solved(
@@ -148,12 +151,11 @@ def _sliced(
 
 
 def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices) -> Plan:
-    """A plan of one slice with which all fit in turn. Slices that wait for a total hold more than
-    one slice knows of, so its budget may have to be smaller."""
-    if not any(op.signature.startswith(TOTAL) for op in problem.trace.ops):
-        return _alone(lone, options, choices)
+    """A plan of one slice with which all fit in turn. What slices draw together is as large as the
+    batch, and slices that wait for a total are held beside each other: one slice knows of neither,
+    so its budget may have to be smaller."""
     budget_bytes = problem.budget_bytes or 0
-    for _ in range(_TIGHTER):
+    for _ in range(1 + _TIGHTER):
         try:
             alone = _alone(lone, options, choices)
         except Infeasible:
@@ -162,16 +164,27 @@ def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices
         if over_bytes <= 0:
             return alone
         lone = replace(lone, budget_bytes=max(1, (lone.budget_bytes or 0) - over_bytes))
-    least_bytes = 0
-    try:
-        alone = _alone(replace(lone, budget_bytes=1), options, choices)
-    except Infeasible as error:
-        least_bytes = error.smallest_bytes
-        alone = _alone(replace(lone, budget_bytes=least_bytes), options, choices)
-    smallest_bytes = max(least_bytes, peak_bytes(problem, one_by_one(problem, alone)))
-    if smallest_bytes > budget_bytes:
-        raise Infeasible(budget_bytes, smallest_bytes)
-    return alone
+    # The budget that this names works whatever op times the next run measures.
+    found = list(_small(replace(lone, budget_bytes=1), options.solver, choices))
+    took = [_taken(problem, lone, plan) for plan in found]
+    fitting = [plan for plan, bytes_ in zip(found, took, strict=True) if bytes_ <= budget_bytes]
+    if not fitting:
+        raise Infeasible(budget_bytes, min(took))
+    return min(fitting, key=lambda plan: step_ns(problem, one_by_one(problem, plan)))
+
+
+def _taken(problem: Problem, lone: Problem, plan: Plan) -> int:
+    """What slices in turn take by the plan of one. That of one slice counts as well: it has the
+    states of generators for recomputed ops, which the problem of all slices lacks."""
+    return max(peak_bytes(lone, plan), peak_bytes(problem, one_by_one(problem, plan)))
+
+
+def _small(problem: Problem, solver: str, choices: Choices) -> Iterable[Plan]:
+    """Plans for the least memory. But for those of the field they depend on sizes alone, so they
+    are the same in every run."""
+    if solver in FIELD or solver == "torch":
+        return menu(problem, solver, choices())
+    return simple_plans(problem)
 
 
 def _alone(problem: Problem, options: Options, choices: Choices) -> Plan:

@@ -9,9 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from overlapc.check import check
-from overlapc.errors import InvalidPlan
+from overlapc.errors import Infeasible, InvalidPlan
 from overlapc.ir import Op, Problem
 from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_slices, of_slice, one_by_one
+from overlapc.planning import road
+from overlapc.planning.options import Options
 from overlapc.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
@@ -52,7 +54,8 @@ def lone_problem(rng, count: int) -> Problem:
             return op
         if op.is_forward and rng.random() < 0.5:
             return replace(op, random=True, recomputable=False)
-        return replace(op, signature=f"{TOTAL}default", recomputable=False)
+        signature, given = f"{TOTAL}default", op.inputs[:1]
+        return replace(op, inputs=given, signature=signature, recomputable=False)
 
     ops = tuple(varied(op) for op in problem.trace.ops)
     lone = replace(problem, phases=("F", "IW"), trace=replace(problem.trace, ops=ops))
@@ -178,3 +181,35 @@ def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, ro
     assert budget is None or peak_bytes(problem, plan) <= budget
     for k in range(count):
         check(lone, of_slice(plan, k, lone.trace.digest))
+
+
+@settings(max_examples=20)
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(2, 4),
+    st.sampled_from(["heu", "overlap", "none", "full", "uniform"]),
+)
+def test_what_does_not_fit_names_a_budget_that_does(rng, count, solver):
+    """Also where slices draw together or wait for totals, and with other op times."""
+    lone = lone_problem(rng, count)
+
+    def planned(budget: int) -> int:
+        costs = {
+            name: replace(cost, compute_ns=rng.randint(0, 20))
+            for name, cost in lone.profile.costs.items()
+        }
+        profile = replace(lone.profile, costs=costs)
+        one = replace(lone, profile=profile, budget_bytes=budget)
+        problem = in_slices(replace(one, in_flight=1), count, draws=draws_of(lone))
+        (plan,) = road._sliced(problem, one, Options(solver=solver), tuple)
+        check(problem, plan)
+        return peak_bytes(problem, plan)
+
+    eager = peak_bytes(lone, plan_on_demand(lone, Needs(lone.trace).storages, "none"))
+    budget = rng.randint(1, max(1, eager))
+    try:
+        assert planned(budget) <= budget
+    except Infeasible as infeasible:
+        least = infeasible.smallest_bytes
+        assert budget < least
+        assert planned(least) <= least

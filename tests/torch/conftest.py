@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from overlapc.solvers.constants import MERGED
+
 # Whose work takes as long as its bytes: half of it, half as long.
 SLOW = """
 name = "slow"
@@ -20,7 +22,14 @@ intra.bytes_per_s = { value = 3e7, source = "made up" }
 
 
 @pytest.fixture
-def auto(tmp_path: Path) -> dict[str, Any]:
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer orders of slices and of merged microbatches are tried."""
+    for module in ("slices", "merging"):
+        monkeypatch.setattr(f"overlapc.solvers.{module}.MERGED", MERGED // 20)
+
+
+@pytest.fixture
+def auto(tmp_path: Path, short_search: None) -> dict[str, Any]:
     """Options with which slices are predicted to be faster."""
     path = tmp_path / "slow.toml"
     path.write_text(SLOW)

@@ -70,6 +70,7 @@ def test_the_loss_may_be_outside_of_the_model(slices, solver):
     assert "result 0 along dimension 0; bitwise plain accumulation over slices" in twin.explain()
 
 
+@pytest.mark.usefixtures("short_search")
 def test_a_model_that_returns_its_loss_gets_the_mean_of_the_slices():
     with on_fabric():
         torch.manual_seed(1)
@@ -207,6 +208,7 @@ def test_the_default_is_uncut_and_bitwise_eagers():
     assert twin.reports[0].slices == 1
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_forwards_alone_are_cut_too(mode):
     """Evaluation and prefill: collectives of one slice under another."""
@@ -349,7 +351,7 @@ def test_auto_takes_the_number_of_slices_that_is_predicted_to_be_fastest(auto, g
     with on_fabric(), torch.set_grad_enabled(grad):
         batch = (tokens(32, 8), tokens(32, 8, seed=9))
         torch.manual_seed(1)
-        model = gpt()()
+        model = gpt(layers=1)()
         twin = optimize(model, **auto)
         found = twin(*batch)
         (report,) = twin.reports
@@ -365,7 +367,7 @@ def test_auto_takes_the_number_of_slices_that_is_predicted_to_be_fastest(auto, g
 def test_auto_runs_whole_what_is_refused(auto):
     with on_fabric():
         torch.manual_seed(1)
-        model = gpt()()
+        model = gpt(layers=1)()
         model.head = nn.Sequential(model.head, Drawn())
         twin = optimize(model, **auto)
         batch = (tokens(32, 8), tokens(32, 8, seed=9))

@@ -80,6 +80,7 @@ def test_gradients_are_those_of_accumulation_over_the_slices(slices):
     assert step.unchanged == []
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
     "budget", [0.5, *(pytest.param(b, marks=pytest.mark.slow) for b in (None, 1))]
 )
@@ -104,6 +105,7 @@ def test_what_is_planned_for_a_slow_link_keeps_to_its_budget(budget):
         assert "one microbatch in 2 slices" in step.explain()
 
 
+@pytest.mark.usefixtures("short_search")
 def test_slices_hide_each_others_collectives():
     with on_fabric():
         batch = (tokens(4, 8), tokens(4, 8, seed=9))
@@ -121,7 +123,7 @@ def test_auto_takes_the_slices_that_are_predicted_to_be_fastest(auto):
     with on_fabric():
         batch = (tokens(32, 8), tokens(32, 8, seed=9))
         torch.manual_seed(1)
-        model = gpt()()
+        model = gpt(layers=1)()
         step = TrainStep(model, **auto)
         report = step.plan([batch])
         said = re.findall(r"(\d) slices: ([\d.]+) ms predicted", step.explain())
@@ -167,7 +169,7 @@ def test_auto_runs_whole_what_is_refused_in_slices(how, auto):
         count = 33 if how == "odd" else 32
         batch = (tokens(count, 8), tokens(count, 8, seed=9))
         torch.manual_seed(1)
-        model = gpt()()
+        model = gpt(layers=1)()
         if how == "drawn":
             model.head = nn.Sequential(model.head, Drawn())
         step = TrainStep(model, loss if how == "summed" else None, **auto)
@@ -313,10 +315,11 @@ def test_what_is_passed_on_is_planned_and_kept():
     for a second time."""
     torch.manual_seed(0)
     model, x = Switches(Switch(4, 1.0), Switch(2, 1.0)), randn(48, WIDTH)
+    options = {"slices": 2, "profile": "estimate", "solver": "heu"}
     with pytest.raises(Infeasible) as infeasible:
-        TrainStep(model, slices=2, profile="estimate", memory_budget=0.01).plan([(x,)])
+        TrainStep(model, memory_budget=0.01, **options).plan([(x,)])
     smallest = infeasible.value.smallest_bytes
-    step = TrainStep(model, slices=2, profile="estimate", memory_budget=smallest)
+    step = TrainStep(model, memory_budget=smallest, **options)
     plan, trace = step.plan([(x,)]).plan, step.report.problem.trace
     asked = [op for op in trace.ops if op.signature.startswith(BEFORE)]
     assert len(asked) == 4

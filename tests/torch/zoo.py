@@ -313,7 +313,8 @@ x_grad = partial(rows, True)
 
 
 def gpt(**options: Any) -> Callable[[], nn.Module]:
-    config = GPTConfig(vocab=20, layers=2, width=WIDTH, heads=4, max_seq=8, **options)
+    sizes = {"vocab": 20, "layers": 2, "width": WIDTH, "heads": 4, "max_seq": 8}
+    config = GPTConfig(**sizes | options)
     return lambda: GPT(config, dist.group.WORLD if dist.is_initialized() else None)
 
 
