@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.planning.options import Options
@@ -73,24 +72,21 @@ class CutStages:
         if not cut:
             return
         end = max(map(int, cut))
-        run = Run(self.schedule, (), {}, {}, self.links)
-        run.at = "comparing slices with the whole microbatch"
         here: tuple[Any, ...] = ()
-        try:
-            for stage in range(end + 1):
-                if stage not in self.stages:
-                    continue
-                given = inputs[0] if stage == 0 else self._received(run, stage, here, shapes)
+        for stage in range(end + 1):
+            if stage in self.stages:
+                given = inputs[0] if stage == 0 else here
                 last = stage == self.schedule.stages - 1
                 with busy("comparing slices"):
                     here = self._through(
                         stage, (*given, *targets[0]) if last else given, stage < end
                     )
-                if stage < end and self.schedule.rank_of[stage + 1] != self.links.rank:
-                    for which, result in enumerate(here):
-                        self._pass(run, dist.isend, result, stage + 1, which)
-        finally:
-            run.waiter.close()
+            self._told(
+                f"stage {stage} is compared", {}
+            )  # ranks that wait so are not taken for lost
+            if stage < end:
+                with busy("handing results on"):
+                    here = self._handed_on(stage, here, shapes[stage])
         refused = {s: [*said.values()] for s, said in self.said.items() if not self.is_auto[s]}
         for told in self._told("refused slices", refused):
             for name, reasons in told.items():
@@ -149,21 +145,23 @@ class CutStages:
             made.compare(given, exchange)
         return made
 
-    def _received(
-        self, run: Run, stage: int, here: tuple[Any, ...], shapes: Mapping[int, Shapes]
-    ) -> tuple[Any, ...]:
-        if self.schedule.rank_of[stage - 1] == self.links.rank:
-            return here
-        buffers = [blank(shape).detach() for shape in shapes[stage - 1]]
-        for which, buffer in enumerate(buffers):
-            self._pass(run, dist.irecv, buffer, stage, which)
-        return tuple(buffers)
-
-    def _pass(self, run: Run, how: Any, tensor: Tensor, stage: int, which: int) -> None:
-        """Send or receive an input of a stage, and wait until it has come."""
-        peer = self.schedule.rank_of[stage - (how is dist.irecv)]
-        what = f"the inputs of stage {stage}, to compare slices"
-        run.wait(run.post(how, tensor, run.tag((stage, True, 0, which)), peer, what), what)
+    def _handed_on(self, stage: int, results: tuple[Any, ...], shapes: Shapes) -> tuple[Any, ...]:
+        """Hand a stage's results to the next stage; return what this rank has of them."""
+        source, target = (self.schedule.rank_of[s] for s in (stage, stage + 1))
+        if source == target or self.links.rank not in (source, target):
+            return results
+        sends = self.links.rank == source
+        how, peer = (dist.isend, target) if sends else (dist.irecv, source)
+        tensors = results if sends else tuple(blank(shape).detach() for shape in shapes)
+        run = Run(self.schedule, (), {}, {}, self.links)
+        run.at = what = f"comparing slices: the results of stage {stage}"
+        try:
+            for which, tensor in enumerate(tensors):
+                tag = run.tag((stage + 1, True, 0, which))
+                run.wait(run.post(how, tensor, tag, peer, what), what)
+        finally:
+            run.waiter.close()
+        return tensors
 
     def _told(self, what: str, mine: Mapping[int, Any]) -> list[dict[str, Any]]:
         """What each rank says of its stages."""
