@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--pp", type=int, default=1, help="pipeline-parallel ranks")
     add("--schedule", choices=sorted(THEIRS), default="1f1b", help="schedule of the pipeline")
-    add("--slices", type=int, default=1, help="slices of each microbatch, without --pp")
+    add("--slices", type=int, default=1, help="slices of each microbatch")
 
 
 class Stage(nn.Module):
@@ -111,6 +111,7 @@ def step_of(
             group=group,
             memory_budget=args.memory_budget,
             solver=args.solver,
+            slices=args.slices,
         )
         stages.explain = pipeline.explain
         run = lambda given, wanted: pipeline(given, wanted)  # noqa: E731

@@ -31,10 +31,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.pp > 1:
         args.ranks = args.pp
-        if args.dtensor or args.tie_embeddings or args.slices > 1 or args.microbatches < 2:
-            parser.error(
-                "--pp takes --microbatches of 2 or more, and no --dtensor, --slices or tied weights"
-            )
+        if args.dtensor or args.tie_embeddings or args.microbatches < 2:
+            parser.error("--pp takes --microbatches of 2 or more, and no --dtensor or tied weights")
     common.launch(args.ranks)
     group = common.connect(args.link, args.link_mbit, args.device)
 

@@ -45,10 +45,8 @@ def main() -> None:
     pipeline.add_arguments(parser)
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))  # torchrun's, where it has begun
-    if args.pp > 1 and (ranks % args.pp or args.microbatches < 2 or args.slices > 1):
-        parser.error(
-            "--pp takes ranks that it divides, --microbatches of 2 or more, and no --slices"
-        )
+    if args.pp > 1 and (ranks % args.pp or args.microbatches < 2):
+        parser.error("--pp takes ranks that it divides, and --microbatches of 2 or more")
     if args.experts % (ranks // args.pp):
         each = f"{ranks // args.pp} ranks"
         parser.error(f"{args.experts} experts cannot be divided among {each} of a stage")

@@ -88,6 +88,15 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         help="interleaved stages of a rank; open by default: 2, and up to 8 if all stages have "
         "equally many layers",
     )
+    add(
+        "--slices",
+        type=positive,
+        action="append",
+        default=[],
+        metavar="K",
+        help="plan the listed layouts of a model of your own in K slices of each microbatch, too, "
+        "and take what is faster; may be given again",
+    )
     for name in ("first", "last"):
         what = f"layers of the {name} stage of a pipeline; open by default"
         add(f"--{name}-layers", type=positive, default=0, help=what)

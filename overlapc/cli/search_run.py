@@ -73,6 +73,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
             rivals=[name for name in compared if name in FIELD and name != args.solver],
             cache=cache,
             progress=tell,
+            slices=args.slices,
         )
     outcome, rows = _judged(model, cluster, result, args.solver, compared)
     asked = {"command": args.command, "fixed": asdict(fixed), "solver": args.solver}

@@ -25,7 +25,11 @@ _PLANS = "expected a Plan or the path of a saved one"
 _ITSELF = "runs the ops of its graphs itself"
 _ONE_SHAPE = "plans each shape for itself"
 _CHECKED = "does not compare steps, overlapc.optimize does"
-_UNCUT = "cuts no batch, optimize and TrainStep do"
+_UNCUT = "cuts no batch; optimize, TrainStep and Pipeline do"
+_WHOLE = (
+    "runs each microbatch whole: its layers hand on [sequence, batch, width], and slices are cut "
+    "along dimension 0; give Megatron a smaller --micro-batch-size, and microbatches are merged"
+)
 _WITH_SLICES = "with slices optimize"  # a front door of its own
 _RUNS = {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED}
 # Front door -> the options that it refuses, and the reason it gives.
@@ -38,8 +42,8 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     _WITH_SLICES: _RUNS | {"check": "compares slices with the uncut batch in any case"},
     "TrainStep": _RUNS,
-    "Pipeline": _RUNS | {"slices": _UNCUT},
-    "megatron": _RUNS | {"slices": _UNCUT},
+    "Pipeline": _RUNS,
+    "megatron": _RUNS | {"slices": _WHOLE},
 }
 
 

@@ -33,29 +33,39 @@ def plan_stage(
     add_ns_per_kib: float,
     primals: Sequence[Any] | None = None,
     exchange: Exchange | None = None,
+    slices: int = 1,
+    draws: Collection[str] = (),
 ) -> list[Report]:
     """Plan a stage for the schedule's number of microbatches in flight and, where rows are placed,
-    for a few more: more recompute makes room for rows that wait less."""
-    lag, held = schedule.lag(stage), schedule.in_flight(stage)
+    for a few more: more recompute makes room for rows that wait less. If microbatches are cut in
+    slices, the captured graph is of one; nothing is merged then, and `draws` are drawn together."""
+    lag, held = schedule.lag(stage) if slices == 1 else 0, schedule.in_flight(stage)
     further = min(_FURTHER, schedule.microbatches - held) if place else 0
     step = TrainingStep(
-        "one microbatch",
+        "one microbatch" if slices == 1 else f"one microbatch in {slices} slices",
         schedule.microbatches,
         lag,
         in_flight=lag or held,
-        further=0 if lag else further,
+        further=0 if lag or slices > 1 else further,
         beside_bytes=beside_bytes,
         gradients=gradients,
         add_ns_per_kib=add_ns_per_kib,
+        slices=slices,
+        draws=tuple(draws),
+        loss=stage == schedule.stages - 1,
     )
     planned = plan(captured, options, step, primals=primals, exchange=exchange)
     return [planned.report, *planned.roomier]
 
 
-def beside_bytes(schedule: Schedule, stage: int, coming: int, going: int) -> int:
+def beside_bytes(
+    schedule: Schedule, stage: int, coming: int, going: int, is_cut: bool = False
+) -> int:
     """Count the bytes that a stage holds under any plan: inputs of the microbatches in flight, and
-    transfers in and out. A microbatch receives `coming` bytes and sends `going`."""
-    return schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going)
+    transfers in and out. A microbatch receives `coming` bytes and sends `going`. What is put
+    together of slices is there twice for a moment."""
+    twice = max(coming, going) if is_cut else 0
+    return schedule.in_flight(stage) * coming + (AHEAD - 1) * (coming + going) + twice
 
 
 def stage_figures(

@@ -185,6 +185,10 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
     placed = "Recompute and weight gradients are where ranks would wait. " if best["rows"] else ""
     if best["merged"]:
         placed = "Microbatches merged: each forward with the backward before (TrainStep). "
+    if best.get("slices", 1) > 1:
+        placed += (
+            f"Microbatches in {int(best['slices'])} slices, which hide each other's collectives. "
+        )
     kept = '<span class="alarm">Interrupted, the best so far:</span> '
     tiles = [
         (milliseconds(best["step_ns"]), "ms a step"),

@@ -93,6 +93,11 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
         lines.append("  rows placed: recompute and weight gradients are where ranks would wait")
     if best.merged:
         lines.append("  microbatches merged: each forward with the backward before (TrainStep)")
+    if best.slices > 1:
+        lines.append(
+            f"  microbatches in {best.slices} slices that hide each other's collectives "
+            f"(slices={best.slices}); a model that sees the whole batch is refused when it runs"
+        )
     return lines
 
 

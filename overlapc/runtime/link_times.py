@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from overlapc.planning.options import Options
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import Exchange
+from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.schedule import Schedule
 
@@ -67,6 +69,17 @@ def averaging_ns(
         what = f"averaging gradients of stage {stage}"
         mine = exchange.during(what, lambda: _timed(average))
         return max(map(int, exchange.gather(what, str(mine).encode())))
+
+
+def alike_ns(lanes: Sequence[str], took_ns: tuple[int, int], timeout_s: float) -> tuple[int, int]:
+    """The longest of each of these times on the ranks that share a stage's collectives: each rank
+    measured the links of its own pipeline, and all must place the same rows."""
+    with exchange_for(lanes, timeout_s) as exchange:
+        if exchange is None:
+            return took_ns
+        told = [*map(json.loads, exchange.gather("links", json.dumps(took_ns).encode()))]
+    first_ns, second_ns = (max(times) for times in zip(*told, strict=True))
+    return first_ns, second_ns
 
 
 def _timed(run: Callable[[], None]) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,15 @@ from overlapc.planning.options import Options, schedule_of
 from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
+from overlapc.runtime.cut_stages import Candidate, CutStages
 from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.foreign import refuse_foreign, refuse_unmade
 from overlapc.runtime.given import Given, alike
-from overlapc.runtime.link_times import averaging_ns, sent_ns
+from overlapc.runtime.link_times import alike_ns, averaging_ns, sent_ns
 from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
+from overlapc.runtime.sliced_stage import SlicedStage
 from overlapc.runtime.stage import Shapes, Stage, blank
 from overlapc.runtime.train_step import adding
 from overlapc.schedule import Schedule, format_schedule
@@ -56,9 +59,10 @@ class Pipeline:
     tied            weights that several stages have, as {stage: parameter's name}: each gets the
                     sum of their gradients
     options         those of `overlapc.Options`; `memory_budget` is of each stage, for what it holds
-                    of all microbatches in flight, and it and `plan` may be {stage: its}. A step may
-                    take `timeout_s` longer than predicted: more than a rank may do between two
-                    steps (write a checkpoint, say)
+                    of all microbatches in flight, and it, `plan` and `slices` may be {stage: its}.
+                    A step may take `timeout_s` longer than predicted: more than a rank may do
+                    between two steps (write a checkpoint, say). With `slices` each microbatch of a
+                    stage is cut; between stages it stays whole
 
     Calling it with the inputs and targets of all microbatches (each a tuple or a tensor; needed
     on the first and the last stage's rank) adds up gradients in `.grad`, in the order of the
@@ -112,8 +116,10 @@ class Pipeline:
         self._options, self._of_stages = _by_stage(options, mine)
         timeout_s = self._options.timeout_s
         self._links = Links(self.group, self.rank, timeout_s, data_parallel, tuple(tied))
-        self._stages: dict[int, Stage] = {}
-        self._held: dict[int, int] = {}  # bytes that a stage holds under any plan
+        self._whole: dict[int, Stage] = {}  # stages as they are traced first, not in slices
+        self._stages: dict[int, Stage] = {}  # as they run
+        self._cuts: CutStages | None = None
+        self._shapes: Mapping[int, Shapes] = {}  # by stage: what it sends
         self._average_ns: dict[int, int] = {}  # by stage: averaging its gradients
         self._asked = schedule
         self._planned_for: Any = None
@@ -158,7 +164,11 @@ class Pipeline:
             return "nothing planned yet: run a step first"
         parts = [describe(self.timeline)]
         for stage, report in self.reports.items():
+            made = self._stages[stage]
             parts += [f"stage {stage}", report.explain()]
+            parts += [str(made.compared)] if isinstance(made, SlicedStage) else []
+            said = {} if self._cuts is None else self._cuts.said[stage]
+            parts += [f"{count} slices: {what}" for count, what in sorted(said.items())]
         return "\n\n".join(parts)
 
     def _changed(
@@ -192,10 +202,10 @@ class Pipeline:
         """Trace and plan this rank's stages; every rank learns which tensors are sent, and the
         figures of all stages."""
         self.schedule = self._asked
-        shapes = self._traced(inputs, targets)
+        shapes = self._shapes = self._traced(inputs, targets)
         self._links.width = max(1, *map(len, shapes.values()))
         figures: dict[int, Any] = {}
-        planned: dict[int, list[Report]] = {}
+        planned: dict[int, list[list[Candidate]]] = {}
         links, options = self._links, self._options
         ends = range(self.schedule.stages - 1)
         sent = {s: sent_ns(self.schedule, s, _bytes(shapes[s]), links, options) for s in ends}
@@ -204,17 +214,25 @@ class Pipeline:
             trained = [p for p in self.modules[stage].parameters() if p.requires_grad]
             took_ns = averaging_ns(self.schedule, stage, trained, links, options)
             self._average_ns[stage] = took_ns
-        for stage in self._stages:
+        self._cuts = cuts = CutStages(self.schedule, self._whole, self._of_stages, links)
+        cuts.cut(shapes, inputs, targets)
+        for stage, made in self._whole.items():
             with busy("planning its stages"):
                 slower = max(sent.get(end, 0) for end in (stage - 1, stage))
+                took = slower, self._average_ns[stage]
+                took = alike_ns(made.captured.trace.lanes, took, links.timeout_s)
                 try:
-                    planned[stage], figures[stage] = self._figured(stage, shapes, slower)
+                    planned[stage] = cuts.planned(stage, partial(self._figured, took_ns=took))
+                    figures[stage] = [
+                        [asdict(each.figures) for each in plans] for plans in planned[stage]
+                    ]
                 except Infeasible as error:  # so that the others learn of it
                     figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
-        chosen = self._placed(figures)
-        for stage, reports in planned.items():
-            self.reports[stage] = reports[chosen[stage]]
-            self._stages[stage].planned(self.reports[stage])
+        way, chosen = self._placed(figures)
+        for stage, ways in planned.items():
+            found = ways[way][chosen[stage]]
+            self._stages[stage], self.reports[stage] = found.stage, found.report
+            found.stage.planned(found.report)
 
     def _traced(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
@@ -242,71 +260,77 @@ class Pipeline:
                 shapes[stage] = _parse_shapes(answers[schedule.rank_of[stage]].decode())
         return shapes
 
-    def _figured(
-        self, stage: int, shapes: Mapping[int, Shapes], sent_ns: int
-    ) -> tuple[list[Report], list[dict[str, Any]]]:
-        """Plan a stage; return the plans, and for each the figures for other ranks."""
-        made = self._stages[stage]
-        held = self._held[stage] = self._beside(stage, shapes)
-        reports = self._planned(stage, made.captured, made.primals)
-        figures = stage_figures(reports, made.form.received, sent_ns, held, self._average_ns[stage])
-        return reports, list(map(asdict, figures))
+    def _figured(self, made: Stage, took_ns: tuple[int, int]) -> list[Candidate]:
+        """Plan a stage whose transfers and average take so long; return the plans with their
+        figures for other ranks."""
+        reports = self._planned(made, made.captured, made.primals)
+        beside = self._beside(made)
+        figures = stage_figures(reports, made.received, took_ns[0], beside, took_ns[1])
+        return [Candidate(made, *each) for each in zip(reports, figures, strict=True)]
 
-    def _placed(self, figures: Mapping[int, Any]) -> tuple[int, ...]:
-        """Exchange the figures of all stages and place the rows of all ranks; return the number of
-        the plan that each stage runs."""
+    def _placed(self, figures: Mapping[int, Any]) -> tuple[int, tuple[int, ...]]:
+        """Exchange the figures of all stages and place the rows of all ranks; return the way, and
+        the number of the plan in it, that each stage runs."""
         with self._exchange() as exchange:
             told = json.dumps(figures).encode()
             of_ranks = map(json.loads, exchange.gather("what stages take", told))
             of_stages = {int(s): figure for rank in of_ranks for s, figure in rank.items()}
-            every = []
+            ways: list[list[list[StageFigures]]] = [[], []]
             for stage, figure in sorted(of_stages.items()):
                 if isinstance(figure, dict):
                     raise Infeasible(figure["budget"], figure["least"], f"stage {stage}")
-                every.append([StageFigures.parse(each) for each in figure])
+                for way, plans in zip(ways, figure, strict=True):
+                    way.append([StageFigures.parse(each) for each in plans])
             with busy("placing rows"):
-                chosen, rows, timeline = plan_rows(self.schedule, every, self._place)
+                found = [plan_rows(self.schedule, ways[0], self._place)]
+                if ways[1] != ways[0]:
+                    found.append(plan_rows(self.schedule, ways[1], self._place))
+            which = min(reversed(range(len(found))), key=lambda way: found[way][2].step_ns)
+            chosen, rows, timeline = found[which]
             exchange.agree("the rows", format_schedule(rows), "report this as a bug")
         self.schedule, self.timeline = rows, timeline
-        self.costs = tuple(of[which].cost for of, which in zip(every, chosen, strict=True))
+        every = ways[which]
+        self.costs = tuple(of[plan].cost for of, plan in zip(every, chosen, strict=True))
         self._links.step_s = timeline.step_ns / 1e9
-        return chosen
+        return which, chosen
 
     def _exchange(self) -> Exchange:
         return Exchange(dist.get_process_group_ranks(self.group), self._links.timeout_s)
 
-    def _beside(self, stage: int, shapes: Mapping[int, Shapes]) -> int:
+    def _beside(self, made: Stage) -> int:
         coming, going = (
-            _bytes(shapes[end]) if 0 <= end < self.schedule.stages - 1 else 0
-            for end in (stage - 1, stage)
+            _bytes(self._shapes[end]) if 0 <= end < self.schedule.stages - 1 else 0
+            for end in (made.number - 1, made.number)
         )
-        return beside_bytes(self.schedule, stage, coming, going)
+        return beside_bytes(self.schedule, made.number, coming, going, made.slices > 1)
 
     def _stage(self, stage: int, count: int, incoming: Shapes) -> Stage:
         """Make a stage whose module takes so many arguments."""
         module, last = self.modules[stage], stage == self.schedule.stages - 1
         function = _with_loss(module, self._loss, count) if self._loss and last else _sends(module)
-        known = self._stages.get(stage)
+        known = self._whole.get(stage)
         if known is not None and known.incoming == incoming:
             known.report = None  # it is planned again
             return known
-        made = self._stages[stage] = Stage(stage, module, function, incoming, last)
-        made.plan = lambda captured, primals: self._planned(stage, captured, primals)[0]
+        made = self._whole[stage] = Stage(stage, module, function, incoming, last)
+        made.plan = lambda captured, primals: self._planned(made, captured, primals)[0]
         return made
 
-    def _planned(self, stage: int, captured: Captured, primals: Sequence[Any]) -> list[Report]:
+    def _planned(self, made: Stage, captured: Captured, primals: Sequence[Any]) -> list[Report]:
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
             reports = plan_stage(
                 captured,
-                self._of_stages[stage],
+                self._of_stages[made.number],
                 self.schedule,
-                stage,
+                made.number,
                 place=self._place,
-                beside_bytes=self._held[stage],
+                beside_bytes=self._beside(made),
                 gradients=tuple(parameter_gradients(captured)),
-                add_ns_per_kib=adding(self.modules[stage], self._options),
+                add_ns_per_kib=adding(made.module, self._options),
                 primals=primals,
                 exchange=joined,
+                slices=made.slices,
+                draws=made.draws,
             )
             warn_of_seeds(captured, primals, joined)
         return reports
@@ -318,7 +342,7 @@ def _by_stage(
     """Split the options into those common to all stages, and those of each stage."""
     apart = {name: value for name, value in given.items() if isinstance(value, Mapping)}
     for name, of_stages in apart.items():
-        if name not in ("memory_budget", "plan") or not set(stages) <= set(of_stages):
+        if name not in ("memory_budget", "plan", "slices") or not set(stages) <= set(of_stages):
             raise OptionError(
                 f"{name} has stages {sorted(of_stages)}, expected one for each stage here: "
                 f"{sorted(stages)}"

@@ -40,7 +40,7 @@ from overlapc.runtime.given import Given, alike
 from overlapc.runtime.program import State
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
-from overlapc.runtime.slices import SlicedProgram, Slices, Way, apart, marked
+from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
 from overlapc.runtime.train_step import adding
 from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
 
@@ -283,12 +283,10 @@ class _Batch:
                 "the forward; expected the optimizer's step behind the backward"
             )
         self.read.clear()
-        for place, gradient in zip(self.ends, gradients, strict=True):
-            name = self.program.tangents[place]
-            cut = apart(gradient.contiguous(), self.ways[place], len(states))
-            for state, part in zip(states, cut, strict=True):
-                state[name] = part
-        self.program.backward(states)
+        flight = SlicedFlight(self.program, states)
+        flight.gradients_came(gradients, self.ways)
+        flight.run("B")
+        flight.end()
         return [_gathered(leaves) for leaves in self.leaves]
 
 

@@ -24,9 +24,10 @@ from overlapc.errors import CaptureError, OptionError
 from overlapc.merge import at, of_slice
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Stop, mark
-from overlapc.passes.parts import cut, join
+from overlapc.passes.parts import Parts, cut, join
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Flight, Program, State
+from overlapc.stages import turns
 
 # How a result of the batch is made of its slices': put together along this dimension, their mean
 # (a loss), or any of them, because they are alike.
@@ -144,8 +145,8 @@ def places(joint: Joint) -> tuple[dict[str, int], dict[int, str]]:
 
 
 class SlicedProgram(Program):
-    """A graph of one slice, and the two parts that all slices of a batch run together. A graph that
-    is `whole` ends in the loss."""
+    """A graph of one slice, and the parts that all slices of a batch run together. A graph that is
+    `whole` ends in the loss."""
 
     def __init__(
         self, joint: Joint, report: Report, whole: bool, draws: Mapping[str, Draw]
@@ -154,30 +155,32 @@ class SlicedProgram(Program):
         captured, plan, self.count = joint.captured, report.plan, report.slices
         first, *others = (of_slice(plan, k, captured.trace.digest) for k in range(self.count))
         parts = cut(captured, first)
-        super().__init__(joint, report, whole=whole, parts=parts)
         # Where another slice keeps the same, only the order of its ops is another: the plan's.
         each = [parts]
         for other in others:
             alike = set(other.saved) == set(first.saved)
             alike = alike and set(other.recomputed) == set(first.recomputed)
             each.append(parts if alike else cut(captured, other))
-        self._forwards = join([one.forward for one in each], plan.order, at, draws)
-        self._backwards = join([one.backward for one in each], plan.order, at)
+        beside = Parts(
+            join([one.forward for one in each], plan.order, at, draws),
+            join([one.backward for one in each], plan.order, at),
+            turns(report.problem.trace, plan.order),
+        )
+        super().__init__(joint, report, whole=whole, parts=beside)
         self.shared = {name: value / self.count for name, value in self.shared.items()}
         self.places, self.tangents = places(joint)
 
     def forward(self, states: Sequence[State]) -> dict[str, Sequence[Any]]:
         """Run the forwards; return each result of all slices, which the states no longer hold."""
-        self._forwards.run(self.shared, *states)
+        self._parts.forward.run(self.shared, *states)
         each = zip(*(Flight(self, state).results() for state in states), strict=True)
         return dict(zip(self.joint.results, each, strict=True))
 
     def backward(self, states: Sequence[State]) -> None:
         """Run the backwards, and give gradients to their owners."""
-        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
-            self._backwards.run(self.shared, *states)
-        for state in states:
-            Flight(self, state).end()
+        flight = SlicedFlight(self, states)
+        flight.run("B")
+        flight.end()
 
     def whole(self, results: dict[str, Sequence[Any]], ways: Sequence[Way]) -> list[Any]:
         """The batch's results. Those that the model keeps and does not return are put together
@@ -196,6 +199,44 @@ class SlicedProgram(Program):
         results = self.forward(states)
         self.backward(states)
         return self.whole(results, ways)
+
+
+@dataclass
+class SlicedFlight:
+    """The slices of a batch between their forwards and the end of their backwards."""
+
+    program: SlicedProgram
+    states: Sequence[State]
+    again: bool = False  # has R run?
+
+    def run(self, kind: str) -> None:
+        """Run an action of all backwards."""
+        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+            for part in self.program.parts(kind, self.again):
+                part.run(self.program.shared, *self.states)
+        self.again = self.again or kind == "R"
+
+    def gradients_came(self, gradients: Sequence[Tensor], ways: Sequence[Way]) -> None:
+        """Take gradients of the batch's results, in the order of the results that get one."""
+        for (place, name), gradient in zip(
+            sorted(self.program.tangents.items()), gradients, strict=True
+        ):
+            each = apart(gradient.contiguous(), ways[place], len(self.states))
+            for state, part in zip(self.states, each, strict=True):
+                state[name] = part
+
+    def gradient_of(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """Take the gradient of an input of the batch that was cut into these parts; once."""
+        found = [
+            Flight(self.program, state).gradient_of(part)
+            for state, part in zip(self.states, parts, strict=True)
+        ]
+        made = [gradient for gradient in found if gradient is not None]
+        return torch.cat(made) if made else None  # all slices are one graph
+
+    def end(self) -> None:
+        for state in self.states:
+            Flight(self.program, state).end()
 
 
 @dataclass

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 
 from overlapc.errors import CaptureError
+from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Run, Stop, Traced
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
-from overlapc.runtime.program import Flight, Program, State, check_loss, refuse_owners
+from overlapc.runtime.program import Program, State, check_loss, refuse_owners
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
 Shapes = tuple[Shape, ...]
@@ -31,6 +32,8 @@ class Stage:
     step, by this rank's `plan` alone.
     """
 
+    slices = 1
+
     def __init__(
         self,
         number: int,
@@ -40,16 +43,18 @@ class Stage:
         last: bool,
     ) -> None:
         self.number, self.module, self.last = number, module, last
-        self.incoming = incoming
-        self.form: _Form  # its last trace
+        self.incoming, self.function = incoming, function
+        self.form: Form  # its last trace
         self.primals: list[Any] = []  # example inputs, while it is planned
         self.plan: Callable[[Captured, Sequence[Any]], Report]
+        self.draws: dict[str, Draw] = {}  # what its slices draw together
         self.report: Report | None = None
         self.digest = ""  # of the planned graph
         self._others: dict[str, Report] = {}  # by digest: graphs that came up within a step
-        self.states: dict[int, _InFlight] = {}
+        self.states: dict[int, InFlight] = {}
         self._traced = Traced(function, self._adopt, module)
         self._given: dict[int, tuple[Any, ...]] = {}  # by microbatch: its inputs
+        self._arguments: tuple[Any, ...] = ()  # of the call that runs
         # the microbatch of F, and of the B merged with it
         self._at: tuple[int, int | None] = 0, None
 
@@ -61,6 +66,11 @@ class Stage:
     def outgoing(self) -> Shapes:
         """The shapes that the stage sends; empty on the last stage."""
         return self.form.outgoing
+
+    @property
+    def received(self) -> list[str]:
+        """Names of what other stages send, in the problem that the stage is planned by."""
+        return self.form.received
 
     def changed(self, given: tuple[Any, ...]) -> bool:
         """Is the stage a graph other than the planned one? Runs nothing."""
@@ -78,7 +88,7 @@ class Stage:
         self.report, self.digest, self.primals = report, self.captured.trace.digest, []
 
     def trace(self, given: tuple[Any, ...]) -> None:
-        self._given[0] = given
+        self.begin(0, given)
         try:
             self._call(0)
         except Stop:
@@ -92,11 +102,7 @@ class Stage:
             self._given.clear()
 
     def begin(self, microbatch: int, given: tuple[Any, ...]) -> None:
-        received = [
-            tensor.detach().requires_grad_(has_gradient(shape))
-            for tensor, shape in zip(given, self.incoming, strict=False)
-        ]
-        self._given[microbatch] = (*received, *given[len(received) :])
+        self._given[microbatch] = leaves_of(given, self.incoming)
 
     def gradients_came(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
         under_way = self.states[microbatch]
@@ -121,38 +127,55 @@ class Stage:
         return self.report is not None and self.report.merged is not None
 
     def _call(self, microbatch: int) -> Sequence[Tensor]:
-        results = self._traced(*self._given[microbatch])
+        results = self._run(self._given[microbatch])
         if not self._traced.ran:
             raise CaptureError("torch.compile is switched off, and a Pipeline needs it")
         del self._given[microbatch]
         several = results if isinstance(results, tuple) else (results,)
         return [result.detach() for result in several]
 
+    def _run(self, arguments: tuple[Any, ...]) -> Any:
+        self._arguments = arguments
+        try:
+            return self._traced(*arguments)
+        finally:
+            self._arguments = ()
+
     def _adopt(self, joint: Joint) -> Run:
         """Return the code that runs in the place of a graph of the stage: the forward, by the
         stage's plan."""
-        given = next(iter(self._given.values()))[: len(self.incoming)]
-        form = _Form(joint, given, self.last)
+        form = Form(joint, self._arguments[: len(self.incoming)], self.last)
         digest = joint.captured.trace.digest
 
         def run(state: State) -> Sequence[Any]:
             refuse_owners(joint, state, self.module)
             if self.report is None:
                 self.form, self.primals = form, [state[name] for name in joint.inputs]
+                self._look_at(joint, state)
                 raise Stop
             report = self.report if digest == self.digest else self._others.get(digest)
             if report is None:
-                primals = [state[name] for name in joint.inputs]
-                report = self._others[digest] = self.plan(joint.captured, primals)
-            return self._forward(form, form.program(report), state)
+                report = self._others[digest] = self._planned_within_a_step(joint, state)
+            if form.program is None or form.program.report is not report:
+                form.program = self._program(joint, report)
+            return self._forward(form, form.program, state)
 
         return run
 
-    def _forward(self, form: _Form, program: Program, state: State) -> Sequence[Any]:
+    def _look_at(self, joint: Joint, state: State) -> None:
+        """Look at a graph that will be planned."""
+
+    def _planned_within_a_step(self, joint: Joint, state: State) -> Report:
+        return self.plan(joint.captured, [state[name] for name in joint.inputs])
+
+    def _program(self, joint: Joint, report: Report) -> Program:
+        return Program(joint, report, whole=self.last)
+
+    def _forward(self, form: Form, program: Program, state: State) -> Sequence[Any]:
         microbatch, backward = self._at
         before = None if backward is None else self.states[backward].flight
         flight = program.begin(state, before)
-        self.states[microbatch] = _InFlight(flight, form.tangents, self._given[microbatch])
+        self.states[microbatch] = InFlight(flight, form.tangents, self._given[microbatch])
         return flight.results()
 
     def _gradients(self, kind: str, microbatch: int) -> Sequence[Tensor]:
@@ -174,7 +197,7 @@ class Stage:
         return self.incoming if kind in "BI" else ()
 
 
-class _Form:
+class Form:
     """A graph of the stage: its inputs, what it sends, and its plan."""
 
     def __init__(self, joint: Joint, given: Sequence[Any], last: bool) -> None:
@@ -184,21 +207,25 @@ class _Form:
         self.outgoing: Shapes = () if last else _outgoing(joint)
         self.tangents: tuple[str, ...] = () if last else _tangents(joint)
         self.received = _received(joint, given, self.tangents)
-        self._program: Program | None = None
-
-    def program(self, report: Report) -> Program:
-        if self._program is None or self._program.report is not report:
-            self._program = Program(self.joint, report, whole=not self.outgoing)
-        return self._program
+        self.program: Program | None = None
 
 
 @dataclass
-class _InFlight:
+class InFlight:
     """A microbatch between its forward and the end of its backward."""
 
-    flight: Flight
+    flight: Any  # a Flight, or a SlicedFlight
     tangents: tuple[str, ...]
     given: tuple[Any, ...]
+
+
+def leaves_of(given: tuple[Any, ...], incoming: Shapes) -> tuple[Any, ...]:
+    """What came of these shapes, as leaves that get a gradient where the shape says so."""
+    received = [
+        tensor.detach().requires_grad_(has_gradient(shape))
+        for tensor, shape in zip(given, incoming, strict=False)
+    ]
+    return *received, *given[len(received) :]
 
 
 def has_gradient(shape: Shape) -> bool:

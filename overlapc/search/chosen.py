@@ -32,6 +32,7 @@ class Chosen:
         step = overlapc.Pipeline(
             {number: stage}, chosen.schedule, chosen.microbatches, loss,
             memory_budget=dict(enumerate(chosen.memory_budgets)), solver=chosen.solver,
+            slices=chosen.slices,
         )
 
     or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`, or, where
@@ -53,6 +54,7 @@ class Chosen:
     shapes: Mapping[str, Any]  # the model's shapes, as in the file
     sequence_parallel: bool = False
     merged: bool = False  # are microbatches merged, as in `overlapc.TrainStep`?
+    slices: int = 1  # of each microbatch: the `slices` of `Pipeline`, `TrainStep` and `optimize`
 
 
 def load_search(path: StrPath) -> Chosen:
@@ -103,6 +105,7 @@ def load_search(path: StrPath) -> Chosen:
         document["model"],
         layout.sequence,
         found.merged,
+        found.slices,
     )
 
 

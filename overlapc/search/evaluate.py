@@ -59,6 +59,7 @@ class Found:
     gradients_ns: int = 0  # until all gradients are summed: the part that `Pipeline` predicts
     whole: bool = False  # planned whole, by the calls of `Pipeline`, not by a few blocks
     launching: float = 0.0  # of a microbatch's time, that the host takes to launch it
+    slices: int = 1  # of each microbatch, as in `Pipeline(slices=)`
 
     @property
     def fits(self) -> bool:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import Infeasible, OptionError, OverlapcError
+from overlapc.errors import OptionError, OverlapcError
 from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
-from overlapc.search.evaluate import Found, Outcome, evaluate, first_bound, lower_bound
+from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     ANY,
@@ -34,8 +34,8 @@ from overlapc.search.layouts import (
 from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
+from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried
 from overlapc.search.units import Unit, UnitKey, make_unit
-from overlapc.search.whole import as_it_runs
 from overlapc.solvers import FIELD
 
 _LESS = (0.85, 0.7, 0.55)  # shares of the best layout's memory that are tried
@@ -87,11 +87,19 @@ def search(
     workers: int = WORKERS,
     cache: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
+    slices: Sequence[int] = (),
 ) -> Result:
     """Find the layout whose step is shortest with its stages' best plans, and `top` layouts to
     compare it with; and for each solver among the rivals its own best layout. Ctrl-C or SIGTERM
     ends the search with the best so far. `cache` is a folder that keeps planned layouts for later
-    searches."""
+    searches. In these numbers of `slices` the layouts that are shown are planned whole, too; the
+    fastest is the best."""
+    if slices and (not model.whole or solver in FIELD):
+        raise OptionError(
+            f"slices={','.join(map(str, slices))} with {model.name} and solver {solver!r}; "
+            "expected a model of your own with what is before and behind its blocks, which is "
+            "planned whole, and no baseline"
+        )
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
@@ -121,6 +129,7 @@ def search(
                     if run.best.layout.stages == run.best.layout.pp > 1 and not any(fixed.ends):
                         run.divide(pool)
                     run.look_again(pool)
+                    run.cut(pool, slices, shown)
                     run.complete = True
                     unit = run.unit(run.key(run.best.layout), pool)
                     run.squeeze(pool)
@@ -175,7 +184,7 @@ def compare(
         with planners() as pool:
             try:
                 tasks = {
-                    (solver, s): pool.submit(_evaluated, *where, solver, s, limit)
+                    (solver, s): pool.submit(evaluated, *where, solver, s, limit)
                     for solver in sorted(solvers, key="opt".__ne__)  # the slowest first
                     for s in splits
                     if solver != chosen.solver and (solver, s) not in known
@@ -187,8 +196,8 @@ def compare(
     except BrokenProcessPool as error:
         raise _ended(error) from None
     known[chosen.solver, chosen.layers] = chosen
-    tried = ((found for (name, _), found in known.items() if name == one) for one in solvers)
-    return [min(found, key=rank) for found in tried]
+    every = ((found for (name, _), found in known.items() if name == one) for one in solvers)
+    return [min(found, key=rank) for found in every]
 
 
 def _ended(error: BrokenProcessPool) -> OverlapcError:
@@ -287,7 +296,7 @@ class _Run:
             return
         where = self.model, self.cluster, layout, unit, self.solver
         most = math.inf if self.best is None else self.best.step_ns
-        self.running[pool.submit(_tried, *where, below_ns=most)] = bound, layout
+        self.running[pool.submit(tried, *where, below_ns=most)] = bound, layout
 
     def end(self, future: Future[Any]) -> None:
         bound, what = self.running.pop(future)
@@ -308,7 +317,7 @@ class _Run:
         where = self.model, self.cluster
         tasks = [
             pool.submit(
-                _evaluated, *where, layout, self.units[self.key(layout)], self.solver, below_ns=0
+                evaluated, *where, layout, self.units[self.key(layout)], self.solver, below_ns=0
             )
             for _, layout in close
         ]
@@ -327,7 +336,7 @@ class _Run:
         layers = stage_counts(self.model, division)
         if division.slowest_ns is None or layers == even.layers:
             return
-        found, outcome = pool.submit(_tried, *where, self.solver, layers).result()
+        found, outcome = pool.submit(tried, *where, self.solver, layers).result()
         if outcome is not None and found.fits and found.step_ns < even.step_ns:
             found = replace(found, bound_ns=min(found.bound_ns, even.bound_ns))
             self.improve(replace(outcome, found=found))
@@ -337,9 +346,26 @@ class _Run:
         stood for all."""
         assert self.best is not None
         if self.model.whole and self.solver not in FIELD:
-            outcome = pool.submit(_whole, self.model, self.cluster, self.best).result()
+            outcome = pool.submit(as_it_runs_or_none, self.model, self.cluster, self.best).result()
             if outcome is not None:
                 self.improve(outcome)
+
+    def cut(self, pool: ProcessPoolExecutor, slices: Sequence[int], shown: int) -> None:
+        """Plan the layouts that are shown in slices, whole, and take the fastest."""
+        layouts = [found for found in sorted(self.tried, key=rank)[:shown] if found.fits]
+        tasks = {
+            pool.submit(as_it_runs_or_none, self.model, self.cluster, found, count): found
+            for count in slices
+            for found in layouts
+            if count > 1 and found.layout.microbatch % count == 0
+        }
+        for task, found in tasks.items():
+            outcome = task.result()
+            assert self.best is not None
+            if outcome is not None and outcome.found.step_ns < self.best.step_ns:
+                if found in self.tried:
+                    self.tried.remove(found)
+                self.take(outcome.found, outcome)
 
     def squeeze(self, pool: ProcessPoolExecutor) -> None:
         """Plan the best layout with less memory, to show what that would cost."""
@@ -355,7 +381,7 @@ class _Run:
             else:
                 cluster = replace(self.cluster, memory_bytes=size)
                 where = self.model, cluster, best.layout, self.unit(self.key(best.layout), pool)
-                task = pool.submit(_evaluated, *where, self.quick, best.layers)
+                task = pool.submit(evaluated, *where, self.quick, best.layers)
             tasks.append(task)
         for share, task in zip(_LESS, tasks, strict=True):
             found = task.result()
@@ -383,7 +409,7 @@ class _Run:
             cluster = replace(self.cluster, memory_bytes=size)
             unit = self.unit(self.key(layout), pool)
             found: Found = pool.submit(
-                _evaluated, self.model, cluster, layout, unit, self.solver
+                evaluated, self.model, cluster, layout, unit, self.solver
             ).result()
             if found.fits:
                 self.tried = [
@@ -408,43 +434,6 @@ class _Run:
         waiting = sum(map(len, self.waiting.values()))
         left = len(self.heap) + len(self.running) + waiting
         return Progress(self.best, self.bound(), len(self.tried), left, elapsed_s)
-
-
-def _evaluated(
-    model: Model,
-    cluster: Cluster,
-    layout: Layout,
-    unit: Unit,
-    solver: str,
-    layers: Sequence[int] | None = None,
-    time_limit_s: float = 10.0,
-    below_ns: float = math.inf,
-) -> Found:
-    where = model, cluster, layout, unit, solver
-    return evaluate(*where, time_limit_s, layers, below_ns=below_ns).found
-
-
-def _tried(
-    model: Model,
-    cluster: Cluster,
-    layout: Layout,
-    unit: Unit,
-    solver: str,
-    layers: Sequence[int] | None = None,
-    below_ns: float = math.inf,
-) -> tuple[Found, Outcome | None]:
-    """Plan a layout in a worker. Its plans are sent back only if it may be the best, since they are
-    large."""
-    where = model, cluster, layout, unit, solver
-    outcome = evaluate(*where, layers=layers, below_ns=below_ns)
-    return outcome.found, outcome if outcome.found.step_ns < below_ns else None
-
-
-def _whole(model: Any, cluster: Cluster, found: Found) -> Outcome | None:
-    try:
-        return as_it_runs(model, cluster, found)
-    except Infeasible:
-        return None
 
 
 __all__ = ["Progress", "Result", "compare", "search"]

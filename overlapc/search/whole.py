@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from overlapc.merge import at
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 class _Whole:
     """A captured stage, its transfers from and to other stages, and its parameters' bytes."""
 
-    captured: Captured
+    captured: Captured  # of one slice, if microbatches are cut
+    draws: tuple[str, ...]  # what slices draw together
     gradients: tuple[str, ...]
     received: tuple[str, ...]  # inputs that other stages send
     coming: int  # bytes of the activations among them
@@ -42,25 +44,25 @@ class _Whole:
     parameters: tuple[int, ...]
 
 
-def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
-    """Plan what `Pipeline` will plan for this layout and its split of the layers; raises Infeasible
-    if that does not fit. The process must have no process groups, and has none afterwards."""
+def as_it_runs(model: OwnModel, cluster: Cluster, found: Found, slices: int = 1) -> Outcome:
+    """Plan what `Pipeline(slices=slices)` will plan for this layout and its split of the layers;
+    raises Infeasible if that does not fit, and OptionError for random numbers that slices cannot
+    draw together. The process must have no process groups, and has none afterwards."""
     from overlapc.search.groups import fake_groups
 
     layout = found.layout
     experts = expert_ranks(model, layout.replicas)
     joined = layout.tp > 1 or experts > 1
-    found = replace(
-        found, whole=True, rows="", merged=joined and layout.pp == 1 and found.microbatches > 1
-    )
+    merged = joined and layout.pp == 1 and found.microbatches > 1 and slices == 1
+    found = replace(found, whole=True, rows="", merged=merged, slices=slices)
     schedule = found.asked
     budgets = memory_budgets(model, cluster, found)
     reports: list[list[Report]] = []
     figures: list[list[StageFigures]] = []
     with fake_groups(cluster.gpus, layout.tp, experts) as (*groups, _):
         for stage, budget in enumerate(budgets):
-            captured = _captured(model, layout, stage, found.layers[stage], groups)
-            planned = _planned(cluster, found.solver, layout, schedule, stage, captured, budget)
+            captured = _captured(model, layout, stage, found.layers[stage], groups, slices)
+            planned = _planned(cluster, found, schedule, stage, captured, budget)
             reports.append(planned[0])
             figures.append(planned[1])
     which, rows, _ = plan_rows(schedule, figures)
@@ -74,28 +76,46 @@ def as_it_runs(model: OwnModel, cluster: Cluster, found: Found) -> Outcome:
     )
 
 
-def _captured(model: OwnModel, layout: Layout, stage: int, layers: int, groups: Any) -> _Whole:
+def _captured(
+    model: OwnModel, layout: Layout, stage: int, layers: int, groups: Any, slices: int
+) -> _Whole:
     """Capture a stage on fake tensors, traced as on its rank."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from overlapc.layers import sliced
     from overlapc.passes.as_eager import as_eager
     from overlapc.passes.capture import capture
+    from overlapc.passes.draws import drawing, draws_of
     from overlapc.passes.parts import parameter_gradients
 
     is_first, is_last = stage == 0, stage == layout.stages - 1
+
     with FakeTensorMode(), as_eager():
         tokens = torch.zeros(layout.microbatch, model.seq, dtype=torch.long)
         part, x = model.stage(layers, is_first, is_last, tokens, *groups)
-        given = tokens if is_first else torch.zeros_like(x, requires_grad=True)
-        captured = capture(part, given, *([tokens] if is_last else []))
+
+        def captured_of(count: int) -> Captured:
+            rows = tokens[: layout.microbatch // count].contiguous()
+            inputs = torch.zeros_like(x[: len(rows)], requires_grad=True)
+            with sliced(count):
+                return capture(part, rows if is_first else inputs, *([rows] if is_last else []))
+
+        captured = captured_of(slices)
+        draws: tuple[str, ...] = ()
+        if slices > 1 and drawing(captured):
+            draws = tuple(draws_of(captured, captured_of(1), slices))
+    received = (
+        *captured.trace.of_kind("batch")[: not is_first],
+        *(() if is_last else captured.trace.of_kind("gradient")),
+    )
+    if slices > 1:
+        received = tuple(at(name, k) for k in range(slices) for name in received)
     return _Whole(
         captured,
+        draws,
         tuple(parameter_gradients(captured)),
-        (
-            *captured.trace.of_kind("batch")[: not is_first],
-            *(() if is_last else captured.trace.of_kind("gradient")),
-        ),
+        received,
         0 if is_first else x.nbytes,
         0 if is_last else x.nbytes,
         tuple(p.nbytes for p in part.parameters() if p.requires_grad),
@@ -104,18 +124,17 @@ def _captured(model: OwnModel, layout: Layout, stage: int, layers: int, groups: 
 
 def _planned(
     cluster: Cluster,
-    solver: str,
-    layout: Layout,
+    found: Found,
     schedule: Schedule,
     stage: int,
     whole: _Whole,
     budget: int,
 ) -> tuple[list[Report], list[StageFigures]]:
-    machine = load_hardware(cluster.hardware)
-    beside = beside_bytes(schedule, stage, whole.coming, whole.going)
+    machine, layout, slices = load_hardware(cluster.hardware), found.layout, found.slices
+    beside = beside_bytes(schedule, stage, whole.coming, whole.going, slices > 1)
     options = Options(
         memory_budget=budget,
-        solver=solver,
+        solver=found.solver,
         profile="estimate",
         hardware=cluster.hardware,
         cache=cluster.costs or None,
@@ -128,6 +147,8 @@ def _planned(
         beside_bytes=beside,
         gradients=whole.gradients,
         add_ns_per_kib=machine.add_ns_per_kib,
+        slices=slices,
+        draws=whole.draws,
     )
     rank = schedule.rank_of[stage]
     near = 1 if layout.tp * layout.dp >= cluster.gpus_per_node else 2
@@ -185,6 +206,7 @@ def _outcome(
     told = replace(
         told,
         whole=True,
+        slices=found.slices,
         gap=gap_of(stages),
         layers=found.layers,
         bound_ns=min(found.bound_ns, told.step_ns),

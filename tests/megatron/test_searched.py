@@ -55,7 +55,7 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
 
     uneven = config(num_layers_in_first_pipeline_stage=3)
     laid_out = config(pipeline_model_parallel_layout="Et*3|t*5L")
-    zero_bubble = replace(CHOSEN, layout=replace(CHOSEN.layout, schedule="zero-bubble"))
+    zero_bubble = replace(CHOSEN, slices=2, layout=replace(CHOSEN.layout, schedule="zero-bubble"))
     other = config(
         num_layers=6,
         hidden_size=32,
@@ -101,6 +101,7 @@ def test_every_mismatch_is_in_one_error(version: str) -> None:
         "  ffn_hidden_size: found 128, expected 256: pass --ffn-hidden-size 256",
     ]
     assert "Megatron does not have zero-bubble" in found["zero-bubble"]
+    assert "Megatron runs microbatches whole, found 2" in found["zero-bubble"]
 
 
 def stepped(rank: int, ranks: int, version: str, chosen: Chosen) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from overlapc.search.layouts import Cluster, Fixed
 from overlapc.search.models import find_model
 from overlapc.search.search import search
 from overlapc.solvers import merging
+from overlapc.solvers import slices as slices_solver
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -29,6 +31,15 @@ SIZE = GPTConfig(vocab=64, layers=2, width=64, heads=4, max_seq=32)
 BATCH = 8
 CLUSTER = Cluster("cpu-gloo", 2, 2, 10**9, BATCH)
 WHERE = f"{__name__}:own"
+# A link on which slices pay.
+SLOW = """
+name = "slow"
+status = "made up"
+base = "cpu-gloo"
+intra.alpha_ns = { value = 10, source = "made up" }
+intra.bytes_per_s = { value = 3e7, source = "made up" }
+intra.slowdown.compute_permille = { value = 1000, source = "made up" }
+"""
 EFFORT = 20_000  # to merge microbatches with: any will do, if it is the same for both
 
 
@@ -36,16 +47,16 @@ def own(tensor: Any, expert: Any) -> Repeats:
     return with_ends(SIZE, tensor)
 
 
-def found_by(fixed: Fixed, cluster: Cluster) -> Found:
-    best = search(find_model(WHERE), cluster, fixed, workers=1).best
+def found_by(fixed: Fixed, cluster: Cluster, slices: tuple[int, ...] = ()) -> Found:
+    best = search(find_model(WHERE), cluster, fixed, workers=1, slices=slices).best
     assert best is not None
     assert best.whole
     return best
 
 
-def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> Any:
+def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], hardware: str) -> Any:
     """The step that a rank predicts of this layout; the rows it runs."""
-    merging.MERGED = EFFORT
+    merging.MERGED = slices_solver.MERGED = EFFORT
     dist.init_process_group("gloo")
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     model, layout = find_model(WHERE), found.layout
@@ -53,9 +64,10 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> 
     drawn = torch.randint(0, SIZE.vocab, (found.microbatches, layout.microbatch, SIZE.max_seq))
     batches = list(drawn)
     how: Any = {"solver": found.solver, "profile": "estimate", "timeout_s": 30}
+    how["hardware"] = hardware
     if layout.tp == 2:
         part, _ = model.stage(SIZE.layers, True, True, drawn[0], dist.group.WORLD, None)
-        step = TrainStep(part, memory_budget=budgets[0], **how)
+        step = TrainStep(part, memory_budget=budgets[0], slices=found.slices, **how)
         report = step.plan([(batch, batch) for batch in batches])
         assert report is not None
         dist.barrier()  # rank 0 holds the store, which the other still asks when it has planned
@@ -72,6 +84,7 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> 
         group=dist.group.WORLD if layout.pp == 2 else alone,
         data_parallel=dist.group.WORLD if layout.dp == 2 else None,
         memory_budget=dict(enumerate(budgets)),
+        slices=found.slices,
         **how,
     )
     pipeline(batches, batches)
@@ -82,25 +95,31 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int]) -> 
 
 
 @pytest.mark.parametrize(
-    ("fixed", "memory"),
+    ("fixed", "slices"),
     [
-        (Fixed(tp=2, pp=1, dp=1, microbatch=2, sequence=False), 10**9),
-        (Fixed(tp=1, pp=2, dp=1, microbatch=2, schedule="1f1b"), 10**9),
-        (Fixed(tp=1, pp=1, dp=2, microbatch=2), 10**9),
+        (Fixed(tp=2, pp=1, dp=1, microbatch=2, sequence=False), 1),
+        (Fixed(tp=1, pp=2, dp=1, microbatch=2, schedule="1f1b"), 1),
+        (Fixed(tp=1, pp=1, dp=2, microbatch=2), 1),
+        (Fixed(tp=2, pp=1, dp=1, microbatch=8, sequence=False), 2),
     ],
-    ids=["tp", "pp", "dp"],
+    ids=["tp", "pp", "dp", "slices"],
 )
 def test_a_search_predicts_what_is_planned_on_the_ranks(
-    fixed: Fixed, memory: int, monkeypatch: pytest.MonkeyPatch
+    fixed: Fixed, slices: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("overlapc.search.search.planners", lambda count: ThreadPoolExecutor(1))
     monkeypatch.setattr("overlapc.search.search._LESS", ())  # memory is not asked about here
-    monkeypatch.setattr(merging, "MERGED", EFFORT)
-    cluster = replace(CLUSTER, memory_bytes=memory)
-    found = found_by(fixed, cluster)
+    for solver in (merging, slices_solver):
+        monkeypatch.setattr(solver, "MERGED", EFFORT)
+    (tmp_path / "slow.toml").write_text(SLOW)
+    cluster = CLUSTER if slices == 1 else replace(CLUSTER, hardware=str(tmp_path / "slow.toml"))
+    found = found_by(fixed, cluster, (slices,))
     budgets = memory_budgets(find_model(WHERE), cluster, found)
-    assert found.merged == (fixed.tp == 2)
-    for told_ns, rows, merged in run_ranks(planned_on_rank, 2, found, budgets, timeout_s=280):
+    assert found.slices == slices  # which are faster, where they were asked for
+    assert found.merged == (fixed.tp == 2 and slices == 1)
+    for told_ns, rows, merged in run_ranks(
+        planned_on_rank, 2, found, budgets, cluster.hardware, timeout_s=280
+    ):
         assert told_ns == found.gradients_ns
         assert merged == found.merged
         assert rows in ("", format_schedule(found.schedule))

@@ -110,6 +110,7 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("search gpt-7b --gpus 8 --memory lots", USAGE, "a number and a unit"),
         ("search gpt-7b --gpus 8 --solver guess", USAGE, "expected one of"),
         ("search gpt-7b --gpus 8 --tp 3", USAGE, "no layout"),
+        ("search gpt-7b --gpus 8 --slices 2", USAGE, "expected a model of your own"),
         pytest.param(
             *("search gpt-7b --gpus 1 --memory 1GB --no-cache", FAILED, ""), marks=pytest.mark.slow
         ),

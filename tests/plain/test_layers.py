@@ -86,7 +86,7 @@ LAYERS = {
     "search": Layer(
         "errors files ir merge pipeline planning profiler progress record schedule simulate "
         "solvers stages valid",
-        "overlapc passes torch",
+        "layers overlapc passes torch",
     ),
     "search.groups": Layer("errors torch"),
     "search.modules": Layer("layers torch"),

@@ -1,0 +1,58 @@
+"""What the processes of a search run: each plans one layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from overlapc.errors import Infeasible, OptionError
+from overlapc.search.evaluate import Found, Outcome, evaluate
+from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.models import Model
+from overlapc.search.units import Unit
+from overlapc.search.whole import as_it_runs
+
+
+def evaluated(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    solver: str,
+    layers: Sequence[int] | None = None,
+    time_limit_s: float = 10.0,
+    below_ns: float = math.inf,
+) -> Found:
+    where = model, cluster, layout, unit, solver
+    return evaluate(*where, time_limit_s, layers, below_ns=below_ns).found
+
+
+def tried(
+    model: Model,
+    cluster: Cluster,
+    layout: Layout,
+    unit: Unit,
+    solver: str,
+    layers: Sequence[int] | None = None,
+    below_ns: float = math.inf,
+) -> tuple[Found, Outcome | None]:
+    """Plan a layout in a worker. Its plans are sent back only if it may be the best, since they are
+    large."""
+    where = model, cluster, layout, unit, solver
+    outcome = evaluate(*where, layers=layers, below_ns=below_ns)
+    return outcome.found, outcome if outcome.found.step_ns < below_ns else None
+
+
+def as_it_runs_or_none(
+    model: Any, cluster: Cluster, found: Found, slices: int = 1
+) -> Outcome | None:
+    """None for what fits in no memory, or what slices are refused for."""
+    try:
+        return as_it_runs(model, cluster, found, slices)
+    except Infeasible:
+        return None
+    except OptionError:
+        if slices == 1:
+            raise
+        return None
