@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from overlapc.check import check
-from overlapc.errors import Infeasible, InvalidPlan
+from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem
 from overlapc.ir import Op, Problem
 from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_slices, of_slice, one_by_one
 from overlapc.planning import road
@@ -231,3 +231,12 @@ def test_what_does_not_fit_names_a_budget_that_does(rng, count, solver):
         least = infeasible.smallest_bytes
         assert budget < least
         assert planned(least) <= least
+
+
+def test_a_listing_that_cannot_go_on_names_the_op():
+    work = forward_work(copied(2))
+    early, late = work.number["gather@1"], work.number["last@1"]
+    work.after[late].append(early)  # which waits for it
+    work.needs[early] += 1
+    with pytest.raises(InvalidProblem, match=r"gather@1 can never run, and 3 of 8 .* for last@1;"):
+        slice_order(work, NEVER, Style(1.0, False), TURNS[0])
