@@ -187,7 +187,7 @@ class SlicedProgram(Program):
             if name in self.places:
                 return together(f"result {self.places[name]}", parts, ways[self.places[name]])
             batched = isinstance(parts[0], Tensor) and parts[0].dim()
-            return together(name, parts, 0 if batched else "alike")
+            return together("what the forward sets", parts, 0 if batched else "alike")
 
         return [one(name, parts) for name, parts in results.items()]
 

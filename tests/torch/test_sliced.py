@@ -316,6 +316,53 @@ def test_results_that_are_no_tensors_of_their_own_run_uncut(kept, said):
         assert torch.equal(one, other)
 
 
+class Setting(nn.Module):
+    """Sets attributes in its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.calls = nn.Linear(16, 4), kind, 0
+        self.register_buffer("average", torch.zeros(4))
+        self.cache: dict[str, Tensor] = {}
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        if self.kind == "average":
+            self.average = 0.9 * self.average + out.detach().mean(0)
+        elif self.kind == "cache" and not self.cache:
+            self.cache["scale"] = torch.arange(4.0)
+        elif self.kind == "number":
+            self.last = out.detach().sum()
+        elif self.kind == "seen":
+            self.seen.append(out.detach() * 2)
+        return out + self.cache["scale"] if self.cache else out
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("average", r"average, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
+        ("cache", r"cache, which the forward sets, .* \(None for shape \(4,\)"),
+        ("number", "what the forward sets is a number that is another for each slice"),
+    ],
+)
+def test_what_the_forward_sets_is_the_batchs_or_refused(kind, said):
+    model, x = Setting(kind), randn(8, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(OptionError, match=said):
+        optimize(model, slices=2, profile="estimate")(x)
+    assert_same(before, model.state_dict())
+    assert model.cache == {}
+
+
+def test_what_the_forward_keeps_of_each_sample_is_the_batchs():
+    model, x = Setting("seen"), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    outs = [twin(x + i) for i in range(2)]
+    assert all(torch.equal(kept, out * 2) for kept, out in zip(model.seen, outs, strict=True))
+
+
 def test_a_backward_comes_once_and_before_changes():
     torch.manual_seed(1)
     model, x = MLP(), randn(8, 16)
