@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import OptionError
 from overlapc.layers import beside, in_turn, sliced
-from overlapc.passes.draws import Draw, Drawn, drawing, draws_of
+from overlapc.passes.draws import Draw, Drawn, Whole, drawing, draws_of
 from overlapc.passes.joint import Joint
 from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import changed_inputs
@@ -187,7 +187,7 @@ class _BothWays:
 
     def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
         """What `run` returns for each part of the batch."""
-        wholes: list[Tensor] = []
+        wholes: list[Whole] = []
 
         def drawn(k: int, part: Any) -> Any:
             if len(parts) == 1 or not self.draws:

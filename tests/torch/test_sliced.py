@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from overlapc import optimize
 from overlapc.errors import OptionError
@@ -314,6 +316,39 @@ def test_results_that_are_no_tensors_of_their_own_run_uncut(kept, said):
         found = twin(x)
     for one, other in zip(tree_leaves(found), tree_leaves(model(x)), strict=True):
         assert torch.equal(one, other)
+
+
+class Checkpointed(nn.Module):
+    """Drops within and between blocks that eager runs again in its backward."""
+
+    def __init__(self, preserve: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.preserve = nn.Linear(16, 16), nn.Linear(16, 4), preserve
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return F.dropout(F.dropout(self.first(x), 0.3).relu(), 0.1)
+
+        options = {"use_reentrant": False, "preserve_rng_state": self.preserve}
+        x = F.dropout(checkpoint(block, x, **options), 0.5)
+        return self.last(checkpoint(block, x, **options))
+
+
+def test_checkpoints_that_drop_read_the_same_part_again():
+    model, x = Checkpointed(True), randn(9, 16)
+    twin = optimize(model, slices=3, profile="estimate", solver="full")
+    torch.manual_seed(3)
+    expected = model(x)
+    outside(expected).backward()
+    others = gradients(model)
+    model.zero_grad()
+    torch.manual_seed(3)
+    found = twin(x)
+    outside(found).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(model), others)
+    with pytest.raises(OptionError, match="draws other random numbers when it runs again"):
+        optimize(Checkpointed(False), slices=3, profile="estimate", solver="full")(x)
 
 
 class Setting(nn.Module):
