@@ -84,9 +84,12 @@ def together(name: str, parts: Sequence[Any], way: Way) -> Any:
         return sum(part / len(parts) for part in parts)
     if all(_equal(part, parts[0]) for part in parts):
         return parts[0]
+    is_number = isinstance(parts[0], Tensor | int | float | complex | str | None)
+    kind = "a number" if is_number else f"a {type(parts[0]).__name__}"
     raise OptionError(
-        f"slices={len(parts)}: {name} is a number that is another for each slice; expected the "
-        "loss, numbers that are alike, and tensors of which a dimension is the batch"
+        f"slices={len(parts)}: {name} is {kind} that is another for each slice; expected the "
+        "loss, numbers that are alike, and tensors of which a dimension is the batch, in lists, "
+        "tuples or dicts"
     )
 
 
