@@ -80,8 +80,10 @@ class Op:
 
     `lane` is COMPUTE, or the process group a `start` communicates on. A `wait` reads the start's
     output, and also the start's inputs when the collective needs them until it ends. `signature`
-    names the function and its shapes: ops of equal signature cost the same. `recomputable` is false
-    for ops that may run only once (mutation, host synchronisation).
+    names the function and its shapes: ops of equal signature cost the same. `random` ops draw
+    random numbers, in the trace's order. `seeded` ops need no order, as slices' attention that
+    drops nothing. If a random or seeded op runs again, the generator's state is kept for it.
+    `recomputable` is false for ops that may run only once (mutation, host synchronisation).
     """
 
     name: str
@@ -93,6 +95,12 @@ class Op:
     signature: str
     random: bool = False
     recomputable: bool = True
+    seeded: bool = field(default=False, repr=False)  # not in digests: it makes no plan illegal
+
+    @property
+    def has_state(self) -> bool:
+        """Is the generator's state kept for this op, if it runs again?"""
+        return self.random or self.seeded
 
     @property
     def is_forward(self) -> bool:

@@ -83,7 +83,8 @@ def in_slices(
     one slice. Slices share parameters and buffers and, if the trace ends in the `loss`, the
     incoming gradient; otherwise each slice has its own. Each slice adds its gradients up after the
     slices before it, and asks those what they counted; a total reads all slices. The first slice
-    draws the random numbers of `draws` for all; no other op may draw any."""
+    draws the random numbers of `draws` for all; no other op may draw any, so that random ones need
+    no order. Their states are kept all the same."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     roots = {trace.value[name].storage for name in shared}
@@ -124,8 +125,15 @@ def in_slices(
                 whole_bytes = count * trace.value[op.outputs[-1]].bytes
                 values.append(Value(drawn, whole_bytes, drawn, name))
                 cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
-            piece, random = replace(op.piece, microbatch=k), op.name in draws and not k
-            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made, random=random)
+            copy = replace(
+                op,
+                name=name,
+                piece=replace(op.piece, microbatch=k),
+                inputs=given,
+                outputs=made,
+                random=op.name in draws and not k,
+                seeded=op.has_state and op.name not in draws,
+            )
             halves[not op.is_forward].append(copy)
             costs[name] = cost
     if any(op.signature.startswith(TOTAL) for op in trace.ops):

@@ -54,7 +54,7 @@ class Takes:
         border = sum(op.is_forward for op in trace.ops)
         makers = {name: trace.value[name].producer for name in trace.outputs}
         results = [name for name, op in makers.items() if op and trace.op[op].is_forward]
-        drawn = sum(trace.op[name].random for name in plan.recomputed)
+        drawn = sum(trace.op[name].has_state for name in plan.recomputed)
         held = saved_bytes(problem, [*plan.saved, *results]) + RNG_STATE_BYTES * drawn
         memory = timeline.memory
         return Takes(

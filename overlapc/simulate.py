@@ -252,7 +252,7 @@ def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
     """Add the bytes that are there throughout, and random generators' states. A random op that runs
     again keeps its state until then; while it runs again, the current state is put aside, too."""
     end = len(plan.order)
-    random = [name for name in plan.recomputed if problem.trace.op[name].random]
+    random = [name for name in plan.recomputed if problem.trace.op[name].has_state]
     ledger.add(problem.resident_bytes + copies_bytes(problem, plan), -1, end)
     at = {text: i for i, text in enumerate(plan.order)} if random else {}
     for name in random:
@@ -265,7 +265,7 @@ def _add_states(ledger: Ledger, problem: Problem, plan: Plan) -> None:
 
 def copies_bytes(problem: Problem, plan: Plan) -> int:
     """Count what microbatches in flight beyond the traced one hold, at every moment."""
-    random = sum(problem.trace.op[name].random for name in plan.recomputed)
+    random = sum(problem.trace.op[name].has_state for name in plan.recomputed)
     copy = saved_bytes(problem, plan.saved) + RNG_STATE_BYTES * random
     return ceil(problem.copies * copy)
 

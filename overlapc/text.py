@@ -27,6 +27,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
+from itertools import compress, product
 from typing import NoReturn, TypeVar
 
 from overlapc.errors import FileError, InvalidProblem
@@ -65,11 +66,9 @@ _KINDS = "kinds input kind"
 _MODULES = "modules op module"
 _ROLES: Mapping[str, Role] = {role: role for role in ROLES}
 _KIND: Mapping[str, Kind] = {kind: kind for kind in KINDS}
-_FLAGS = {  # random, recomputable
-    (False, True): "-",
-    (True, True): "random",
-    (False, False): "once",
-    (True, False): "random+once",
+_FLAGS = {
+    flags: "+".join(compress(("random", "seeded", "once"), flags)) or "-"
+    for flags in product((False, True), repeat=3)
 }
 
 
@@ -194,7 +193,7 @@ def _trace_lines(trace: Trace) -> Iterator[str]:
     yield _OPS
     for op in trace.ops:
         head = _row(op.name, op.role, op.lane, str(op.piece))
-        flags = _FLAGS[op.random, op.recomputable]
+        flags = _FLAGS[op.random, op.seeded, not op.recomputable]
         inputs, outputs = map(_quote, op.inputs), map(_quote, op.outputs)
         yield " ".join([head, flags, *inputs, ">", *outputs, _quote(op.signature)])
     yield _VALUES
@@ -267,6 +266,7 @@ def _read_op(reader: _TextReader, row: list[str]) -> Op:
         signature=reader.as_string(signature),
         random="random" in flags,
         recomputable="once" not in flags,
+        seeded="seeded" in flags,
     )
 
 

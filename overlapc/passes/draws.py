@@ -180,22 +180,64 @@ def _refusal(node: fx.Node, count: int, what: str) -> OptionError:
     )
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What the whole batch draws, with the generator's states before and after."""
+
+    drawn: Tensor
+    before: Tensor
+    after: Tensor
+
+
 class Drawn(TorchDispatchMode):
     """While this is on, slice k reads its part of what the whole batch draws. All slices share
-    `wholes`, which the first draws."""
+    `wholes`, which the first draws. Each finds the generator as the whole batch does: so a backward
+    that runs a checkpointed forward again reads the same part again."""
 
-    def __init__(self, draws: Sequence[Draw], wholes: list[Tensor], k: int) -> None:
+    def __init__(self, draws: Sequence[Draw], wholes: list[Whole], k: int) -> None:
         super().__init__()
         self.draws, self.wholes, self.k, self.place = draws, wholes, k, 0
+        if wholes:
+            _set_state(draws[0], wholes[0].before)
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not draws_numbers(op, args, kwargs or {}):
             return op(*args, **(kwargs or {}))
-        draw, place = self.draws[self.place], self.place
-        self.place += 1
+        place = self.next()
+        draw = self.draws[place]
         if place == len(self.wholes):
-            self.wholes.append(draw.whole())
-        part = draw.of(self.wholes[place], self.k)
+            if place:  # other slices may have run since
+                _set_state(draw, self.wholes[-1].after)
+            before = _state(draw)
+            self.wholes.append(Whole(draw.whole(), before, _state(draw)))
+        _set_state(draw, self.wholes[place].after)
+        part = draw.of(self.wholes[place].drawn, self.k)
         if draw.is_dropout:
             return dropped(args[0], part, args[1])
         return args[0].copy_(part) if op._schema.is_mutable else part
+
+    def next(self) -> int:
+        """The place of this draw: in a backward that of the forward that runs again."""
+        if torch._C._current_graph_task_id() == -1:
+            self.place += 1
+            return self.place - 1
+        for place, (draw, whole) in enumerate(zip(self.draws, self.wholes, strict=False)):
+            if torch.equal(whole.before, _state(draw)):
+                return place
+        raise OptionError("slices: a checkpoint draws other random numbers when it runs again")
+
+
+def _state(draw: Draw) -> Tensor:
+    device = draw.part.device
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set_state(draw: Draw, state: Tensor) -> None:
+    device = draw.part.device
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -85,9 +85,12 @@ def together(name: str, parts: Sequence[Any], way: Way) -> Any:
         return sum(part / len(parts) for part in parts)
     if all(_equal(part, parts[0]) for part in parts):
         return parts[0]
+    is_number = isinstance(parts[0], Tensor | int | float | complex | str | None)
+    kind = "a number" if is_number else f"a {type(parts[0]).__name__}"
     raise OptionError(
-        f"slices={len(parts)}: {name} is a number that is another for each slice; expected the "
-        "loss, numbers that are alike, and tensors of which a dimension is the batch"
+        f"slices={len(parts)}: {name} is {kind} that is another for each slice; expected the "
+        "loss, numbers that are alike, and tensors of which a dimension is the batch, in lists, "
+        "tuples or dicts"
     )
 
 
@@ -190,7 +193,7 @@ class SlicedProgram(Program):
             if name in self.places:
                 return together(f"result {self.places[name]}", parts, ways[self.places[name]])
             batched = isinstance(parts[0], Tensor) and parts[0].dim()
-            return together(name, parts, 0 if batched else "alike")
+            return together("what the forward sets", parts, 0 if batched else "alike")
 
         return [one(name, parts) for name, parts in results.items()]
 

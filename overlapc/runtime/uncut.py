@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import OptionError
 from overlapc.layers import beside, in_turn, sliced
-from overlapc.passes.draws import Draw, Drawn, drawing, draws_of
+from overlapc.passes.draws import Draw, Drawn, Whole, drawing, draws_of
 from overlapc.passes.joint import Joint
 from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import changed_inputs
@@ -138,20 +138,26 @@ class _BothWays:
             self.compare(expected, found)
 
     def uncut(self) -> dict[str, Any]:
+        before = _attributes(self.model)
         (results,) = self.ran([self.batch], lambda _, batch: self.forward(batch))
+        # (Of slices beside each other nobody knows which one has set an attribute.)
+        self.kept = {} if self.totals else _set_since(before, self.model)
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
-        return _named(results) | self.gradients([self.batch])
+        return _named(results) | self.kept | self.gradients([self.batch])
 
     def in_slices(self, expected: dict[str, Any]) -> dict[str, Any]:
         """One slice after the other, each with what those before it counted; or beside each other,
         if they ask for totals."""
         count = len(self.each)
         uncut = list(expected.items())[: len(self.cotangents)]
+        kept: list[dict[str, Tensor]] = []
 
         def run(k: int, part: Any) -> list[Any]:
+            before = _attributes(self.model)
             results = self.forward(part)
+            kept.append(_set_since(before, self.model))
             if not k:
                 self.ways = tuple(
                     way_of(name, whole, part, count)
@@ -176,11 +182,12 @@ class _BothWays:
             name: together(name, column, way)
             for (name, _), column, way in zip(uncut, columns, self.ways, strict=True)
         }
+        found |= {name: _end_to_end([each.get(name) for each in kept]) for name in self.kept}
         return found | self.gradients(self.each)
 
     def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
         """What `run` returns for each part of the batch."""
-        wholes: list[Tensor] = []
+        wholes: list[Whole] = []
 
         def drawn(k: int, part: Any) -> Any:
             if len(parts) == 1 or not self.draws:
@@ -282,6 +289,34 @@ def _named(results: Sequence[Any]) -> dict[str, Any]:
     return named
 
 
+def _attributes(model: nn.Module) -> dict[str, list[Tensor]]:
+    """The tensors in each attribute of the model's modules, buffers included."""
+    return {
+        f"{path}.{name}" if path else name: [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        for path, module in model.named_modules()
+        for name, value in {**vars(module), **module._buffers}.items()
+        if name != "_buffers"
+    }
+
+
+def _set_since(before: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a forward has set attributes to. (Numbers are looked at in every batch.)"""
+    old = {id(x) for tensors in before.values() for x in tensors}
+    return {
+        f"{name}{f'[{i}]' if i else ''}, which the forward sets,": x.detach()
+        for name, tensors in _attributes(model).items()
+        for i, x in enumerate(x for x in tensors if id(x) not in old)
+        if x.dim()
+    }
+
+
+def _end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """What slices set, as it will be put together; None if it cannot be."""
+    found = [part for part in parts if part is not None and part.dim()]
+    alike = len({(part.dtype, part.shape[1:]) for part in found}) == 1
+    return torch.cat(found) if alike and len(found) == len(parts) else None
+
+
 def _is_loss(column: Sequence[Any]) -> bool:
     """Are these numbers of slices, which are not alike?"""
     first = column[0]
@@ -322,7 +357,11 @@ def _distance(one: Any, other: Any, least: float = 0.0) -> tuple[float, str]:
     """How far the two are apart, relative to the largest number of `one`, or to `least` if that is
     larger; infinite if they cannot be compared. And the same in words."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return (0.0 if one == other else float("inf")), f"{other!r} for {one!r}"
+        said = [
+            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (one, other)
+        ]
+        is_same = not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
+        return (0.0 if is_same else float("inf")), f"{said[1]} for {said[0]}"
     if one.shape != other.shape:
         return float("inf"), f"of shape {tuple(other.shape)} for {tuple(one.shape)}"
     if torch.equal(one, other):

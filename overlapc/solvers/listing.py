@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlapc.errors import InvalidProblem
 from overlapc.ledger import Balance
 from overlapc.machine import Lane
 from overlapc.solvers.constants import RUNGS
@@ -125,6 +126,22 @@ class Listing:
             self.issue(heapq.heappop(self.spare)[1])
         elif self.flying:
             self.clock.put(0, self.flying[0][0])
+        else:
+            self.finish()
+
+    def finish(self) -> None:
+        """Nothing can run: there must be nothing left."""
+        work = self.work
+        if len(self.order) == len(work.nodes):
+            return
+        left = [n for n in work.nodes if n not in self.done]
+        first = min(left, key=lambda n: (self.missing[n], n))
+        name, *others = work.text([first, *(n for n in left if first in work.after[n])])
+        raise InvalidProblem(
+            f"{name} can never run, and {len(left)} of {len(work.nodes)} ops are left: it waits "
+            f"for {', '.join(others) or 'an op that is no part of the work'}; expected ops that do "
+            "not wait for each other. This is a defect of overlapc: report it"
+        )
 
     def consider(self, n: int) -> None:
         """Note that one of the node's inputs is done."""

@@ -329,6 +329,8 @@ class _Merging(Listing):
             left = [heap[0][1] for heap in heaps if heap] + self.front[:1]
             if left:
                 self.go(left[0])
+            else:
+                self.finish()
 
     def take_refill(self, longest_ns: float) -> int | None:
         return None  # recompute takes its turn among the chains

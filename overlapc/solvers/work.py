@@ -172,7 +172,7 @@ def merged_work(problem: Problem, choice: Choice) -> Work:
 def _states(problem: Problem, choice: Choice, copies: int | Fraction) -> int:
     """The most bytes that the random generator's states take: a copy for each recomputed random op
     of every microbatch, and one put aside."""
-    count = sum(problem.trace.op[name].random for name in choice.recomputed)
+    count = sum(problem.trace.op[name].has_state for name in choice.recomputed)
     return ceil(RNG_STATE_BYTES * (count * copies + (count > 0)))
 
 

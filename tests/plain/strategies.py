@@ -91,6 +91,7 @@ class _Builder:
         lane: str = COMPUTE,
         random: bool = False,
         recomputable: bool = True,
+        seeded: bool = False,
     ) -> tuple[str, ...]:
         """Adds an op; the names of its outputs, the first of which may be a view of `alias`."""
         made = tuple(
@@ -101,7 +102,7 @@ class _Builder:
         self.ops.append(
             Op(
                 name, role, lane, piece, tuple(dict.fromkeys(inputs)), made, signature, random,
-                recomputable,
+                recomputable, seeded,
             )
         )  # fmt: skip
         return made
@@ -138,7 +139,8 @@ def _forward(b: _Builder, stage: int, microbatch: int, params: list[str], count:
     made: list[str] = []
 
     def compute(name: str) -> None:
-        kind = b.rng.choice(("plain", "view", "random", "several", "once", "nothing"))
+        kinds = ("plain", "view", "random", "several", "once", "nothing", "seeded")
+        kind = b.rng.choice(kinds)
         inputs = b.some(live)
         made.extend(
             b.op(
@@ -150,6 +152,7 @@ def _forward(b: _Builder, stage: int, microbatch: int, params: list[str], count:
                 inputs[0] if kind == "view" else "",
                 random=kind == "random" or (kind == "once" and b.chance(10)),
                 recomputable=kind not in ("once", "nothing") or b.chance(20),
+                seeded=kind == "seeded",
             )
         )
         live.extend(value for value in made if value not in live)

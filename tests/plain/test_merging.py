@@ -49,7 +49,7 @@ def test_orders_are_legal_and_known_in_memory(rng, lag, pace):
             nodes = [number[text] for text in order]
             held = Balance(work.flow, work.held_bytes).along(nodes)
             during = work.flow.during(nodes, [work.held_bytes, *held])
-            states = sum(problem.trace.op[name].random for name in choice.recomputed)
+            states = sum(problem.trace.op[name].has_state for name in choice.recomputed)
             room = RNG_STATE_BYTES * ((problem.copies + 2) * states + 1)
             for text, known, true in zip(order, during, curve, strict=True):
                 assert 0 <= known - true <= room, text

@@ -495,14 +495,15 @@ def bytes_alive(problem: Problem, plan: Plan) -> list[int]:
                     if made in plan.saved and not again and problem.trace.lag:
                         it.alive_at = max(it.alive_at, (run + problem.trace.lag) * length)
         for name in plan.recomputed:
-            if trace.op[name].random:
+            if trace.op[name].random or trace.op[name].seeded:
                 last = run * length + plan.order.index(issue(name, True))
                 drawn_at = run * length + plan.order.index(name)
                 until = last + length * problem.trace.lag
                 instances.append(Instance(RNG_STATE_BYTES, drawn_at, until))
                 instances.append(Instance(RNG_STATE_BYTES, last, last))
     saved = {trace.value[name].storage: trace.value[name].bytes for name in plan.saved}
-    saved["states"] = RNG_STATE_BYTES * sum(trace.op[name].random for name in plan.recomputed)
+    again = [trace.op[name] for name in plan.recomputed]
+    saved["states"] = RNG_STATE_BYTES * sum(op.random or op.seeded for op in again)
     copies = problem.in_flight - 1
     each = sum(b for s, b in saved.items() if s not in kept)
     always = problem.resident_bytes + ceil(copies * each)

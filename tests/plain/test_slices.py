@@ -9,12 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from overlapc.check import check
-from overlapc.errors import Infeasible, InvalidPlan
+from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem
 from overlapc.ir import Op, Problem
 from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_slices, of_slice, one_by_one
 from overlapc.planning import road
 from overlapc.planning.options import Options
-from overlapc.simulate import peak_bytes, simulate, step_ns
+from overlapc.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulate, step_ns
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
 from overlapc.solvers.slices import TURNS, slice_order, solve_slices
@@ -49,7 +49,7 @@ def lone_problem(rng, count: int) -> Problem:
     often = rng.choice((0.0, 0.3))
 
     def varied(op: Op) -> Op:
-        op = replace(op, random=False)
+        op = replace(op, random=False, seeded=op.random)
         if op.role in ("start", "wait") or not op.inputs or not op.outputs or rng.random() > often:
             return op
         if op.is_forward and rng.random() < 0.5:
@@ -133,6 +133,24 @@ def test_a_total_reads_all_slices_and_a_draw_is_the_first_slices():
         check(problem, replace(plain, order=early))
 
 
+def test_what_slices_do_not_draw_together_needs_no_order_but_keeps_its_states():
+    """Each of the four ops keeps a state until it has run again; while it does, another is put
+    aside."""
+    lone = tiny(
+        "one F | x > a | 1\ntwo F | a > y | 1\nend I | g y > e | 1\nback I | e a > d | 1", "d"
+    )
+    ops = tuple(replace(op, random=op.name in ("one", "two")) for op in lone.trace.ops)
+    problem = in_slices(replace(lone, trace=replace(lone.trace, ops=ops)), 2, loss=False)
+    assert all(op.seeded and not op.random for op in problem.trace.ops if op.is_forward)
+    order = "one@1 two@1 one@0 two@0 R:one@0 R:two@0 end@0 back@0 R:one@1 R:two@1 end@1 back@1"
+    plan = plan_of(problem, order, "")
+    stateless = tuple(replace(op, seeded=False) for op in problem.trace.ops)
+    less = replace(problem, trace=replace(problem.trace, ops=stateless))
+    curves = (memory_curve(each, plan) for each in (problem, less))
+    states = [(more - few) // RNG_STATE_BYTES for more, few in zip(*curves, strict=True)]
+    assert states == [1, 2, 3, 4, 5, 4, 2, 2, 3, 2, 0, 0]
+
+
 def test_what_one_slice_waits_for_runs_under_the_other():
     """One after the other each slice takes 60; here every collective has the other's compute."""
     problem = copied(2)
@@ -213,3 +231,12 @@ def test_what_does_not_fit_names_a_budget_that_does(rng, count, solver):
         least = infeasible.smallest_bytes
         assert budget < least
         assert planned(least) <= least
+
+
+def test_a_listing_that_cannot_go_on_names_the_op():
+    work = forward_work(copied(2))
+    early, late = work.number["gather@1"], work.number["last@1"]
+    work.after[late].append(early)  # which waits for it
+    work.needs[early] += 1
+    with pytest.raises(InvalidProblem, match=r"gather@1 can never run, and 3 of 8 .* for last@1;"):
+        slice_order(work, NEVER, Style(1.0, False), TURNS[0])

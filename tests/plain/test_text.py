@@ -251,7 +251,7 @@ def test_what_is_wrong_with_a_sealed_plan_is_said(old: str, new: str, message: s
     [
         ("wait compute 0F0", "sleep compute 0F0", "found 'sleep', expected one of forward, input"),
         ("compute 0F0 -", "compute 0B0 -", "found '0B0', expected a piece such as 0F0"),
-        ("compute 0F0 -", "compute 0F0 +", "found '+', expected one of -, random, once, random+"),
+        ("compute 0F0 -", "compute 0F0 +", "found '+', expected one of -, once, seeded, "),
         ("raw > y", "raw y", "expected columns name role lane piece flags inputs > outputs sig"),
         ("raw > y", "x > y", "found 'a trace where wait wait reads 0 started collectives"),
         ("raw > y", "raw > z", "found 'a trace where wait makes z, which is no value"),

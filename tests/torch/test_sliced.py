@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from overlapc import optimize
 from overlapc.errors import OptionError
@@ -314,6 +316,105 @@ def test_results_that_are_no_tensors_of_their_own_run_uncut(kept, said):
         found = twin(x)
     for one, other in zip(tree_leaves(found), tree_leaves(model(x)), strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_object_among_the_results_is_refused_by_its_type():
+    class Cache:
+        def __init__(self, keys: Tensor) -> None:
+            self.keys = keys
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            out = self.inner(x)
+            return out, Cache(out * 2)
+
+    twin = optimize(Caching(), slices=2, profile="estimate")
+    with torch.no_grad(), pytest.raises(OptionError, match="result 1 is a Cache that is another"):
+        twin(randn(8, 16))
+
+
+class Checkpointed(nn.Module):
+    """Drops within and between blocks that eager runs again in its backward."""
+
+    def __init__(self, preserve: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.preserve = nn.Linear(16, 16), nn.Linear(16, 4), preserve
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return F.dropout(F.dropout(self.first(x), 0.3).relu(), 0.1)
+
+        options = {"use_reentrant": False, "preserve_rng_state": self.preserve}
+        x = F.dropout(checkpoint(block, x, **options), 0.5)
+        return self.last(checkpoint(block, x, **options))
+
+
+def test_checkpoints_that_drop_read_the_same_part_again():
+    model, x = Checkpointed(True), randn(9, 16)
+    twin = optimize(model, slices=3, profile="estimate", solver="full")
+    torch.manual_seed(3)
+    expected = model(x)
+    outside(expected).backward()
+    others = gradients(model)
+    model.zero_grad()
+    torch.manual_seed(3)
+    found = twin(x)
+    outside(found).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(model), others)
+    with pytest.raises(OptionError, match="draws other random numbers when it runs again"):
+        optimize(Checkpointed(False), slices=3, profile="estimate", solver="full")(x)
+
+
+class Setting(nn.Module):
+    """Sets attributes in its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.calls = nn.Linear(16, 4), kind, 0
+        self.register_buffer("average", torch.zeros(4))
+        self.cache: dict[str, Tensor] = {}
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        if self.kind == "average":
+            self.average = 0.9 * self.average + out.detach().mean(0)
+        elif self.kind == "cache" and not self.cache:
+            self.cache["scale"] = torch.arange(4.0)
+        elif self.kind == "number":
+            self.last = out.detach().sum()
+        elif self.kind == "seen":
+            self.seen.append(out.detach() * 2)
+        return out + self.cache["scale"] if self.cache else out
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("average", r"average, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
+        ("cache", r"cache, which the forward sets, .* \(None for shape \(4,\)"),
+        ("number", "what the forward sets is a number that is another for each slice"),
+    ],
+)
+def test_what_the_forward_sets_is_the_batchs_or_refused(kind, said):
+    model, x = Setting(kind), randn(8, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(OptionError, match=said):
+        optimize(model, slices=2, profile="estimate")(x)
+    assert_same(before, model.state_dict())
+    assert model.cache == {}
+
+
+def test_what_the_forward_keeps_of_each_sample_is_the_batchs():
+    model, x = Setting("seen"), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    outs = [twin(x + i) for i in range(2)]
+    assert all(torch.equal(kept, out * 2) for kept, out in zip(model.seen, outs, strict=True))
 
 
 def test_a_backward_comes_once_and_before_changes():

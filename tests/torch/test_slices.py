@@ -106,6 +106,22 @@ def test_what_is_planned_for_a_slow_link_keeps_to_its_budget(budget):
 
 
 @pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize(("solver", "budget"), [("overlap", 26_300), ("full", None)])
+def test_generators_states_of_attention_that_runs_again_are_predicted(solver, budget):
+    """Attention that drops nothing draws nothing, but its state is kept for its recompute."""
+    with on_fabric():
+        batches = [(tokens(4, 8, seed=i), tokens(4, 8, seed=i + 9)) for i in range(2)]
+        torch.manual_seed(1)
+        model = gpt()()
+        options = {"solver": solver, "memory_budget": budget, "hardware": "v100-sxm2-32"}
+        step = TrainStep(model, slices=2, profile="estimate", **options)
+        step(batches)
+        model.zero_grad()
+        peak = measure_peak(lambda: step(batches))
+        assert peak == pytest.approx(step.report.peak_bytes, rel=0.02)
+
+
+@pytest.mark.usefixtures("short_search")
 def test_slices_hide_each_others_collectives():
     with on_fabric():
         batch = (tokens(4, 8), tokens(4, 8, seed=9))
