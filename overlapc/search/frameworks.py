@@ -20,13 +20,13 @@ class Framework:
 
     name: str
     source: str
-    # Of attention, softmax, norm, rotary, loss: what is not one kernel; and scores, where each rank
-    # gathers those of all words
+    # Of attention, softmax, norm, rotary, loss: what is not one kernel; bias, where gradients of a
+    # GPT's biases are kernels; and scores, where each rank gathers those of all words
     unfused: str = ""
     attention: float = 1.0  # how long fused attention takes, or unfused one's ops on all scores,
     # beside the best kernels
     loss_bytes: int = 0  # of memory at the loss for a token and a word, if more than its ops take
-    dropout: bool = False
+    dropout: bool = False  # of which the one before a sum is one kernel with it
     shards_optimizer: bool = True  # over the replicas
     gradient_bytes: int = 4  # of an element, as it is added up and summed over replicas
     hides_reduction: bool = True  # under the backward of the last microbatch
@@ -94,10 +94,11 @@ _MEGATRON: dict[str, Any] = {
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
 }
+# Ops are those of Megatron-LM v2.5 (its transformer.py and layers.py, with fused bias and dropout).
 # Attention: selective recompute of the core adds 1.3 ms to a layer of 22B (Korthikanti et al. 2022,
 # table 4), and its two products, softmax and dropout take 1.15 at the rates of other kernels.
 _MEGATRON_2021: dict[str, Any] = {
-    "unfused": "attention loss",
+    "unfused": "attention loss bias",
     "attention": 1.13,
     "dropout": True,
     "shards_optimizer": False,

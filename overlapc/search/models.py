@@ -44,7 +44,7 @@ class Transformer:
     post_norms: bool = False  # norms of the results of attention and MLP
     layer_extra: int = 0  # a layer's parameters that are no matrix: biases, sinks
     expert_extra: int = 0  # more parameters of a layer with experts
-    unfused: str = ""  # which of attention, softmax, norm, loss run op by op
+    unfused: str = ""  # which of attention, softmax, norm, loss, bias run op by op
     dropout: bool = False
     source: str = ""
 

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -214,7 +214,7 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
         profile = _of_experts(profile, described, machine, framework)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
-    launched, launching = _launched(problem, framework, key.model.seq)
+    launched, launching = _launched(problem, framework, machine, key.model.seq)
     return Problem(problem.trace, launched), received, launching
 
 
@@ -249,7 +249,30 @@ def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tupl
     return describe(captured), tuple(parameter_gradients(captured))
 
 
-def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile, float]:
+def _dropped_and_added(
+    problem: Problem, costs: Mapping[str, Cost], machine: Hardware
+) -> dict[str, Cost]:
+    """The costs of dropout and of the sum behind it where both are one kernel, counted with the
+    sum: what is dropped is neither written nor read between them."""
+    trace, found = problem.trace, {}
+    for op in trace.ops:
+        users = (
+            trace.users[op.outputs[0]] if op.signature.startswith("aten.native_dropout.") else ()
+        )
+        behind = [user for user in users if user.is_forward]
+        if len(behind) != 1 or not behind[0].signature.startswith("aten.add."):
+            continue
+        dropped, added = costs[op.name], costs[behind[0].name]
+        between = round(machine.memory_ns(2 * trace.value[op.outputs[0]].bytes))
+        both = dropped.compute_ns + added.compute_ns - between - machine.launch_ns
+        found[op.name] = replace(dropped, compute_ns=0)
+        found[behind[0].name] = replace(added, compute_ns=max(0, both))
+    return found
+
+
+def _launched(
+    problem: Problem, framework: Framework, machine: Hardware, seq: int
+) -> tuple[Profile, float]:
     """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
     one by one: a forward or a backward takes no less time than the host needs for it. The device's
     waits are spread evenly over the kernels. Also return the host's part of the time of a forward
@@ -264,6 +287,7 @@ def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile
         name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()
     }
+    costs |= _dropped_and_added(problem, costs, machine)
     launching = 0.0
     for is_forward in (True, False):
         ops = [op for op in problem.trace.ops if op.is_forward == is_forward]
