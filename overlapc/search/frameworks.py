@@ -79,7 +79,8 @@ _MEGATRON_FLOAT32, _MEGATRON_HALF = 4 + 8 + 28 + 6 + 4, 6 + 8 + 4 + 8 + 28 + 6 +
 # Of --overlap-grad-reduce (Megatron's DistributedDataParallelConfig, bucket_size).
 _MEGATRON_BUCKETS = 40_000_000, 1_000_000
 # From one to eight replicas of 280 GPUs a step went from 37.83 to 39.15 s (Korthikanti et al. 2022,
-# section 6.3); the reduction of gradients is 0.9% of it, and the rest is this.
+# section 6.3; 54.2% of the peak, as its abstract has it, are 39.1 s); the reduction of gradients in
+# half precision is 0.9% of it by our estimate, and the rest is this.
 _STRAGGLERS = 0.026
 # What the host of PyTorch takes without CUDA graphs: calibrated by `vtrain-small-calibration`.
 _HOST_NS, _HOST_COLLECTIVE_NS = 48_000, 25_000

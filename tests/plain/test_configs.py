@@ -272,7 +272,7 @@ def test_what_has_no_counterpart_is_named(change: dict[str, Any], tmp_path: Path
 
 
 def test_first_layers_without_experts(tmp_path: Path) -> None:
-    config, parameters = PUBLISHED["Qwen3-30B-A3B"]
+    config, _ = PUBLISHED["Qwen3-30B-A3B"]
     all_alike = read(tmp_path, config)
     model = read(tmp_path, config | {"mlp_only_layers": [0, 1]})
     assert (all_alike.dense_first, model.dense_first) == (0, 2)
@@ -281,7 +281,8 @@ def test_first_layers_without_experts(tmp_path: Path) -> None:
         moe - model.mlp_parameters(model.ffn)
     )
     first = model.of_first
-    assert first is not None and (first.layers, first.experts) == (2, 0)
+    assert first is not None
+    assert (first.layers, first.experts) == (2, 0)
     assert "first layers" not in read(tmp_path, PUBLISHED["DeepSeek-V3"][0]).source
 
 

@@ -36,11 +36,15 @@ def place(rank: int, layers: tuple[int, ...]) -> Place:
 
 def test_a_unit_has_both_kinds_of_blocks() -> None:
     found = unit(ONE)
-    assert found.first is not None and found.first.blocks == 2 and found.blocks == 4
-    assert not found.first.problem.trace.lanes and found.problem.trace.lanes  # no all-to-all
+    assert found.first is not None
+    assert found.first.blocks == 2
+    assert found.blocks == 4
+    assert not found.first.problem.trace.lanes
+    assert found.problem.trace.lanes
     assert found.first.first is None
     for without in (replace(MODEL, dense_first=0), MODEL.of_first):
-        assert without is not None and without.of_first is None
+        assert without is not None
+        assert without.of_first is None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,8 @@ def test_times_add_up() -> None:
 def test_no_step_is_below_its_bound(layout: Layout, solver: str) -> None:
     of = unit(layout).planned_by(solver)
     found = evaluate(MODEL, CLUSTER, layout, unit(layout), solver).found
-    assert found.fits and lower_bound(MODEL, CLUSTER, layout, of) <= found.step_ns
+    assert found.fits
+    assert lower_bound(MODEL, CLUSTER, layout, of) <= found.step_ns
 
 
 @pytest.mark.parametrize("layout", [ONE, TWO])
@@ -104,7 +109,8 @@ def test_the_memory_that_is_named_is_enough(layout: Layout, solver: str) -> None
     for share in (0.3, 0.6, 0.9):
         some = size + round(share * (max(roomy.peak_bytes) - size))
         found = evaluate(MODEL, replace(CLUSTER, memory_bytes=some), layout, unit(layout), solver)
-        assert found.found.fits and max(found.found.peak_bytes) <= some
+        assert found.found.fits
+        assert max(found.found.peak_bytes) <= some
 
 
 @pytest.mark.slow
@@ -112,6 +118,7 @@ def test_pruning_loses_nothing() -> None:
     fixed = Fixed(microbatch=1)
     every = search(MODEL, CLUSTER, fixed, prune=False, workers=1)
     found = search(MODEL, CLUSTER, fixed, workers=1)
-    assert found.best is not None and every.best is not None
+    assert found.best is not None
+    assert every.best is not None
     assert found.best.step_ns == every.best.step_ns
     assert len(every.tried) == len(list(layouts(MODEL, CLUSTER, fixed)))
