@@ -15,7 +15,7 @@ from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Model
 
-VERSION = 12
+VERSION = 13
 
 
 class Cache:

@@ -49,7 +49,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Fields without a counterpart here, with the values at which they change nothing
 _UNKNOWN: dict[str, Any] = {
-    "mlp_only_layers": [],
     "ffn_config": None,
     "layer_pattern": None,
     "hybrid_override_pattern": None,
@@ -172,12 +171,20 @@ class _Config:
         each = self.number("shared experts", "n_shared_experts", "num_shared_experts", default=0)
         shared = self.number("shared", "shared_expert_intermediate_size", default=each * of_one)
         step = "decoder_sparse_step", "interleave_moe_layer_step"
+        without = self.found.get("mlp_only_layers") or []
+        if without != list(range(len(without))):
+            raise FileError(
+                f"{self.shown}: mlp_only_layers is {without!r}, which the search has no model of; "
+                "expected the first layers, as in [0, 1]"
+            )
         return {
             "experts": experts,
             "top_k": self.number("top_k", "num_experts_per_tok", "moe_topk", default=2),
             "expert_width": of_one,
             "moe_every": max(1, self.number("step of experts", *step, default=1)),
-            "dense_first": self.number("first layers", "first_k_dense_replace", default=0),
+            "dense_first": self.number(
+                "first layers", "first_k_dense_replace", default=len(without)
+            ),
             "shared_width": of_one if self.kind == "llama4_text" else shared,
         }
 
@@ -213,6 +220,4 @@ class _Config:
             notes.append(f"its windows of {window} tokens are planned as whole sequences")
         if self.found.get("num_nextn_predict_layers"):
             notes.append("without its heads that predict further tokens")
-        if self.found.get("first_k_dense_replace"):
-            notes.append("its first layers take the time of those with experts")
         return notes

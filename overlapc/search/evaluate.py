@@ -17,6 +17,7 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     Cluster,
     Layout,
+    dense_layers,
     microbatches,
     stage_layers,
     static_bytes,
@@ -25,7 +26,7 @@ from overlapc.search.models import Model
 from overlapc.search.place import Place, Stage, merging, planned
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows, least_ns, placed
-from overlapc.search.units import Unit
+from overlapc.search.units import Part, Unit
 from overlapc.solvers import FIELD
 from overlapc.solvers.schedules import merged as merged_rows
 
@@ -131,12 +132,16 @@ def lower_bound(
     each stage, by default an even split. `placed`: rows may be placed and microbatches merged."""
     layers = layers or stage_layers(model, layout.stages, layout.ends)
     count = microbatches(cluster, layout)
-    block, head = unit.least.whole / unit.blocks, unit.head_ran.step_ns
+    head = unit.head_ran.step_ns
+    dense = dense_layers(model, layers)
 
-    def slowest(block: float, head: float, share: float = 1.0) -> float:
+    def slowest(parts: Sequence[Part], head: float, share: float = 1.0) -> float:
         """Bound the slowest rank. Stages before its first run the given share of a microbatch
         before it begins, or after it ends."""
-        times = [n * block for n in layers]
+        times = [
+            sum(unit.least_ns(part, n, first) for part in parts)
+            for n, first in zip(layers, dense, strict=True)
+        ]
         times[-1] += head
         return max(
             count * sum(times[stage] for stage in layout.stages_of(rank))
@@ -145,16 +150,17 @@ def lower_bound(
         )
 
     if placed and layout.pp == 1 and count > 1:
-        least = slowest(unit.least.merged / unit.blocks, head)
+        least = slowest(["merged"], head)
     elif placed or layout.schedule.startswith("zero-bubble"):
         # Weight gradients may wait until a rank drains.
-        forward, inputs = unit.least.forward, unit.least.inputs
+        kinds = [unit] if unit.first is None else [unit, unit.first]
+        share = min(one.least.forward / max(1, one.least.whole) for one in kinds)
         least = max(
-            slowest(block, head, forward / max(1, unit.least.whole)),
-            slowest((forward + inputs) / unit.blocks, 0.0),
+            slowest(["whole"], head, share),
+            slowest(["forward", "inputs"], 0.0),
         )
     else:
-        least = slowest(block, head)
+        least = slowest(["whole"], head)
     rounded = 2 * (count + layout.pp)  # ns that rounding may take from parts of a stage
     return max(0, int(least) - rounded) + Update.of(model, cluster, layout, layers).least_ns
 

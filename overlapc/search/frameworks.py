@@ -20,13 +20,13 @@ class Framework:
 
     name: str
     source: str
-    # Of attention, softmax, norm, rotary, loss: what is not one kernel; and scores, where each rank
-    # gathers those of all words
+    # Of attention, softmax, norm, rotary, loss: what is not one kernel; bias, where gradients of a
+    # GPT's biases are kernels; and scores, where each rank gathers those of all words
     unfused: str = ""
     attention: float = 1.0  # how long fused attention takes, or unfused one's ops on all scores,
     # beside the best kernels
     loss_bytes: int = 0  # of memory at the loss for a token and a word, if more than its ops take
-    dropout: bool = False
+    dropout: bool = False  # of which the one before a sum is one kernel with it
     shards_optimizer: bool = True  # over the replicas
     gradient_bytes: int = 4  # of an element, as it is added up and summed over replicas
     hides_reduction: bool = True  # under the backward of the last microbatch
@@ -79,7 +79,8 @@ _MEGATRON_FLOAT32, _MEGATRON_HALF = 4 + 8 + 28 + 6 + 4, 6 + 8 + 4 + 8 + 28 + 6 +
 # Of --overlap-grad-reduce (Megatron's DistributedDataParallelConfig, bucket_size).
 _MEGATRON_BUCKETS = 40_000_000, 1_000_000
 # From one to eight replicas of 280 GPUs a step went from 37.83 to 39.15 s (Korthikanti et al. 2022,
-# section 6.3); the reduction of gradients is 0.9% of it, and the rest is this.
+# section 6.3; 54.2% of the peak, as its abstract has it, are 39.1 s); the reduction of gradients in
+# half precision is 0.9% of it by our estimate, and the rest is this.
 _STRAGGLERS = 0.026
 # What the host of PyTorch takes without CUDA graphs: calibrated by `vtrain-small-calibration`.
 _HOST_NS, _HOST_COLLECTIVE_NS = 48_000, 25_000
@@ -94,10 +95,11 @@ _MEGATRON: dict[str, Any] = {
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
 }
+# Ops are those of Megatron-LM v2.5 (its transformer.py and layers.py, with fused bias and dropout).
 # Attention: selective recompute of the core adds 1.3 ms to a layer of 22B (Korthikanti et al. 2022,
 # table 4), and its two products, softmax and dropout take 1.15 at the rates of other kernels.
 _MEGATRON_2021: dict[str, Any] = {
-    "unfused": "attention loss",
+    "unfused": "attention loss bias",
     "attention": 1.13,
     "dropout": True,
     "shards_optimizer": False,

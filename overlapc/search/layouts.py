@@ -294,6 +294,15 @@ def _between(model: Model, stages: int, first: int, last: int) -> list[int]:
     return [*([first] if first else []), *middle, *([last] if last else [])]
 
 
+def dense_layers(model: Model, counts: Sequence[int]) -> list[int]:
+    """How many of each stage's layers are among the first of the model, which have no experts."""
+    found, before = [], 0
+    for layers in counts:
+        found.append(max(0, min(layers, model.dense_first - before)))
+        before += layers
+    return found
+
+
 def stage_parameters(
     model: Model, layout: Layout, layers_of: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
@@ -302,8 +311,8 @@ def stage_parameters(
     counts = layers_of or stage_layers(model, layout.stages, layout.ends)
     last = len(counts) - 1
     alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
-    for stage, layers in enumerate(counts):
-        first = max(0, min(layers, model.dense_first - sum(counts[:stage])))
+    firsts = dense_layers(model, counts)
+    for stage, (layers, first) in enumerate(zip(counts, firsts, strict=True)):
         ranks = expert_ranks(model, layout.replicas)
         dense, experts = model.held(layers, layout.tp, ranks, first, layout.etp)
         if stage == 0:

@@ -3,7 +3,7 @@ user's own block (`search/own.py`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,7 +31,7 @@ class Transformer:
     top_k: int = 0
     expert_width: int = 0
     moe_every: int = 1
-    dense_first: int = 0  # layers without experts, before all others
+    dense_first: int = 0  # layers without experts, before all others, which have them
     shared_width: int = 0  # width of the experts that every token meets, together
     head_width: int = 0  # 0: the model's width divided by heads
     # Latent attention: queries, and keys and values, are made by two thin matrices one after the
@@ -44,7 +44,7 @@ class Transformer:
     post_norms: bool = False  # norms of the results of attention and MLP
     layer_extra: int = 0  # a layer's parameters that are no matrix: biases, sinks
     expert_extra: int = 0  # more parameters of a layer with experts
-    unfused: str = ""  # which of attention, softmax, norm, loss run op by op
+    unfused: str = ""  # which of attention, softmax, norm, loss, bias run op by op
     dropout: bool = False
     source: str = ""
 
@@ -79,7 +79,16 @@ class Transformer:
 
     @property
     def moe_layers(self) -> int:
-        return (self.layers - self.dense_first) // self.moe_every if self.experts else 0
+        behind = max(0, self.layers - self.dense_first)
+        return behind // self.moe_every if self.experts else 0
+
+    @property
+    def of_first(self) -> Transformer | None:
+        """The first layers, if they have no experts and others have."""
+        if not (self.experts and self.dense_first):
+            return None
+        none = replace(self, experts=0, top_k=0, expert_width=0, shared_width=0, dense_first=0)
+        return replace(none, layers=self.dense_first)
 
     @property
     def period(self) -> int:

@@ -78,16 +78,20 @@ class Attention(nn.Module):
         self.heads = model.heads // ranks.count
         self.kv_heads = max(1, (model.kv_heads or model.heads) // ranks.count)
         self.unfused, self.drop = model.unfused, _DROPPED if model.dropout else 0.0
-        self.qkv = _linear(model.width, (self.heads + 2 * self.kv_heads) * self.head_width)
-        self.out = _linear(self.heads * self.head_width, model.width)
+        rows = (self.heads + 2 * self.kv_heads) * self.head_width
+        self.qkv = _linear(model.width, rows)
+        self.bias = nn.Parameter(torch.empty(rows)) if _has_biases(model) else None
+        self.out = _linear(self.heads * self.head_width, model.width, _has_biases(model))
         self.turns = model.gated  # rotary embeddings turn queries and keys
         self.norms = nn.ModuleList(Norm(model, model.head) for _ in range(2 * model.head_norms))
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [n * self.head_width for n in (self.heads, self.kv_heads, self.kv_heads)]
-        parts = self.qkv(self.ranks.enter(x)).split(sizes, -1)
+        mixed = self.qkv(self.ranks.enter(x))
         if "attention" in self.unfused:
-            return self.ranks.leave(self.out(self.by_products(*parts)))
+            mixed = mixed if self.bias is None else mixed + self.bias
+            return self.ranks.leave(self.out(self.by_products(mixed)))
+        parts = mixed.split(sizes, -1)
         q, k, v = (p.unflatten(-1, (-1, self.head_width)) for p in parts)
         if self.norms:
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
@@ -99,10 +103,14 @@ class Attention(nn.Module):
         )
         return self.ranks.leave(self.out(self.by_head(mixed, back=True).flatten(2)))
 
-    def by_products(self, *parts: Tensor) -> Tensor:
+    def by_products(self, mixed: Tensor) -> Tensor:
         """Attention as two batched matrix products with a softmax between them. The sequence is the
-        first dimension, so that heads are batches without a copy."""
-        q, k, v = (p.unflatten(-1, (-1, self.head_width)) for p in parts)
+        first dimension, and the queries, the key and the value of a head stand together, so that
+        heads are batches without a copy (Megatron-LM v2.5, megatron/model/transformer.py)."""
+        each = self.heads // self.kv_heads * self.head_width
+        parts = mixed.unflatten(-1, (self.kv_heads, -1))
+        parts = parts.split([each, self.head_width, self.head_width], -1)
+        q, k, v = (p.reshape(*p.shape[:2], -1, self.head_width) for p in parts)
         if self.turns:
             q, k = self.turned(q), self.turned(k)
         if self.heads != self.kv_heads:
@@ -180,8 +188,9 @@ class MLP(nn.Module):
         super().__init__()
         inner //= ranks.count
         self.ranks, self.gated = ranks, model.gated
-        self.up = _linear(model.width, inner * (2 if model.gated else 1))
-        self.down = _linear(inner, model.width)
+        biased = _has_biases(model)
+        self.up = _linear(model.width, inner * (2 if model.gated else 1), biased)
+        self.down = _linear(inner, model.width, biased)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ranks.leave(self.down(_act(self.up(self.ranks.enter(x)), self.gated)))
@@ -350,8 +359,14 @@ class LossByOps(torch.autograd.Function):
         return weights.scatter_add(1, wanted[:, None], given) * grad[:, None], None, None
 
 
-def _linear(takes: int, gives: int) -> nn.Linear:
-    return nn.Linear(takes, gives, bias=False)
+def _linear(takes: int, gives: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(takes, gives, bias=bias)
+
+
+def _has_biases(model: Transformer) -> bool:
+    """Do biases take kernels of their own? What comes behind most of them adds them, too, but each
+    has a gradient that is a sum over all words."""
+    return "bias" in model.unfused.split() and not model.gated
 
 
 def _dropped(x: Tensor, part: float) -> Tensor:

@@ -31,12 +31,12 @@ def partitioned(
     schedule = layout.rows(min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period
     head_ns = unit.head_ran.step_ns
-    block_ns = unit.least.whole / unit.blocks
     too_many = [model.layers + 1] * layout.pp  # by stage: so many layers do not fit, nor do more
 
     def place(stage: int, first: int, behind: int) -> Place | None:
         more = model.layers % model.period if behind == periods else 0
-        counts = [model.period] * layout.pp
+        counts = [0] * layout.pp  # those before all in one
+        counts[0] += first * model.period
         counts[stage] = (behind - first) * model.period + more
         if counts[stage] >= too_many[stage]:
             return None
@@ -46,7 +46,8 @@ def partitioned(
         found = place(*segment)
         if found is None or found.room < 0:
             return None
-        return int(block_ns * found.layers) + head_ns * (found.head is not None) - _ROUNDED
+        blocks_ns = unit.least_ns("whole", found.layers, sum(found.dense))
+        return int(blocks_ns) + head_ns * (found.head is not None) - _ROUNDED
 
     def by_memory(*segment: int) -> int | None:
         found = place(*segment)
@@ -54,7 +55,8 @@ def partitioned(
 
     @cache
     def bounded(found: Place) -> int:
-        bound = bound_ns(found.problem(unit)) * found.layers // unit.blocks
+        parts = found.parts(unit)
+        bound = sum(bound_ns(p.problem(of)) * p.layers // of.blocks for p, of in parts)
         return bound + head_ns * (found.head is not None) - _ROUNDED
 
     def by_plan(*segment: int) -> int | None:

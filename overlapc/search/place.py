@@ -7,7 +7,7 @@ blocks are treated alike. What the borders between blocks could still hide is le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -21,7 +21,7 @@ from overlapc.planning.road import judged, reports
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule
 from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Cluster, Layout, static_bytes
+from overlapc.search.layouts import Cluster, Layout, dense_layers, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import copies_bytes, simulate
@@ -41,10 +41,14 @@ class Place:
     layout: Layout
     rank: int
     counts: tuple[int, ...]  # layers of each of its stages
-    in_flight: int  # the most layers times microbatches that it holds
+    dense: tuple[int, ...]  # of them, first layers without experts where others have them
+    in_flight: int  # the most layers times microbatches that it holds, without those
+    dense_in_flight: int  # of those
     static_bytes: int
     boundary_bytes: int  # inputs received from earlier stages
     in_pieces: bool  # does the schedule separate I and W?
+    within: int | None = None  # of the memory that is left, what other kinds of blocks leave
+    has_head: bool = True  # may one of its stages have the head?
 
     @staticmethod
     def of(
@@ -59,12 +63,16 @@ class Place:
         """Make the place of a rank, given the layers of each stage of the pipeline."""
         mine = layout.stages_of(rank)
         inputs = schedule.held(rank, dict.fromkeys(mine, 1)) + len(mine)
+        every = dense_layers(model, layers)
+        dense = {stage: every[stage] for stage in mine}
         return Place(
             cluster,
             layout,
             rank,
             tuple(layers[stage] for stage in mine),
-            schedule.held(rank, {stage: layers[stage] for stage in mine}),
+            tuple(dense.values()),
+            schedule.held(rank, {stage: layers[stage] - dense[stage] for stage in mine}),
+            schedule.held(rank, dense),
             static_bytes(model, layout, layers, find_framework(cluster.framework))[rank],
             unit.boundary_bytes * inputs,
             any(action.kind == "I" for action in schedule.actions),
@@ -77,6 +85,8 @@ class Place:
     @property
     def room(self) -> int:
         """The memory left for what blocks save and work with, and for the head's scores between."""
+        if self.within is not None:
+            return self.within
         return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
 
     @property
@@ -84,7 +94,20 @@ class Place:
         """The number of the rank's stage that has the head."""
         mine = self.layout.stages_of(self.rank)
         last = self.layout.stages - 1
-        return mine.index(last) if last in mine else None
+        return mine.index(last) if self.has_head and last in mine else None
+
+    def parts(self, unit: Unit) -> list[tuple[Place, Unit]]:
+        """The rank's kinds of blocks, each with the unit that stands for them: those of the model's
+        first layers, where they alone have no experts, and all others."""
+        if unit.first is None or not any(self.dense):
+            return [(self, unit)]
+        none = tuple(0 for _ in self.counts)
+        rest = tuple(n - dense for n, dense in zip(self.counts, self.dense, strict=True))
+        first = replace(self, counts=self.dense, dense=none, in_flight=self.dense_in_flight)
+        if not any(rest):
+            return [(first, unit.first)]
+        others = replace(self, counts=rest, dense=none)
+        return [(replace(first, has_head=False), unit.first), (others, unit)]
 
     def problem(self, unit: Unit) -> Problem:
         """The problem in which the captured blocks stand for all blocks of the rank."""
@@ -103,6 +126,7 @@ class Stage:
     costs: tuple[StageCost, ...]
     times: float  # the stage is so many times the captured blocks
     peak_bytes: int
+    first: Stage | None = None  # first layers without experts, if others have them
 
     @property
     def microbatch_ns(self) -> int:
@@ -121,24 +145,66 @@ class Stage:
     def ran(self, count: int) -> list[tuple[Timeline, float]]:
         """The timelines in a step of so many microbatches, and how often each runs."""
         merged = self.report.merged
+        first = self.first.ran(count) if self.first is not None else []
         if merged is None:
-            return [(self.timeline, self.times * count)]
-        return [(self.timeline, self.times), (merged.timeline, self.times * (count - 1))]
+            return [(self.timeline, self.times * count), *first]
+        return [(self.timeline, self.times), (merged.timeline, self.times * (count - 1)), *first]
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
     """Plan a rank's stages: their blocks in the memory that is left, and embedding and head."""
-    problem = place.problem(unit)
-    try:
+
+    def stage(part: Place, of: Unit) -> Stage:
+        problem = part.problem(of)
         if solver in ONE_PLAN:
-            report = _planned_once(problem, unit, solver, place.head is not None)
-        else:
-            plan = solve(problem, solver, time_limit_s=time_limit_s)
-            report = judged(_NAME, problem, plan)
+            return _blocks(part, of, _planned_once(problem, of, solver, part.head is not None))
+        plan = solve(problem, solver, time_limit_s=time_limit_s)
+        return _blocks(part, of, judged(_NAME, problem, plan))
+
+    parts = place.parts(unit)
+    try:
+        if len(parts) == 1:
+            return _with_ends(place, unit, stage(*parts[0]))
+        first, last = _both(place, parts, stage)
     except Infeasible as error:
         smallest = error.smallest_bytes + place.boundary_bytes
         raise Infeasible(place.cluster.memory_bytes, smallest) from None
-    return _stage(place, unit, report)
+    return _with_ends(place, unit, _joined(first, last))
+
+
+def _both(
+    place: Place, parts: list[tuple[Place, Unit]], stage: Callable[[Place, Unit], Stage]
+) -> tuple[Stage, Stage]:
+    """Plan two kinds of blocks in the memory of their rank. The first gets a part of it as large as
+    its part of all that they would keep, and the second what the first leaves; unless that is too
+    little for one of them."""
+    room, beside = place.room, place.static_bytes + place.boundary_bytes
+    first, second = (part.in_flight * _kept(of) for part, of in parts)
+
+    def within(at: int, room: int) -> Stage:
+        part, of = parts[at]
+        return stage(replace(part, within=max(1, room)), of)
+
+    try:
+        left = within(0, round(room * first / max(1, first + second)))
+    except Infeasible as error:
+        left = within(0, error.smallest_bytes)
+    try:
+        return left, within(1, room - (left.peak_bytes - beside))
+    except Infeasible as error:
+        right = within(1, error.smallest_bytes)
+    try:
+        return within(0, room - (right.peak_bytes - beside)), right
+    except Infeasible as error:
+        smallest = error.smallest_bytes + right.peak_bytes - beside
+        raise Infeasible(room, smallest) from None
+
+
+def _kept(unit: Unit) -> float:
+    """The bytes of a block that keeps all."""
+    alone = replace(unit.problem, budget_bytes=None)
+    peak = unit.once("kept", lambda: simulate(alone, solve(alone, "none")).peak_bytes)
+    return float(peak) / unit.blocks
 
 
 def _planned_once(problem: Problem, unit: Unit, solver: str, has_head: bool) -> Report:
@@ -170,10 +236,13 @@ def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
     if merged is None:
         return stage
     (report,) = reports(problem, TrainingStep(_NAME, count, lag=1), (lone, merged))
-    return _stage(place, unit, report)
+    *_, (last, of) = place.parts(unit)
+    made = _blocks(last, of, report)
+    return _with_ends(place, unit, made if stage.first is None else _joined(stage.first, made))
 
 
-def _stage(place: Place, unit: Unit, report: Report) -> Stage:
+def _blocks(place: Place, unit: Unit, report: Report) -> Stage:
+    """The stages of blocks of one kind."""
     cluster, layout = place.cluster, place.layout
     machine = load_hardware(cluster.hardware)
     problem, plan, ran = report.problem, report.plan, report.timeline
@@ -187,23 +256,62 @@ def _stage(place: Place, unit: Unit, report: Report) -> Stage:
         cost = stage_cost(problem, plan, received)
     cost = replace(cost, sent_ns=_sent_ns(cluster, layout, unit, machine))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
-    if place.rank == 0:
-        forward_ns, backward_ns = embedding_ns(cluster, layout, unit, machine)
-        first = costs[0]
-        costs[0] = replace(
-            first,
-            forward_ns=first.forward_ns + forward_ns,
-            weight_ns=first.weight_ns + backward_ns,
-            whole_ns=first.whole_ns + backward_ns,
-        )
-    if place.head is not None:
-        costs[place.head] = _with_head(costs[place.head], unit.head_ran)
     peak = place.static_bytes + place.boundary_bytes + report.peak_bytes
     return Stage(report, ran, tuple(costs), place.layers / unit.blocks, peak)
 
 
+def _joined(first: Stage, last: Stage) -> Stage:
+    """The stages of one rank, with blocks of two kinds."""
+    both = zip(first.costs, last.costs, strict=True)
+    costs = tuple(_one_behind(one, other) for one, other in both)
+    peak = last.peak_bytes + first.report.peak_bytes
+    return replace(last, costs=costs, peak_bytes=peak, first=first)
+
+
+def _one_behind(first: StageCost, last: StageCost) -> StageCost:
+    """The cost of blocks of two kinds in one stage."""
+    saved = first.saved + last.saved
+    working = {
+        kind: max(one.works.get(kind, 0) - (kind == "F") * one.saved for one in (first, last))
+        for kind in (*first.works, *last.works)
+    }
+    return replace(
+        last,
+        forward_ns=first.forward_ns + last.forward_ns,
+        input_ns=first.input_ns + last.input_ns,
+        weight_ns=first.weight_ns + last.weight_ns,
+        recompute_ns=first.recompute_ns + last.recompute_ns,
+        whole_ns=first.takes("B") + last.takes("B"),
+        saved=saved,
+        remade=first.remade + last.remade,
+        for_weights=first.for_weights + last.for_weights,
+        working=tuple((kind, size + saved * (kind == "F")) for kind, size in working.items()),
+    )
+
+
+def _with_ends(place: Place, unit: Unit, stage: Stage) -> Stage:
+    """The rank's stages with embedding and head, where it has them."""
+    costs = list(stage.costs)
+    if place.rank == 0:
+        machine = load_hardware(place.cluster.hardware)
+        forward_ns, backward_ns = embedding_ns(place.cluster, place.layout, unit, machine)
+        costs[0] = replace(
+            costs[0],
+            forward_ns=costs[0].forward_ns + forward_ns,
+            weight_ns=costs[0].weight_ns + backward_ns,
+            whole_ns=costs[0].whole_ns + backward_ns,
+        )
+    if place.head is not None:
+        costs[place.head] = _with_head(costs[place.head], unit.head_ran)
+    return replace(stage, costs=tuple(costs))
+
+
 def _of_layers(cost: StageCost, times: float) -> StageCost:
     """Multiply a cost of the captured blocks."""
+    if not times:
+        return StageCost(
+            0, 0, 0, sent_ns=cost.sent_ns, coming=cost.coming, returning=cost.returning
+        )
     saved = round(cost.saved * times)
     return replace(
         cost,

@@ -63,7 +63,8 @@ class Row:
     def key(self) -> UnitKey:
         """What is captured for the row; rows of other depths and batches share it."""
         key = UnitKey.of(self.model, self.cluster, self.layout)
-        model = replace(key.model, layers=min(key.model.layers, _BLOCKS * key.model.period))
+        enough = key.model.dense_first + _BLOCKS * key.model.period
+        model = replace(key.model, layers=min(key.model.layers, enough))
         return replace(key, model=model, gpus=key.tp * max(key.cp, key.expert_ranks))
 
 

@@ -3,10 +3,10 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline
 from overlapc.merge import merge
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from overlapc.profiler.estimate import Described
 
 _T = TypeVar("_T")
+Part = Literal["whole", "forward", "inputs", "merged"]
 _HEAD = "head"
 BLOCKS = 4  # so many are captured, or one period; a longer stage is a multiple
 
@@ -98,6 +99,7 @@ class Unit(Record):
     least: Least
     head_ran: Timeline
     launching: float = 0.0  # of the blocks' time, that their host takes to launch them
+    first: Unit | None = None  # of the model's first layers, if they alone have no experts
 
     @cached_property
     def _found(self) -> dict[Hashable, Any]:
@@ -117,7 +119,15 @@ class Unit(Record):
         plan = solve(replace(self.problem, budget_bytes=None), solver)
         orders = plan, in_parts(self.problem.trace, plan)  # whole or in parts, as schedules need it
         took = min(simulate(self.problem, order).step_ns for order in orders)
-        return replace(self, least=replace(self.least, whole=max(took, self.least.whole)))
+        first = self.first and self.first.planned_by(solver)
+        least = replace(self.least, whole=max(took, self.least.whole))
+        return replace(self, least=least, first=first)
+
+    def least_ns(self, which: Part, layers: int, dense: int = 0) -> float:
+        """The least time of so many layers, `dense` of them first ones without experts."""
+        least: int = getattr(self.least, which)
+        first = self.first.least_ns(which, dense) if self.first is not None and dense else 0.0
+        return (layers - dense) * least / self.blocks + first
 
     @cached_property
     def with_head(self) -> Problem:
@@ -146,6 +156,8 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
     from overlapc.search.modules import Head
 
     model = key.model
+    of_first = getattr(model, "of_first", None)
+    first = make_unit(replace(key, model=of_first), bounded, most) if of_first else None
     machine = load_hardware(key.hardware)
     dtype = torch.bfloat16 if "bfloat16" in machine.peak_flops else torch.float16
     before = torch.get_default_dtype()
@@ -154,7 +166,8 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
     try:
         groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp)
         with groups as (tensor, expert, context), FakeTensorMode():
-            count = min(model.layers, max(most // model.period, 1) * model.period)
+            behind = max(1, model.layers - model.dense_first)
+            count = min(behind, max(most // model.period, 1) * model.period)
             part = model.seq // key.cp
             shape = (key.microbatch, part)
             if key.sequence:
@@ -175,7 +188,8 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
     head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * x.element_size()
-    return Unit(count, problem, received, head, x.nbytes, table, least, head_ran, launching)
+    figures = x.nbytes, table, least, head_ran, launching
+    return Unit(count, problem, received, head, *figures, first)
 
 
 def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...], float]:
@@ -200,7 +214,7 @@ def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...
         profile = _of_experts(profile, described, machine, framework)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
-    launched, launching = _launched(problem, framework, key.model.seq)
+    launched, launching = _launched(problem, framework, machine, key.model.seq)
     return Problem(problem.trace, launched), received, launching
 
 
@@ -235,7 +249,30 @@ def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tupl
     return describe(captured), tuple(parameter_gradients(captured))
 
 
-def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile, float]:
+def _dropped_and_added(
+    problem: Problem, costs: Mapping[str, Cost], machine: Hardware
+) -> dict[str, Cost]:
+    """The costs of dropout and of the sum behind it where both are one kernel, counted with the
+    sum: what is dropped is neither written nor read between them."""
+    trace, found = problem.trace, {}
+    for op in trace.ops:
+        users = (
+            trace.users[op.outputs[0]] if op.signature.startswith("aten.native_dropout.") else ()
+        )
+        behind = [user for user in users if user.is_forward]
+        if len(behind) != 1 or not behind[0].signature.startswith("aten.add."):
+            continue
+        dropped, added = costs[op.name], costs[behind[0].name]
+        between = round(machine.memory_ns(2 * trace.value[op.outputs[0]].bytes))
+        both = dropped.compute_ns + added.compute_ns - between - machine.launch_ns
+        found[op.name] = replace(dropped, compute_ns=0)
+        found[behind[0].name] = replace(added, compute_ns=max(0, both))
+    return found
+
+
+def _launched(
+    problem: Problem, framework: Framework, machine: Hardware, seq: int
+) -> tuple[Profile, float]:
     """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
     one by one: a forward or a backward takes no less time than the host needs for it. The device's
     waits are spread evenly over the kernels. Also return the host's part of the time of a forward
@@ -250,6 +287,7 @@ def _launched(problem: Problem, framework: Framework, seq: int) -> tuple[Profile
         name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()
     }
+    costs |= _dropped_and_added(problem, costs, machine)
     launching = 0.0
     for is_forward in (True, False):
         ops = [op for op in problem.trace.ops if op.is_forward == is_forward]

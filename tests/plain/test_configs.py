@@ -271,6 +271,21 @@ def test_what_has_no_counterpart_is_named(change: dict[str, Any], tmp_path: Path
         read(tmp_path, config | change)
 
 
+def test_first_layers_without_experts(tmp_path: Path) -> None:
+    config, _ = PUBLISHED["Qwen3-30B-A3B"]
+    all_alike = read(tmp_path, config)
+    model = read(tmp_path, config | {"mlp_only_layers": [0, 1]})
+    assert (all_alike.dense_first, model.dense_first) == (0, 2)
+    moe = model.experts * model.mlp_parameters(model.expert_width) + model.gate_parameters
+    assert all_alike.parameters() - model.parameters() == 2 * (
+        moe - model.mlp_parameters(model.ffn)
+    )
+    first = model.of_first
+    assert first is not None
+    assert (first.layers, first.experts) == (2, 0)
+    assert "first layers" not in read(tmp_path, PUBLISHED["DeepSeek-V3"][0]).source
+
+
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "windows of 128 tokens" in read(tmp_path, PUBLISHED["gpt-oss-20b"][0]).source
     assert "further tokens" in read(tmp_path, PUBLISHED["DeepSeek-V3"][0]).source
