@@ -4,7 +4,7 @@ one batch beside each other. Their results are valid."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from overlapc.ir import COMPUTE, Cost, Op, Plan, Problem, Trace, Value
@@ -87,7 +87,6 @@ def in_slices(
     no order. Their states are kept all the same."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
-    roots = {trace.value[name].storage for name in shared}
     values = [value for value in trace.values if value.name in shared]
     halves: tuple[list[Op], list[Op]] = [], []
     costs: dict[str, Cost] = {}
@@ -99,11 +98,7 @@ def in_slices(
         return dict.fromkeys(name_of(name, k) for k in range(count) for name in names)
 
     for k in range(count):
-        for value in trace.values:
-            if value.name not in shared:
-                storage = value.storage if value.storage in roots else at(value.storage, k)
-                producer = value.producer and at(value.producer, k)
-                values.append(Value(at(value.name, k), value.bytes, storage, producer))
+        values += _own_values(trace, k, shared)
         for op in trace.ops:
             name = at(op.name, k)
             given = tuple(name_of(value, k) for value in op.inputs)
@@ -111,7 +106,7 @@ def in_slices(
             if op.signature.startswith(BEFORE) and k:
                 given = at(op.inputs[0], k - 1), at(op.outputs[0], k - 1)
             if op.signature.startswith(TOTAL):
-                given = tuple(dict.fromkeys(name_of(op.inputs[0], i) for i in range(count)))
+                given = tuple(names_of(op.inputs[:1]))
             if op.name.endswith(ADD) and not made:
                 made = (name,)  # a value without bytes, which says that the gradient has been added
                 values.append(Value(name, 0, name, name))
@@ -125,25 +120,28 @@ def in_slices(
                 whole_bytes = count * trace.value[op.outputs[-1]].bytes
                 values.append(Value(drawn, whole_bytes, drawn, name))
                 cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
-            copy = replace(
-                op,
-                name=name,
-                piece=replace(op.piece, microbatch=k),
-                inputs=given,
-                outputs=made,
-                random=op.name in draws and not k,
-                seeded=op.has_state and op.name not in draws,
-            )
-            halves[not op.is_forward].append(copy)
+            piece = replace(op.piece, microbatch=k)
+            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made)
+            first, seeded = op.name in draws and not k, op.has_state and op.name not in draws
+            halves[not op.is_forward].append(replace(copy, random=first, seeded=seeded))
             costs[name] = cost
     if any(op.signature.startswith(TOTAL) for op in trace.ops):
         _interleave(halves, trace)
     kinds = {name_of(n, k): kind for k in range(count) for n, kind in trace.kinds.items()}
     modules = {at(name, k): path for k in range(count) for name, path in trace.modules.items()}
-    ops, inputs, outputs = (*halves[0], *halves[1]), names_of(trace.inputs), names_of(trace.outputs)
-    beside = Trace(ops, tuple(values), tuple(inputs), tuple(outputs), kinds, modules)
-    profile = replace(problem.profile, costs=costs)
-    return validated(replace(problem, trace=beside, profile=profile))
+    inputs, outputs = tuple(names_of(trace.inputs)), tuple(names_of(trace.outputs))
+    beside = Trace((*halves[0], *halves[1]), tuple(values), inputs, outputs, kinds, modules)
+    return validated(replace(problem, trace=beside, profile=replace(problem.profile, costs=costs)))
+
+
+def _own_values(trace: Trace, k: int, shared: Collection[str]) -> Iterator[Value]:
+    """The values of a slice but for those that slices share. A view of these shares their bytes."""
+    roots = {trace.value[name].storage for name in shared}
+    for value in trace.values:
+        if value.name not in shared:
+            storage = value.storage if value.storage in roots else at(value.storage, k)
+            producer = value.producer and at(value.producer, k)
+            yield Value(at(value.name, k), value.bytes, storage, producer)
 
 
 def _interleave(halves: Iterable[list[Op]], trace: Trace) -> None:

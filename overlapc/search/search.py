@@ -103,13 +103,7 @@ def search(
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
-        raise OptionError(
-            f"no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
-            f"has {fixed}; expected {model.hint()}, a pp of at most "
-            f"{model.layers // model.period} over the stages of a rank, a dp times "
-            f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
-            "stages a multiple of pp microbatches"
-        )
+        raise _none(model, cluster, fixed)
     known = Cache(cache, model, cluster, solver)
     run = _Run(model, cluster, solver, known, prune)
     for layout in every:
@@ -134,10 +128,7 @@ def search(
                     unit = run.unit(run.key(run.best.layout), pool)
                     run.squeeze(pool)
                     for name in rivals:
-                        rival = _Run(model, cluster, name, Cache(cache, model, cluster, name), True)
-                        rival.units = run.units
-                        for layout in every:
-                            rival.add(layout)
+                        rival = _rival(run, name, Cache(cache, model, cluster, name), every)
                         for _ in rival.go(pool, workers):
                             pass
                         found.append(rival.best or min(rival.tried, key=rank))
@@ -163,6 +154,25 @@ def search(
         certain=run.best is not None or run.certain,
         seconds=time.monotonic() - begin,
         interrupted=run.interrupted,
+    )
+
+
+def _rival(run: _Run, solver: str, known: Cache, every: Sequence[Layout]) -> _Run:
+    """The same search with another solver, by the same captures."""
+    rival = _Run(run.model, run.cluster, solver, known, prune=True)
+    rival.units = run.units
+    for layout in every:
+        rival.add(layout)
+    return rival
+
+
+def _none(model: Model, cluster: Cluster, fixed: Fixed) -> OptionError:
+    return OptionError(
+        f"no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
+        f"has {fixed}; expected {model.hint()}, a pp of at most "
+        f"{model.layers // model.period} over the stages of a rank, a dp times "
+        f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
+        "stages a multiple of pp microbatches"
     )
 
 
