@@ -22,7 +22,7 @@ from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import Least, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
-from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RUNGS
+from overlapc.solvers.constants import AT_BOUND, FEW, GAP, LARGE, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import heu_plans, schedules, thrifty
 from overlapc.solvers.keep import keep_sets
@@ -387,7 +387,8 @@ def _merged_step(
     known += [needs.complete(storages, "hull") for storages in kept]
     best: tuple[int, Plan, Plan | None]
     best = step_ns(problem, lone) * microbatches, lone, None
-    for merged in merged_plans(both, known)[:FEW]:
+    few = FEW if len(problem.trace.ops) <= LARGE else 1
+    for merged in merged_plans(both, known)[:few]:
         for own in schedules(problem, merged.choice, problem.budget_bytes):
             if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
                 continue

@@ -134,7 +134,7 @@ def test_gradients_are_those_of_accumulation_over_slices(cases: list[Any]) -> No
 
 def in_two_dimensions(rank: int, ranks: int, kind: str, slices: Any) -> Any:
     """Two stages, each over two ranks: tensor parallel, or experts and other data on each."""
-    init_link(Link(alpha_s=1e-4, bytes_per_s=2e6))  # much to hide
+    init_link(Link(alpha_s=1e-2, bytes_per_s=2e6))  # much to hide, on a busy machine, too
     across = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     along = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     stage = rank // 2
