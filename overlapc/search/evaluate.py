@@ -219,7 +219,7 @@ def evaluate(
         may_take = bound
     finish = 0 < may_take < below_ns
     if finish and layout.pp == 1:
-        ranks[0] = merging(places[0], unit, ranks[0], count)
+        ranks[0] = merging(places[0], unit, ranks[0], solver, count)
     static = static_bytes(model, layout, layers, find_framework(cluster.framework))
     placing = finish and layout.pp > 1
     ran = Ran.of(cluster, layout, unit, ranks, count, static, placing, known, pinned)

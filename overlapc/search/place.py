@@ -228,11 +228,11 @@ def _judged_alone(problem: Problem, solver: str) -> Report:
     return judged(_NAME, alone, solve(alone, solver))
 
 
-def merging(place: Place, unit: Unit, stage: Stage, count: int) -> Stage:
+def merging(place: Place, unit: Unit, stage: Stage, solver: str, count: int) -> Stage:
     """Merge each forward with the backward of the microbatch before, where `TrainStep` would."""
     problem = stage.report.problem
     known = stage.report.plan
-    lone, merged = solve_step(problem, known.solver, lambda: known, count)
+    lone, merged = solve_step(problem, solver, lambda: known, count)
     if merged is None:
         return stage
     (report,) = reports(problem, TrainingStep(_NAME, count, lag=1), (lone, merged))

@@ -20,7 +20,7 @@ from typing import Any
 from overlapc.ir import Plan, Problem
 from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
-from overlapc.solvers.bounds import Least, simple_bound_ns
+from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
 from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, LARGE, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
@@ -349,15 +349,23 @@ def solve_step(
 
     The first `lag` forwards and the last backwards have nothing to merge with: they run by the
     first plan. HEU's plan of little effort is as good a start for merging as `overlap`'s, which
-    takes many times as long to find and is asked for only if nothing is merged.
+    takes many times as long to find. `overlap`'s is asked for only where microbatches one by one
+    may be as fast as what the quick start gave.
     """
-    if solver == "overlap" and _may_merge(problem, microbatches, lag):
-        start = _start(problem)
-        if start is not None:
-            lone, merged = _merged_step(problem, start, microbatches, lag)
-            if merged is not None:
-                return lone, merged
-    return _merged_step(problem, alone(), microbatches, lag)
+    if solver != "overlap" or not _may_merge(problem, microbatches, lag):
+        return _merged_step(problem, alone(), microbatches, lag)
+    start = _start(problem)
+    lone, merged = _merged_step(problem, start, microbatches, lag) if start else (None, None)
+    if lone is None or merged is None:
+        return _merged_step(problem, alone(), microbatches, lag)
+    took = lag * step_ns(problem, lone)
+    took += (microbatches - lag) * step_ns(merge(problem, lag), merged)
+    if took <= microbatches * bound_ns(problem):
+        return lone, merged  # no plan of one microbatch is faster
+    known = alone()
+    if took <= microbatches * step_ns(problem, known):
+        return lone, merged
+    return _merged_step(problem, known, microbatches, lag)
 
 
 def _start(problem: Problem) -> Plan | None:
