@@ -70,7 +70,13 @@ def _timeline(args: argparse.Namespace) -> Any:
     from overlapc.planning.road import judged
     from overlapc.schedule import parse_schedule
 
+    given = getattr(args, "costs", None)
     if args.plan is not None:
+        if given is not None:
+            raise OptionError(
+                f"--costs {given} with a plan, whose problem has its own costs; expected a "
+                "schedule, or no --costs"
+            )
         problem, plan = load_problem(args.file), load_plan(args.plan)
         return judged(args.plan, problem, plan, given=True).timeline
     text = read_text(args.file, "schedule")
@@ -80,12 +86,12 @@ def _timeline(args: argparse.Namespace) -> Any:
         hint = "for a problem, name its plan behind it: PROBLEM PLAN"
         raise FileError(f"{args.file!r}: {error}; {hint}") from None
     costs = [StageCost(1, 1, 1)] * schedule.stages
-    if getattr(args, "costs", None) is not None:
+    if given is not None:
         try:
-            costs = [_stage_cost(stage) for stage in read_json(args.costs, "costs")]
+            costs = [_stage_cost(stage) for stage in read_json(given, "costs")]
         except (FileError, ValueError, TypeError, AttributeError) as error:
             raise OptionError(
-                f"--costs {args.costs}: {error}; expected a JSON list with an object for each "
+                f"--costs {given}: {error}; expected a JSON list with an object for each "
                 'stage: {"forward_ns": 1, "input_ns": 1, "weight_ns": 1}'
             ) from None
     return simulate_pipeline(schedule, costs)

@@ -350,7 +350,7 @@ def solve_step(
     The first `lag` forwards and the last backwards have nothing to merge with: they run by the
     first plan. HEU's plan of little effort is as good a start for merging as `overlap`'s, which
     takes many times as long to find. `overlap`'s is asked for only where microbatches one by one
-    may be as fast as what the quick start gave.
+    may be as fast as what the quick start gave, and in long graphs not at all.
     """
     if solver != "overlap" or not _may_merge(problem, microbatches, lag):
         return _merged_step(problem, alone(), microbatches, lag)
@@ -360,8 +360,8 @@ def solve_step(
         return _merged_step(problem, alone(), microbatches, lag)
     took = lag * step_ns(problem, lone)
     took += (microbatches - lag) * step_ns(merge(problem, lag), merged)
-    if took <= microbatches * bound_ns(problem):
-        return lone, merged  # no plan of one microbatch is faster
+    if len(problem.trace.ops) > LARGE or took <= microbatches * bound_ns(problem):
+        return lone, merged  # `overlap` takes half a minute, or no plan of one microbatch is faster
     known = alone()
     if took <= microbatches * step_ns(problem, known):
         return lone, merged

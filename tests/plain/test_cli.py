@@ -119,6 +119,7 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("explain problem rows", USAGE, "plan"),
         ("plan problem --memory 1B", FAILED, "no plan fits"),
         ("simulate rows --costs first", USAGE, "JSON list"),
+        ("simulate problem first --costs costs", USAGE, "whose problem has its own costs"),
         ("show absent", USAGE, "absent"),
         ("report absent --out page.html", USAGE, "absent"),
         ("report costs --out page.html", USAGE, "JSON object"),
