@@ -174,8 +174,7 @@ def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices
 
 
 def _taken(problem: Problem, lone: Problem, plan: Plan) -> int:
-    """What slices in turn take by the plan of one. That of one slice counts as well: it has the
-    states of generators for recomputed ops, which the problem of all slices lacks."""
+    """What slices in turn take by the plan of one, and no less than one takes alone."""
     return max(peak_bytes(lone, plan), peak_bytes(problem, one_by_one(problem, plan)))
 
 

@@ -34,7 +34,7 @@ from overlapc.search.layouts import (
 from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.pool import WORKERS, planners, stop
-from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried
+from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried, warn_of_uncut
 from overlapc.search.units import Unit, UnitKey, make_unit
 from overlapc.solvers import FIELD
 
@@ -369,10 +369,10 @@ class _Run:
             for found in layouts
             if count > 1 and found.layout.microbatch % count == 0
         }
-        for task, found in tasks.items():
-            outcome = task.result()
-            assert self.best is not None
-            if outcome is not None and outcome.found.step_ns < self.best.step_ns:
+        outcomes = [(found, task.result()) for task, found in tasks.items()]
+        warn_of_uncut(slices, layouts, [each.found.slices for _, each in outcomes if each])
+        for found, outcome in outcomes:
+            if outcome and self.best and outcome.found.step_ns < self.best.step_ns:
                 if found in self.tried:
                     self.tried.remove(found)
                 self.take(outcome.found, outcome)

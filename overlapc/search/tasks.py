@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from overlapc.errors import Infeasible, OptionError
@@ -56,3 +57,18 @@ def as_it_runs_or_none(
         if slices == 1:
             raise
         return None
+
+
+def warn_of_uncut(
+    slices: Sequence[int], layouts: Sequence[Found], planned: Collection[int]
+) -> None:
+    """Warn of each number of slices in which no layout was planned."""
+    sizes = ", ".join(map(str, sorted({found.layout.microbatch for found in layouts})))
+    for count in slices:
+        if count > 1 and count not in planned:
+            warnings.warn(
+                f"overlapc planned no listed layout in {count} slices: microbatches of {sizes} "
+                f"sequences are no multiple of {count}, slices fit in no memory, or they cannot "
+                "draw the model's random numbers together",
+                stacklevel=2,
+            )

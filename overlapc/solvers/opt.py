@@ -186,7 +186,7 @@ class _OptSearch:
         if not self.done():
             self.take(menu)
         self.tell("known plans")
-        if self.best is not None and not self.best.found_by:
+        if self.best is not None and not self.best.found_by and not self.done():
             self.schedule(choice_of(self.problem, self.best))  # a baseline leaves windows empty
             self.tell(f"windows of {self.best.solver} filled")
         if len(self.problem.trace.ops) <= SEARCHED and self.small():

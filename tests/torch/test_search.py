@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -43,6 +44,7 @@ from overlapc.search.place import embedding_ns
 from overlapc.search.pool import planners
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
+from overlapc.search.tasks import warn_of_uncut
 from overlapc.search.units import UnitKey, make_unit
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import solve
@@ -646,3 +648,12 @@ def gives_nothing(tensor, expert):
 def test_a_wrong_function_is_told_what_was_expected(name, said):
     with pytest.raises(OptionError, match=said):
         find_model(f"{__name__}:{name}")
+
+
+def test_slices_that_no_layout_has_are_warned_of():
+    listed = [Found(Layout(1, 1, 1, size), "heu") for size in (1, 2)]
+    with pytest.warns(UserWarning, match="in 3 slices: microbatches of 1, 2 sequences"):
+        warn_of_uncut([3], listed, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_uncut([1, 2], listed, [2])
