@@ -93,6 +93,7 @@ class Hardware:
     sources: Mapping[str, str] = field(repr=False)
     kernels: Kernels | None = None  # where they were measured
     total: int = 0  # bytes that CUDA reports; 0: as many as the vendor says
+    in_place: float = 0.0  # memory_efficiency of ops that write in place; 0: the same
 
     @property
     def half_flops(self) -> float:
@@ -106,6 +107,10 @@ class Hardware:
     def memory_ns(self, moved_bytes: float) -> float:
         return moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e9
 
+    def in_place_ns(self, moved_bytes: float) -> float:
+        efficiency = self.in_place or self.memory_efficiency
+        return moved_bytes / (self.memory_bytes_per_s * efficiency) * 1e9
+
     @property
     def total_bytes(self) -> int:
         return self.total or self.memory_bytes
@@ -113,7 +118,7 @@ class Hardware:
     @property
     def add_ns_per_kib(self) -> float:
         """How long it takes to add a KiB of a gradient to another: two are read, one is written."""
-        return self.memory_ns(3 * 1024)
+        return self.in_place_ns(3 * 1024)
 
     def average_ns(self, sizes: Iterable[int], ranks: int, per_node: int) -> int:
         """How long it takes to average gradients of so many bytes over ranks, at most `per_node` of
@@ -122,7 +127,7 @@ class Hardware:
             return 0
         sizes = list(sizes)
         summed = sum(self.collective_ns("all_reduce", size, ranks, per_node) for size in sizes)
-        return summed + round(self.memory_ns(2 * sum(sizes)))
+        return summed + round(self.in_place_ns(2 * sum(sizes)))
 
     def most_in_a_node(self, ranks: Iterable[int]) -> int:
         """How many of these ranks share a node at most, where nodes are filled one by one."""
@@ -221,6 +226,7 @@ def format_hardware(machine: Hardware) -> str:
         figure("memory.bytes_per_s", machine.memory_bytes_per_s),
         figure("memory.efficiency", machine.memory_efficiency),
     ]
+    lines += [figure("memory.in_place", machine.in_place)] if machine.in_place else []
     lines += ["", "[compute]", figure("compute.launch_ns", machine.launch_ns)]
     lines += [
         "# [smallest of m, n, k, part of the peak]",
@@ -279,7 +285,8 @@ class _TomlReader:
             inter=self.link("inter"),
             sources=self.sources,
             kernels=self.kernels() if "kernels" in self.data else None,
-            total=int(self.number("memory.total")) if "total" in self.section("memory") else 0,
+            total=int(self.number("memory.total")) if self.has("memory.total") else 0,
+            in_place=self.part("memory.in_place") if self.has("memory.in_place") else 0.0,
         )
 
     def kernels(self) -> Kernels:
@@ -332,6 +339,10 @@ class _TomlReader:
             self.require(isinstance(found, dict) and word in found, key, "this key; it is missing")
             found = found[word]
         return found
+
+    def has(self, key: str) -> bool:
+        section, name = key.split(".")
+        return name in self.section(section)
 
     def text(self, key: str) -> str:
         found = self.get(key)

@@ -11,7 +11,6 @@ import hashlib
 import math
 import os
 import socket
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,14 +21,15 @@ from torch import fx
 
 from overlapc.emulate.model import Kind
 from overlapc.errors import CaptureError, OptionError, RankError
-from overlapc.ir import Slowdown
 from overlapc.passes.nodes import group_of
 from overlapc.passes.storages import hint
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.clock import Clock, device_name
 from overlapc.profiler.link_model import Collective, Curve, LinkModel
+from overlapc.profiler.slowdown import measure_slowdown
+from overlapc.profiler.together import agree, backend_of, middle_mean, rank_in, ranks_in
 
-__all__ = ["agree", "agree_sizes", "collective_of", "measure_links", "ranks_in"]
+__all__ = ["agree_sizes", "collective_of", "measure_links"]
 
 _KINDS: tuple[tuple[str, Kind], ...] = (
     ("all_reduce", "all_reduce"),
@@ -42,10 +42,6 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
     ("irecv", "p2p"),
     ("batch_p2p", "p2p"),
 )
-# Below this time noise hides how compute and communication slow each other; host, CUDA.
-_SHORT_NS = (1_000_000, 200_000)
-_WORST_PERMILLE = 5000
-_SLOWDOWN_REPEATS = 9
 _CACHE_TOLERANCE = 0.25
 
 _ops = torch.ops._c10d_functional
@@ -99,27 +95,6 @@ def _total_bytes(tensors: Sequence[torch.Tensor], number: Callable[[Any], int]) 
     return sum(math.prod(map(number, t.shape), start=t.element_size()) for t in tensors)
 
 
-def rank_in(group: str) -> int:
-    return dist.distributed_c10d._resolve_process_group(group).rank()
-
-
-def ranks_in(group: str) -> int:
-    return dist.distributed_c10d._resolve_process_group(group).size()
-
-
-def backend_of(group: str) -> str:
-    return str(dist.get_backend(dist.distributed_c10d._resolve_process_group(group)))
-
-
-def agree(numbers: Sequence[int], how: str, group: str, device: torch.device) -> list[int]:
-    """Return `max`, `min` or `sum` of the ranks' numbers, on every rank of the group; also a
-    barrier."""
-    if ranks_in(group) == 1:
-        return list(numbers)
-    tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    return [int(n) for n in _ops.wait_tensor(_ops.all_reduce(tensor, how, group)).tolist()]
-
-
 def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Collective]:
     """Return the same collectives with the largest size of any rank, which decides the time.
 
@@ -142,14 +117,6 @@ def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Colle
     return calls
 
 
-def middle_mean(values: Sequence[int]) -> int:
-    """The mean of the middle half. Gloo's all-to-all takes one of two times, depending on which
-    rank is first; for many of them the mean is closer than the median, and stalls are still left
-    out."""
-    cut = len(values) // 4
-    return int(statistics.mean(sorted(values)[cut : len(values) - cut]))
-
-
 def measure_links(
     calls: Iterable[Collective],
     *,
@@ -160,8 +127,8 @@ def measure_links(
 ) -> LinkModel:
     """Time each collective at its exact size, and at a smaller one, which gives a line.
 
-    A figure is the `middle_mean` of at most `repeats` runs on each rank, of which the slowest
-    rank's counts. It begins when the launch has returned, since the launch belongs to the compute
+    A figure is the `middle_mean` of at most `repeats` runs on each rank, one right after the other
+    as in a busy step, of which the slowest rank's counts. It begins when the launch has returned, since the launch belongs to the compute
     lane. `budget_s` limits the whole; when it runs out, only the largest and the smallest size of
     each kind are still measured, and those between are interpolated. A figure in `cache` is used
     only if one fresh run of the largest size agrees with it.
@@ -185,21 +152,6 @@ def measure_links(
         raise RankError(f"a collective failed while links were measured: {error}") from error
 
 
-def _slowdown(free_ns: float, alone_ns: float, beside_ns: float, rest_ns: float) -> list[int]:
-    """Compute the slowdowns of compute and communication, in thousandths, from four times.
-
-    A batch of compute takes `free_ns` by itself and `beside_ns` beside a collective. The collective
-    takes `alone_ns` by itself and ends `rest_ns` after the batch, so beside the batch it did the
-    work of alone - rest. If no rest was left, its slowdown is too small to measure.
-    """
-    compute = 1000 * beside_ns / max(1.0, free_ns)
-    comm = 1000.0
-    if rest_ns > 0.05 * alone_ns:
-        done_ns = alone_ns - rest_ns
-        comm = 1000 * beside_ns / done_ns if done_ns > 0 else _WORST_PERMILLE
-    return [round(min(_WORST_PERMILLE, max(1000.0, permille))) for permille in (compute, comm)]
-
-
 class _Links:
     def __init__(
         self, device: torch.device, repeats: int, budget_s: float, cache: Cache | None
@@ -218,7 +170,7 @@ class _Links:
                 sizes.setdefault(replace(call, bytes=0), set())
         share_ns = int(self.budget_ns * 0.7) // max(1, len(sizes))
         curves = [self.curve(call, wanted, share_ns) for call, wanted in sizes.items()]
-        slowdown, how = self.slowdown(curves)
+        slowdown, how = measure_slowdown(curves, self.functional, self.clock, self.budget_ns // 3)
         if self.cache is not None:
             self.cache.save()
         conditions = {
@@ -257,18 +209,19 @@ class _Links:
             (once,) = agree([max(1, run())], "max", call.group, self.device)  # also a warm-up
             affordable = (share_ns - spent_ns) // left // once
             count = max(1, min(self.repeats, affordable))
-            mine = middle_mean([run() for _ in range(count)])
+            # The first meets an idle link, which may take a burst at once; in a step most do not.
+            mine = middle_mean([run() for _ in range(1 + count)][1:])
             (points[size],) = agree([mine], "max", call.group, self.device)
-            spent_ns += once * (count + 1)
+            spent_ns += once * (count + 2)
         return points
 
     def runner(self, call: Collective, size: int) -> Callable[[], int]:
-        """Make a function that runs the collective once, all ranks together, and returns its
-        time."""
+        """Make a function that runs the collective once, as soon as the one before has ended, and
+        returns its time."""
         start, wait = self.functional(call, size)
+        agree([0], "max", call.group, self.device)
 
         def run() -> int:
-            agree([0], "max", call.group, self.device)
             pending = start()
             launched = self.clock.mark()
             wait(pending)
@@ -355,76 +308,3 @@ class _Links:
         if abs(fresh - times[0]) > _CACHE_TOLERANCE * times[0]:
             return None
         return dict(zip(sizes, times, strict=True))
-
-    # ------------------------------------------------------------------ slowdown
-
-    def slowdown(self, curves: Sequence[Curve]) -> tuple[Slowdown, str]:
-        """Measure how a collective and a batch of matmuls slow each other.
-
-        It takes the slowest collective of the first group, so that all ranks of this group choose
-        the same, whatever other groups they are in.
-        """
-        timed = [curve for curve in curves if curve.points]
-        if not timed:
-            return Slowdown(), "no collective to measure with"
-        timed = [curve for curve in timed if curve.group == timed[0].group]
-        slowest = max(timed, key=lambda curve: curve.points[-1][1])
-        size, alone_ns = slowest.points[-1]
-        if alone_ns < _SHORT_NS[self.device.type == "cuda"]:
-            return Slowdown(), f"not measured: collectives end within {alone_ns} ns"
-        call = Collective(slowest.group, slowest.kind, slowest.dtype, size)
-        start, wait = self.functional(call, size)
-        batch = self.batch()
-        # The batch ends before the collective: what is left of the collective shows how much it was
-        # slowed. The batch's length is fitted twice, since on a busy machine a long batch takes
-        # longer than its first part suggests.
-        count = 10
-        for _ in range(3):  # the first run is a warm-up
-            begin = self.clock.mark()
-            batch(count)
-            took_ns = max(1, self.clock.read([begin, self.clock.mark()])[1])
-            count = max(1, min(10_000, int(count * 0.6 * alone_ns / took_ns)))
-        affordable = int(self.budget_ns * 0.3) // (4 * alone_ns)
-        runs: list[tuple[int, int, int, int]] = []
-        for _ in range(max(1, min(_SLOWDOWN_REPEATS, affordable))):
-            agree([0], "max", call.group, self.device)
-            begin = self.clock.mark()
-            batch(count)
-            _, free_ns = self.clock.read([begin, self.clock.mark()])
-
-            agree([0], "max", call.group, self.device)
-            pending = start()
-            begin = self.clock.mark()
-            wait(pending)
-            _, alone_ns = self.clock.read([begin, self.clock.mark()])
-
-            agree([0], "max", call.group, self.device)
-            pending = start()
-            begin = self.clock.mark()
-            batch(count)
-            middle = self.clock.mark()
-            wait(pending)
-            _, beside_ns, total_ns = self.clock.read([begin, middle, self.clock.mark()])
-            runs.append((free_ns, alone_ns, beside_ns, total_ns - beside_ns))
-        free, alone, beside, rest = zip(*runs, strict=True)
-        # Gloo's all-to-all takes one of two times; compare the shorter ones of both.
-        mine = [middle_mean(free), min(alone), middle_mean(beside), min(rest)]
-        ranks = ranks_in(call.group)
-        means = [n // ranks for n in agree(mine, "sum", call.group, self.device)]
-        compute, comm = _slowdown(*means)
-        return (
-            Slowdown(compute, comm),
-            f"measured with matmuls beside {call.kind} of {size} bytes, mean of the ranks",
-        )
-
-    def batch(self) -> Callable[[int], None]:
-        """Run a unit of work that is mostly matmul, as in layers."""
-        n, dtype = (256, torch.float32) if self.device.type == "cpu" else (2048, torch.bfloat16)
-        a = torch.full((n, n), 1 / n, dtype=dtype, device=self.device)
-        out = torch.empty_like(a)
-
-        def run(count: int) -> None:
-            for _ in range(count):
-                torch.mm(a, a, out=out)
-
-        return run

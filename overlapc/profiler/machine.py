@@ -52,7 +52,7 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
     sources = {
         key: f"not measured: as {base.name} ({text})"
         for key, text in base.sources.items()
-        if not key.startswith("kernels.") and key != "memory.total"
+        if not key.startswith("kernels.") and key not in ("memory.total", "memory.in_place")
     }
     share = 0.4 if ranks > 1 else 1.0
     machine = _Compute(device, budget_s * share).measure(base, sources, said)
@@ -106,14 +106,16 @@ class _Compute:
         sources["compute.matmul_efficiency"] = f"{said}: {often}, square, of what {best} reaches"
         sources["compute.launch_ns"] = f"{said}: add of 16 floats"
         sources["compute.attention_efficiency"] = f"{said}: causal, forward"
-        copied, added = self.copy_rate(), self.add_rate()
+        copied, added, in_place = self.copy_rate(), self.add_rate(), self.in_place_rate()
         sources["memory.bytes_per_s"] = f"{said}: copy of {self.large_bytes / 1e6:.0f} MB"
         sources["memory.efficiency"] = f"{said}: x + x into new memory, of the copy rate"
+        sources["memory.in_place"] = f"{said}: x += y, of the copy rate"
         return replace(
             base,
             peak_flops=peaks,
             memory_bytes_per_s=copied,
             memory_efficiency=min(1.0, _short(added / copied)),
+            in_place=min(1.0, _short(in_place / copied)),
             launch_ns=max(1, self.launch_ns()),
             matmul_efficiency=tuple((float(n), _short(rate / peak)) for n, rate in rates.items()),
             attention_efficiency=min(1.0, _short(self.attention_rate(often) / peak)),
@@ -165,6 +167,11 @@ class _Compute:
     def add_rate(self) -> float:
         x = torch.ones(self.large_bytes // 4, device=self.device)
         return 2 * x.nbytes / self.time_ns(lambda: x + x) * 1e9
+
+    def in_place_rate(self) -> float:
+        x = torch.ones(self.large_bytes // 4, device=self.device)
+        y = torch.ones_like(x)
+        return 3 * x.nbytes / self.time_ns(lambda: x.add_(y)) * 1e9
 
     def launch_ns(self) -> int:
         x = torch.ones(16, device=self.device)

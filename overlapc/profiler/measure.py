@@ -27,8 +27,9 @@ from overlapc.passes.trace import Captured
 from overlapc.profiler.cache import Cache, cache_key
 from overlapc.profiler.clock import Clock, conditions_of, section_of
 from overlapc.profiler.link_model import LinkModel
-from overlapc.profiler.links import agree, agree_sizes, measure_links, tensors
+from overlapc.profiler.links import agree_sizes, measure_links, tensors
 from overlapc.profiler.replay import Replay, Step
+from overlapc.profiler.together import agree
 
 __all__ = ["measure", "retime"]
 

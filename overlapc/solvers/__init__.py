@@ -42,6 +42,7 @@ __all__ = [
     "Progress",
     "best_baseline",
     "bound_ns",
+    "faster",
     "generators",
     "menu",
     "simple_plans",
@@ -102,11 +103,7 @@ def solve(
         return _best(problem, [FIELD[solver](problem)])
     best = _Best(problem)
     if solver == "overlap":
-        best.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
-        if best.take(make(problem) for make in BASELINES.values()):
-            return best.plan()
-        unlimited = replace(problem, budget_bytes=None)  # so the goal is the same for every budget
-        best.goal_ns = int(bound_ns(unlimited) * AT_BOUND)
+        return _overlap(problem, best).plan()
     tried = generators(problem, solver, torch_choices, best)
     try:
         if solver != "opt":
@@ -123,6 +120,23 @@ def solve(
         return _best(problem, simple_plans(problem))
     check(problem, found)
     return found
+
+
+def faster(problem: Problem, than_ns: int) -> Plan | None:
+    """Return the plan of `overlap` if it takes less time than this, else None. It is quicker than
+    `solve`: choices that cannot be that fast are not ordered."""
+    best = _overlap(problem, _Best(problem, than_ns))
+    return best.plan() if best.found else None
+
+
+def _overlap(problem: Problem, best: _Best) -> _Best:
+    """Search the menu of `overlap` until a plan is as fast as any can be."""
+    best.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
+    if not best.take(make(problem) for make in BASELINES.values()):
+        unlimited = replace(problem, budget_bytes=None)  # so the goal is the same for every budget
+        best.goal_ns = int(bound_ns(unlimited) * AT_BOUND)
+        best.take(chain.from_iterable(generators(problem, "overlap", (), best).values()))
+    return best
 
 
 def generators(
@@ -263,11 +277,13 @@ class _Best:
     """The fastest plan that fits among those offered; among equally fast ones, the smallest peak.
 
     The first plan that takes at most `goal_ns` ends the search. The budget only decides which plans
-    fit, so a smaller budget never gives a larger peak.
+    fit, so a smaller budget never gives a larger peak. Plans that take `than_ns` or more do not
+    count.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, than_ns: int | None = None) -> None:
         self.problem = problem
+        self.than_ns = than_ns
         self.goal_ns = 0
         self.found: tuple[tuple[int, int], Plan] | None = None
         self.smallest: int | None = None
@@ -284,6 +300,8 @@ class _Best:
             if budget is not None and peak > budget:
                 continue
             key = step_ns(self.problem, plan), peak
+            if self.than_ns is not None and key[0] >= self.than_ns:
+                continue
             if self.found is None or key < self.found[0]:
                 self.found = key, plan
             if key[0] <= self.goal_ns:
@@ -296,14 +314,20 @@ class _Best:
         budget = self.problem.budget_bytes
         if budget is not None and self.least.bytes(choice) > budget:
             return False
-        return self.found is None or self.least.ns(choice) <= self.found[0][0]
+        return self.may_count(self.least.ns(choice))
+
+    def may_count(self, ns: float) -> bool:
+        """Could a plan that takes so long be the result?"""
+        if self.found is not None:
+            return ns <= self.found[0][0]
+        return self.than_ns is None or ns < self.than_ns
 
     def beaten_within(self, budget_bytes: int) -> bool:
         """Could a plan of at most so many bytes be the result? For large problems the answer is
         yes: proving otherwise takes longer than trying."""
-        if self.found is None or len(self.problem.trace.ops) > LARGE:
+        if len(self.problem.trace.ops) > LARGE or (self.found is None and self.than_ns is None):
             return True
-        return self.within.ns(budget_bytes) <= self.found[0][0]
+        return self.may_count(self.within.ns(budget_bytes))
 
     @cached_property
     def within(self) -> Within:

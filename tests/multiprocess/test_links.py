@@ -16,9 +16,10 @@ from overlapc.errors import RankError
 from overlapc.ir import Profile
 from overlapc.passes.capture import capture
 from overlapc.profiler.cache import Cache
-from overlapc.profiler.link_model import Collective, LinkModel
-from overlapc.profiler.links import _slowdown, measure_links
+from overlapc.profiler.link_model import Collective, Curve, LinkModel
+from overlapc.profiler.links import measure_links
 from overlapc.profiler.measure import measure
+from overlapc.profiler.slowdown import _slowdown, _typical
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
@@ -152,3 +153,23 @@ def test_slowdowns_from_four_times() -> None:
     assert _slowdown(60, 100, 60, 70) == [1000, 2000]
     assert _slowdown(60, 100, 60, 120) == [1000, 5000]  # no progress at all: as bad as it gets
     assert _slowdown(60, 100, 200, 0) == [3333, 1000]  # it had ended: nothing to tell
+
+
+def test_slowdowns_are_measured_with_a_typical_collective() -> None:
+    def curve(kind: Kind, *times_ms: int, group: str = "one") -> Curve:
+        points = tuple((1 << 14 + i, ms * 1_000_000) for i, ms in enumerate(times_ms))
+        return Curve(group, kind, "", 2, points, "measured")
+
+    scattered, gathered = curve("reduce_scatter", 0, 9, 99), curve("all_gather", 4, 40)
+    summed = curve("all_reduce", 0, 5, 40, 340)
+    call = Collective("one", "all_reduce", "", 1 << 16)
+    assert _typical([scattered, summed, gathered], 1_000_000) == (call, 40_000_000)
+    call = Collective("one", "reduce_scatter", "", 1 << 16)
+    assert _typical([gathered, scattered], 1_000_000) == (call, 99_000_000)
+    others = curve("all_reduce", 7, group="two")  # of which not all ranks may be
+    assert _typical([curve("all_reduce"), gathered, others], 1_000_000) == (
+        Collective("one", "all_gather", "", 1 << 15),
+        40_000_000,
+    )
+    assert _typical([curve("all_reduce", 0)], 1_000_000) is None
+    assert _typical([curve("all_reduce")], 1_000_000) is None

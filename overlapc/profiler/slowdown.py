@@ -1,0 +1,138 @@
+"""`measure_slowdown` measures how much compute and traffic slow each other at the same time.
+
+A chain of collectives runs with a batch of matmuls beside each, as in a step: as soon as one
+collective has ended, the next begins. Ranks that are late for one another are part of it, as they
+are of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from overlapc.ir import Slowdown
+from overlapc.profiler.clock import Clock
+from overlapc.profiler.link_model import Collective, Curve
+from overlapc.profiler.together import agree, middle_mean, ranks_in
+
+__all__ = ["measure_slowdown"]
+
+# Below this time noise hides how compute and communication slow each other; host, CUDA.
+_SHORT_NS = (1_000_000, 200_000)
+_WORST_PERMILLE = 5000
+_REPEATS = 5
+_CHAIN = 8  # collectives one after the other
+
+Start = Callable[[], Any]
+Wait = Callable[[Any], Any]
+
+
+def measure_slowdown(
+    curves: Sequence[Curve],
+    functional: Callable[[Collective, int], tuple[Start, Wait]],
+    clock: Clock,
+    budget_ns: int,
+) -> tuple[Slowdown, str]:
+    """Return the slowdown and a text that says how it was measured. `functional` makes the
+    functions that start a collective of a size and wait for it."""
+    chosen = _typical(curves, _SHORT_NS[clock.on_device])
+    if chosen is None:
+        return Slowdown(), "not measured: no collective takes long enough"
+    call, alone_ns = chosen
+    start, wait = functional(call, call.bytes)
+    batch = _batch(clock.device)
+    # A batch ends before its collective: what is left of the collective shows how much it was
+    # slowed. The batch's length is fitted twice, since on a busy machine a long batch takes
+    # longer than its first part suggests.
+    count = 10
+    for _ in range(3):  # the first run is a warm-up
+        begin = clock.mark()
+        batch(count)
+        took_ns = max(1, clock.read([begin, clock.mark()])[1])
+        count = max(1, min(10_000, int(count * 0.6 * alone_ns / took_ns)))
+    chain = _Chain(call.group, clock, start, wait, lambda: batch(count))
+    affordable = budget_ns // (3 * _CHAIN * alone_ns)
+    runs = []
+    for _ in range(max(1, min(_REPEATS, affordable))):
+        free_ns, _ = chain.run(traffic=False)
+        _, alone_ns = chain.run(compute=False)
+        runs.append((free_ns, alone_ns, *chain.run()))
+    mine = [middle_mean(each) for each in zip(*runs, strict=True)]
+    ranks = ranks_in(call.group)
+    means = [n // ranks for n in agree(mine, "sum", call.group, clock.device)]
+    how = f"matmuls beside a chain of {call.kind} of {call.bytes} bytes"
+    return Slowdown(*_slowdown(*means)), f"measured with {how}, mean of the ranks"
+
+
+def _typical(curves: Sequence[Curve], short_ns: int) -> tuple[Collective, int] | None:
+    """Return a collective to measure slowdowns with, and its time.
+
+    It is an all-reduce if there are any, else of the kind that takes longest, of middle size among
+    those that are not too short. It is of the first group, so that all ranks of this group choose
+    the same, whatever other groups they are in.
+    """
+    timed = [curve for curve in curves if curve.points]
+    timed = [curve for curve in timed if curve.group == timed[0].group]
+    timed.sort(key=lambda curve: (curve.kind == "all_reduce", curve.points[-1][1]), reverse=True)
+    for curve in timed:
+        long = [point for point in curve.points if point[1] >= short_ns]
+        if long:
+            size, ns = long[len(long) // 2]
+            return Collective(curve.group, curve.kind, curve.dtype, size), ns
+    return None
+
+
+class _Chain:
+    """Collectives one after the other on all ranks of a group, with work beside each."""
+
+    def __init__(
+        self, group: str, clock: Clock, start: Start, wait: Wait, work: Callable[[], None]
+    ) -> None:
+        self.group, self.clock = group, clock
+        self.start, self.wait, self.work = start, wait, work
+
+    def run(self, compute: bool = True, traffic: bool = True) -> tuple[int, int]:
+        """Return how long the work took, and the wait after it: the means of the chain."""
+        agree([0], "max", self.group, self.clock.device)
+        marks = []
+        for _ in range(_CHAIN):
+            pending = self.start() if traffic else None
+            marks.append(self.clock.mark())
+            if compute:
+                self.work()
+            marks.append(self.clock.mark())
+            if traffic:
+                self.wait(pending)
+            marks.append(self.clock.mark())
+        begun, worked, waited = (self.clock.read(marks)[i::3] for i in range(3))
+        return (sum(worked) - sum(begun)) // _CHAIN, (sum(waited) - sum(worked)) // _CHAIN
+
+
+def _slowdown(free_ns: float, alone_ns: float, beside_ns: float, rest_ns: float) -> list[int]:
+    """Compute the slowdowns of compute and communication, in thousandths, from four times.
+
+    A batch of compute takes `free_ns` by itself and `beside_ns` beside a collective. The collective
+    takes `alone_ns` by itself and ends `rest_ns` after the batch, so beside the batch it did the
+    work of alone - rest. If no rest was left, its slowdown is too small to measure.
+    """
+    compute = 1000 * beside_ns / max(1.0, free_ns)
+    comm = 1000.0
+    if rest_ns > 0.05 * alone_ns:
+        done_ns = alone_ns - rest_ns
+        comm = 1000 * beside_ns / done_ns if done_ns > 0 else _WORST_PERMILLE
+    return [round(min(_WORST_PERMILLE, max(1000.0, permille))) for permille in (compute, comm)]
+
+
+def _batch(device: torch.device) -> Callable[[int], None]:
+    """Return a function that runs so many units of work that is mostly matmul, as in layers."""
+    n, dtype = (256, torch.float32) if device.type == "cpu" else (2048, torch.bfloat16)
+    a = torch.full((n, n), 1 / n, dtype=dtype, device=device)
+    out = torch.empty_like(a)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=out)
+
+    return run
