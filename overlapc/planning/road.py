@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from overlapc.check import check
@@ -22,7 +23,15 @@ from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formu
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
 from overlapc.simulate import peak_bytes, simulate, step_ns
-from overlapc.solvers import BASELINES, FIELD, best_baseline, menu, simple_plans, solve
+from overlapc.solvers import (
+    BASELINES,
+    FIELD,
+    best_baseline,
+    faster,
+    menu,
+    simple_plans,
+    solve,
+)
 from overlapc.solvers.merging import solve_step
 from overlapc.solvers.slices import solve_slices
 from overlapc.text import format_plan
@@ -133,7 +142,8 @@ def _solved(
     if options.solver in FIELD:
         return (alone(),)
     with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
-        lone, merged = solve_step(problem, options.solver, alone, step.microbatches, step.lag)
+        count, rival = step.microbatches, partial(faster, problem)
+        lone, merged = solve_step(problem, options.solver, alone, count, step.lag, rival)
     return (lone,) if merged is None else (lone, merged)
 
 

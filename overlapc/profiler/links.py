@@ -128,10 +128,10 @@ def measure_links(
     """Time each collective at its exact size, and at a smaller one, which gives a line.
 
     A figure is the `middle_mean` of at most `repeats` runs on each rank, one right after the other
-    as in a busy step, of which the slowest rank's counts. It begins when the launch has returned, since the launch belongs to the compute
-    lane. `budget_s` limits the whole; when it runs out, only the largest and the smallest size of
-    each kind are still measured, and those between are interpolated. A figure in `cache` is used
-    only if one fresh run of the largest size agrees with it.
+    as in a busy step, of which the slowest rank's counts. It begins when the launch has returned,
+    since the launch belongs to the compute lane. `budget_s` limits the whole; when it runs out,
+    only the largest and the smallest size of each kind are still measured, and those between are
+    interpolated. A figure in `cache` is used only if one fresh run of the largest size agrees.
     """
     if repeats < 1 or not budget_s > 0:
         raise OptionError(

@@ -127,7 +127,7 @@ def _slowdown(free_ns: float, alone_ns: float, beside_ns: float, rest_ns: float)
 
 def _batch(device: torch.device) -> Callable[[int], None]:
     """Return a function that runs so many units of work that is mostly matmul, as in layers."""
-    n, dtype = (256, torch.float32) if device.type == "cpu" else (2048, torch.bfloat16)
+    n, dtype = (512, torch.float32) if device.type == "cpu" else (2048, torch.bfloat16)
     a = torch.full((n, n), 1 / n, dtype=dtype, device=device)
     out = torch.empty_like(a)
 

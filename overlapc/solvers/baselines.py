@@ -39,12 +39,13 @@ from itertools import product
 
 from overlapc.errors import Infeasible
 from overlapc.ir import Op, Plan, Problem, Slowdown, Trace, issue, parse_issue
-from overlapc.simulate import memory_curve, simulate
+from overlapc.simulate import memory_curve, peak_bytes, simulate
 from overlapc.solvers.blocks import layers, made_inside
 from overlapc.solvers.choice import Choice, Needs, plan_on_demand
 from overlapc.solvers.constants import GAP, OVERSHOOT
 from overlapc.solvers.heu import heu_plans
 from overlapc.solvers.listing import Style, list_schedule
+from overlapc.solvers.overlap import steady_plans
 from overlapc.solvers.program import Program
 from overlapc.solvers.work import NEVER, backward_work
 
@@ -259,7 +260,11 @@ def _first_fitting(problem: Problem, again: Iterable[Sequence[range]], solver: s
 
 
 def checkmate(problem: Problem) -> Plan:
-    """The least recompute time that fits, recomputed on demand: a program without windows."""
+    """The least recompute time that fits, recomputed on demand: a program without windows.
+
+    The program counts a little less memory than an order takes. If none of its plans fits, the
+    plan of least memory is taken, which is the same for every budget.
+    """
     needs = Needs(problem.trace)
     everything = plan_on_demand(problem, needs.storages, "checkmate", needs)
     if fits(problem, everything):
@@ -271,7 +276,6 @@ def checkmate(problem: Problem) -> Plan:
     silent = replace(problem, profile=replace(problem.profile, costs=costs, slowdown=Slowdown()))
     program = Program(silent, needs)
     budget = problem.budget_bytes
-    best = none(problem)
     for percent in range(0, 60, 4) if budget is not None else (0,):
         limit = budget * (100 - percent) // 100 if budget is not None else 1 << 60
         try:
@@ -280,10 +284,11 @@ def checkmate(problem: Problem) -> Plan:
             break
         if found.kept is None:
             continue
-        best = plan_on_demand(problem, found.kept, "checkmate", needs)
-        if fits(problem, best):
-            break
-    return best
+        plan = plan_on_demand(problem, found.kept, "checkmate", needs)
+        if fits(problem, plan):
+            return plan
+    least = min(steady_plans(problem), key=lambda plan: peak_bytes(problem, plan))
+    return replace(least, solver="checkmate", found_by="")
 
 
 def megatron(problem: Problem) -> Plan:

@@ -342,10 +342,12 @@ def solve_step(
     alone: Callable[[], Plan],
     microbatches: int,
     lag: int = 1,
+    rival: Callable[[int], Plan | None] | None = None,
 ) -> tuple[Plan, Plan | None]:
     """Plans for a step of several microbatches: a plan of `problem` (one microbatch), and a plan of
     two merged microbatches with the same saved values; or the solver's plan and None if running one
-    by one is as fast. `alone` gives the solver's plan of one microbatch.
+    by one is as fast. `alone` gives the solver's plan of one microbatch, and `rival` the same if it
+    takes less than so many nanoseconds.
 
     The first `lag` forwards and the last backwards have nothing to merge with: they run by the
     first plan. HEU's plan of little effort is as good a start for merging as `overlap`'s, which
@@ -362,8 +364,8 @@ def solve_step(
     took += (microbatches - lag) * step_ns(merge(problem, lag), merged)
     if len(problem.trace.ops) > LARGE or took <= microbatches * bound_ns(problem):
         return lone, merged  # `overlap` takes half a minute, or no plan of one microbatch is faster
-    known = alone()
-    if took <= microbatches * step_ns(problem, known):
+    known = rival(-(-took // microbatches)) if rival is not None else alone()
+    if known is None or took <= microbatches * step_ns(problem, known):
         return lone, merged
     return _merged_step(problem, known, microbatches, lag)
 

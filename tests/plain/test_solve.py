@@ -8,11 +8,12 @@ from random import Random
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from overlapc.check import check
 from overlapc.errors import Infeasible, OptionError
 from overlapc.simulate import peak_bytes, simulate, step_ns
-from overlapc.solvers import BASELINES, bound_ns, generators, smallest_bytes, solve
+from overlapc.solvers import BASELINES, bound_ns, faster, generators, smallest_bytes, solve
 from overlapc.solvers.constants import AT_BOUND
 from overlapc.solvers.heu import heu_plans
 from tests.plain.strategies import problems, random_problem
@@ -102,6 +103,20 @@ def test_what_is_left_out_could_not_have_been_handed_out(problem):
         assert found == min(steps) or min(steps) <= found <= goal
 
 
+@given(problems())
+def test_a_faster_plan_is_found_if_and_only_if_overlap_has_one(problem):
+    try:
+        step = step_ns(problem, solve(problem))
+    except Infeasible:
+        assert faster(problem, 10**18) is None
+        return
+    assert faster(problem, step) is None
+    for than_ns in (step + 1, step + step // 50 + 1, 10**18):
+        found = faster(problem, than_ns)
+        assert found is not None
+        assert step_ns(problem, found) == step
+
+
 def test_the_ladder_ends_where_its_budgets_force_more_recompute_than_pays(monkeypatch):
     """No weight gradient fits into a window as a whole number of times, so no plan reaches the
     bound; and there is nothing left that would hide recompute."""
@@ -137,3 +152,13 @@ def test_checkmate_recomputes_nothing_where_all_fits(seed: int) -> None:
     plan = solve(roomy, "checkmate")
     assert (plan.solver, plan.recomputed) == ("checkmate", ())
     assert simulate(roomy, plan).step_ns == everything.step_ns
+
+
+@settings(max_examples=15)
+@given(problems(), st.integers(1, 100))
+def test_the_budget_that_checkmate_names_works(problem, percent):
+    budget = max(1, smallest_bytes(problem) * percent // 100)
+    try:
+        solve(replace(problem, budget_bytes=budget), "checkmate")
+    except Infeasible as error:
+        solve(replace(problem, budget_bytes=error.smallest_bytes), "checkmate")

@@ -103,6 +103,7 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
         alone: Callable[[], Plan],
         microbatches: int,
         lag: int,
+        *_: Any,
     ) -> tuple[Plan, Plan | None]:
         if microbatches < 2:
             return alone(), None
