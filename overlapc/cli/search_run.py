@@ -16,6 +16,7 @@ from typing import Any
 from overlapc.errors import OptionError
 from overlapc.files import make_folder, save_plan, save_problem, write_file
 from overlapc.planning.options import parse_budget
+from overlapc.profiler.cache import Cache
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.progress import doing, stoppable
 from overlapc.report.page import page
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         machine.gpus_per_node,
         parse_budget(most, 0, 0),
         args.batch or 8 * args.gpus,
-        "" if args.costs is None else str(args.costs),
+        _costs(args.costs),
         find_framework(args.framework).name,
         args.fp8,
     )
@@ -93,6 +94,19 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     if args.out is not None and not args.json:
         print(_written(args.out, outcome is not None))
     return result.best is not None
+
+
+def _costs(path: Path | None) -> str:
+    """The file of measured op times, which is read before anything else takes long."""
+    if path is None:
+        return ""
+    if not path.exists():
+        raise OptionError(
+            f"--costs {path}: there is no such file; expected one that training wrote with "
+            "cache=FILE"
+        )
+    Cache(path)
+    return str(path)
 
 
 def _fixed(args: argparse.Namespace) -> Fixed:

@@ -111,6 +111,8 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("search gpt-7b --gpus 8 --solver guess", USAGE, "expected one of"),
         ("search gpt-7b --gpus 8 --tp 3", USAGE, "no layout"),
         ("search gpt-7b --gpus 8 --slices 2", USAGE, "expected a model of your own"),
+        ("search gpt-7b --gpus 8 --costs absent", USAGE, "no such file"),
+        ("search gpt-7b --gpus 8 --costs first", USAGE, "damaged"),
         pytest.param(
             *("search gpt-7b --gpus 1 --memory 1GB --no-cache", FAILED, ""), marks=pytest.mark.slow
         ),
