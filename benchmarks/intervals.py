@@ -23,8 +23,8 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from overlapc.search.captures import UnitKey
 from overlapc.search.public import Predicted, Table, load_table, predict_alike
-from overlapc.search.units import UnitKey
 
 ROOT = Path(__file__).resolve().parents[1]
 _HELD = 0.8

@@ -31,7 +31,7 @@ from overlapc.search.layouts import Cluster, Fixed, static_bytes
 from overlapc.search.models import Model, Transformer, find_model
 from overlapc.search.nearest import Nearest, Run, load_runs
 from overlapc.search.search import Progress, Result, compare, search
-from overlapc.solvers import FIELD, SOLVERS
+from overlapc.solvers import SOLVERS
 
 
 def run(args: argparse.Namespace, memory: int | str | None) -> bool:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
             args.solver,
             prune=not args.exhaustive,
             shown=args.top,
-            rivals=[name for name in compared if name in FIELD and name != args.solver],
+            rivals=[name for name in compared if name != args.solver],
             cache=cache,
             progress=tell,
             slices=args.slices,

@@ -36,10 +36,10 @@ def _validate(args: argparse.Namespace) -> int:
     from overlapc.files import write_file
     from overlapc.progress import doing
     from overlapc.report.scoreboard import as_json, scoreboard
+    from overlapc.search.captures import UnitKey
     from overlapc.search.nearest import as_csv
     from overlapc.search.pool import WORKERS, planners
     from overlapc.search.public import Predicted, Row, load_table, predict_alike
-    from overlapc.search.units import UnitKey
 
     given = args.tables or [_HERE]
     paths = [

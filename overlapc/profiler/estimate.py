@@ -66,9 +66,15 @@ def estimate(
     return priced(describe(captured, group_sizes), hardware, known)
 
 
-def describe(captured: Captured, group_sizes: Mapping[str, int] | None = None) -> Described:
+def describe(
+    captured: Captured,
+    group_sizes: Mapping[str, int] | None = None,
+    device: torch.device | None = None,
+) -> Described:
+    """All that the graph's costs follow from. By default its device is that of its tensors."""
     ranks = {lane: _ranks(lane, group_sizes) for lane in captured.trace.lanes}
-    return Described(captured.trace, works_of(captured), ranks, section_of(_device(captured)))
+    section = section_of(device or device_of(captured))
+    return Described(captured.trace, works_of(captured), ranks, section)
 
 
 def priced(
@@ -110,7 +116,7 @@ def priced(
     return Profile(costs, slowdown, conditions)
 
 
-def _device(captured: Captured) -> torch.device:
+def device_of(captured: Captured) -> torch.device:
     """Of the graph's tensors."""
     values = (node.meta.get("val") for node in captured.joint.graph.nodes)
     devices = (tensor.device for value in values for tensor in tensors(value))

@@ -126,10 +126,12 @@ def lower_bound(
     unit: Unit,
     layers: Sequence[int] | None = None,
     placed: bool = True,
+    forced_ns: Sequence[float] = (),
 ) -> int:
     """Bound the step from below: the slowest rank runs every microbatch in at least its blocks'
     least time, the pipeline fills and drains, and the weights are updated. `layers` are those of
-    each stage, by default an even split. `placed`: rows may be placed and microbatches merged."""
+    each stage, by default an even split. `placed`: rows may be placed and microbatches merged.
+    `forced_ns` is what each rank's memory adds to a microbatch."""
     layers = layers or stage_layers(model, layout.stages, layout.ends)
     count = microbatches(cluster, layout)
     head = unit.head_ran.step_ns
@@ -143,11 +145,10 @@ def lower_bound(
             for n, first in zip(layers, dense, strict=True)
         ]
         times[-1] += head
-        return max(
-            count * sum(times[stage] for stage in layout.stages_of(rank))
-            + share * sum(times[:rank])
-            for rank in range(layout.pp)
-        )
+        alone = [sum(times[stage] for stage in layout.stages_of(r)) for r in range(layout.pp)]
+        if forced_ns and parts != ["forward", "inputs"]:
+            alone = [time + more for time, more in zip(alone, forced_ns, strict=True)]
+        return max(count * time + share * sum(times[:r]) for r, time in enumerate(alone))
 
     if placed and layout.pp == 1 and count > 1:
         least = slowest(["merged"], head)
@@ -163,6 +164,20 @@ def lower_bound(
         least = slowest(["whole"], head)
     rounded = 2 * (count + layout.pp)  # ns that rounding may take from parts of a stage
     return max(0, int(least) - rounded) + Update.of(model, cluster, layout, layers).least_ns
+
+
+def memory_bound(
+    model: Model, cluster: Cluster, layout: Layout, unit: Unit, placed: bool = True
+) -> int:
+    """`lower_bound` of an even split, with the recompute that the memory of each rank forces."""
+    layers, count = stage_layers(model, layout.stages, layout.ends), microbatches(cluster, layout)
+    merged = placed and layout.pp == 1 and count > 1
+    schedule = Rows.of(layout, count).few
+    ranks = [
+        Place.of(model, cluster, layout, unit, schedule, rank, layers) for rank in range(layout.pp)
+    ]
+    forced = [sum(part.forced_ns(of, merged) for part, of in place.parts(unit)) for place in ranks]
+    return lower_bound(model, cluster, layout, unit, layers, placed, forced)
 
 
 def first_bound(model: Model, cluster: Cluster, layout: Layout) -> int:

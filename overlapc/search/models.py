@@ -173,6 +173,11 @@ class Transformer:
         and one from the end, so that all have as many scores under the causal mask."""
         return cp == 1 or (self.seq % (2 * cp) == 0 and "attention" not in self.unfused.split())
 
+    def scales(self, words: int) -> bool:
+        """Are all of a rank's sizes in proportion to its sequences, each of so many words? Experts
+        take equal numbers of words, rounded down."""
+        return not self.experts or words * self.top_k % self.experts == 0
+
     def blocks(
         self,
         count: int,

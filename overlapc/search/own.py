@@ -126,6 +126,9 @@ class OwnModel:
     def splits_sequence(self, cp: int) -> bool:
         return cp == 1
 
+    def scales(self, words: int) -> bool:
+        return False  # what a block does with more sequences is its own
+
     def blocks(
         self,
         count: int,

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Literal
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Problem, Timeline
+from overlapc.ir import Problem, Slowdown, Timeline
 from overlapc.pipeline import StageCost
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -25,7 +25,7 @@ from overlapc.search.layouts import Cluster, Layout, dense_layers, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import copies_bytes, simulate
-from overlapc.solvers import ONE_PLAN, solve
+from overlapc.solvers import ONE_PLAN, bound_ns, solve
 from overlapc.solvers.merging import solve_step
 from overlapc.stages import in_parts, stage_cost
 
@@ -116,6 +116,19 @@ class Place:
         blocks = unit.problem if self.head is None else unit.with_head
         return replace(blocks, in_flight=whole, budget_bytes=max(1, self.room))
 
+    def forced_ns(self, unit: Unit, merged: bool) -> float:
+        """How much more a microbatch takes at least because of the memory, under any plan; 0 if
+        nothing fits. A merged one is bounded by the compute of all that memory makes it run: its
+        collectives may be hidden."""
+        problem, least = self.problem(unit), unit.least.whole
+        try:
+            solve(problem, "none")
+        except Infeasible:
+            if merged:
+                problem, least = _silent(problem), unit.least.merged
+            return max(0, bound_ns(problem) - least) * self.layers / unit.blocks
+        return 0.0
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -198,6 +211,13 @@ def _both(
     except Infeasible as error:
         smallest = error.smallest_bytes + right.peak_bytes - beside
         raise Infeasible(room, smallest) from None
+
+
+def _silent(problem: Problem) -> Problem:
+    """The problem with collectives that take no time."""
+    profile = problem.profile
+    costs = {name: replace(cost, comm_ns=0) for name, cost in profile.costs.items()}
+    return replace(problem, profile=replace(profile, costs=costs, slowdown=Slowdown()))
 
 
 def _kept(unit: Unit) -> float:

@@ -20,13 +20,14 @@ from typing import Any
 from overlapc.errors import FileError, OverlapcError
 from overlapc.files import StrPath, printable, read_text
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import Interval, interval
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
-from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.search.units import Unit, make_unit
 
 if sys.version_info >= (3, 11):
     import tomllib

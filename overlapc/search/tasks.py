@@ -38,8 +38,8 @@ def tried(
     layers: Sequence[int] | None = None,
     below_ns: float = math.inf,
 ) -> tuple[Found, Outcome | None]:
-    """Plan a layout in a worker. Its plans are sent back only if it may be the best, since they are
-    large."""
+    """Plan a layout in a worker. Its plans are sent back only if its step is below that time, since
+    they are large."""
     where = model, cluster, layout, unit, solver
     outcome = evaluate(*where, layers=layers, below_ns=below_ns)
     return outcome.found, outcome if outcome.found.step_ns < below_ns else None

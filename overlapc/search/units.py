@@ -1,9 +1,9 @@
-"""`make_unit` captures a few blocks and the head on one rank, once for all layouts that share
-them."""
+"""`make_units` makes problems of a few captured blocks and of the head, once for all layouts that
+share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -13,10 +13,9 @@ from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.record import Record
+from overlapc.search.captures import Captures, Module, UnitKey, captures
 from overlapc.search.fp8 import in_fp8
 from overlapc.search.frameworks import Framework, find_framework
-from overlapc.search.layouts import Cluster, Layout, expert_ranks
-from overlapc.search.models import Model
 from overlapc.simulate import simulate
 from overlapc.solvers import BASELINES, bound_ns, solve
 from overlapc.solvers.bounds import phase_bounds_ns
@@ -30,42 +29,6 @@ _T = TypeVar("_T")
 Part = Literal["whole", "forward", "inputs", "merged"]
 _HEAD = "head"
 BLOCKS = 4  # so many are captured, or one period; a longer stage is a multiple
-
-
-@dataclass(frozen=True)
-class UnitKey:
-    """Everything that a capture depends on."""
-
-    model: Model
-    hardware: str
-    gpus: int
-    tp: int
-    expert_ranks: int
-    microbatch: int
-    sequence: bool = False
-    costs: str = ""
-    framework: str = "overlapc"
-    cp: int = 1
-    fp8: bool = False
-    shares_experts: bool = False
-
-    @staticmethod
-    def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
-        experts = expert_ranks(model, layout.replicas)
-        return UnitKey(
-            find_framework(cluster.framework).of(model),
-            cluster.hardware,
-            cluster.gpus,
-            layout.tp,
-            experts,
-            layout.microbatch,
-            layout.sequence,
-            cluster.costs,
-            cluster.framework,
-            layout.cp,
-            cluster.fp8,
-            layout.shares_experts,
-        )
 
 
 @dataclass(frozen=True)
@@ -149,63 +112,50 @@ def make_unit(key: UnitKey, bounded: bool = True, most: int = BLOCKS) -> Unit:
     ranks, with estimated costs. The process has no process groups before and after. Unless it is to
     be `bounded`, the least times of the blocks are not computed, which takes longer than all the
     rest."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    (unit,) = make_units([key], bounded, most)
+    return unit
 
-    from overlapc.search.groups import fake_groups
-    from overlapc.search.modules import Head
 
+def make_units(
+    keys: Sequence[UnitKey], bounded: bool = True, most: int = BLOCKS
+) -> tuple[Unit, ...]:
+    """The units of keys that differ in their microbatches alone: most are captured together."""
+    of_first = getattr(keys[0].model, "of_first", None)
+    first: tuple[Unit | None, ...] = (None,) * len(keys)
+    if of_first:
+        first = make_units([replace(key, model=of_first) for key in keys], bounded, most)
+    every = captures(keys, most)
+    parts = zip(keys, every, first, strict=True)
+    return tuple(_unit(key, of, bounded, behind) for key, of, behind in parts)
+
+
+def _unit(key: UnitKey, of: Captures, bounded: bool, first: Unit | None) -> Unit:
     model = key.model
-    of_first = getattr(model, "of_first", None)
-    first = make_unit(replace(key, model=of_first), bounded, most) if of_first else None
-    machine = load_hardware(key.hardware)
-    dtype = torch.bfloat16 if "bfloat16" in machine.peak_flops else torch.float16
-    before = torch.get_default_dtype()
-    if not model.whole:
-        torch.set_default_dtype(dtype)
-    try:
-        groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp)
-        with groups as (tensor, expert, context), FakeTensorMode():
-            behind = max(1, model.layers - model.dense_first)
-            count = min(behind, max(most // model.period, 1) * model.period)
-            part = model.seq // key.cp
-            shape = (key.microbatch, part)
-            if key.sequence:
-                shape = (part // key.tp, key.microbatch)
-            elif "attention" in getattr(model, "unfused", ""):
-                shape = (model.seq, key.microbatch)
-            x = torch.zeros(*shape, model.width, requires_grad=True)
-            divided = key.sequence, context, key.shares_experts
-            made = model.blocks(count, tensor, expert, *divided)
-            blocks = _problem(key, made, x)
-            end = Head(model, tensor, key.sequence)
-            head, *_ = _problem(replace(key, fp8=False), end, x)
-    finally:
-        torch.set_default_dtype(before)
-    problem, received, launching = blocks
+    problem, received, launching = _problem(key, of.blocks)
+    head, *_ = _problem(replace(key, fp8=False), of.head)
     head_ran = simulate(head, solve(head, "none"))
     at_loss = find_framework(key.framework).loss_bytes * key.microbatch * model.seq * model.vocab
     head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
-    table = model.vocab * model.width // key.tp * x.element_size()
-    figures = x.nbytes, table, least, head_ran, launching
-    return Unit(count, problem, received, head, *figures, first)
+    table = model.vocab * model.width // key.tp * of.element_bytes
+    figures = of.boundary_bytes, table, least, head_ran, launching
+    return Unit(of.count, problem, received, head, *figures, first)
 
 
-def _problem(key: UnitKey, module: Any, x: Any) -> tuple[Problem, tuple[str, ...], float]:
+def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], float]:
     """A module as a problem, the inputs that another stage makes, and the part of its time that its
     host takes to launch it."""
     from overlapc.profiler.cache import Cache
     from overlapc.profiler.estimate import priced
 
-    described, gradients = described_module(key, module, x)
+    described = module.described
     machine = load_hardware(key.hardware)
     known = Cache(key.costs) if key.costs else None
     framework = find_framework(key.framework)
     add_ns = machine.add_ns_per_kib
     if not key.model.whole:
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
-    step = TrainingStep(gradients=gradients, add_ns_per_kib=add_ns)
+    step = TrainingStep(gradients=module.gradients, add_ns_per_kib=add_ns)
     profile = priced(described, machine, known, framework.attention)
     if key.fp8:
         experts = getattr(key.model, "experts", 0)
@@ -237,16 +187,6 @@ def _of_experts(
         alone_ns = work_ns(machine, replace(work, moved_bytes=0))
         costs[name] = replace(costs[name], compute_ns=round(alone_ns + more_ns))
     return replace(profile, costs=costs)
-
-
-def described_module(key: UnitKey, module: Any, x: Any) -> tuple[Described, tuple[str, ...]]:
-    """Capture a module of the key's; and its parameters' gradients. Costs have no part in it."""
-    from overlapc.passes.capture import capture
-    from overlapc.passes.parts import parameter_gradients
-    from overlapc.profiler.estimate import describe
-
-    captured = capture(module, x)
-    return describe(captured), tuple(parameter_gradients(captured))
 
 
 def _dropped_and_added(

@@ -108,7 +108,7 @@ def test_a_search_predicts_what_is_planned_on_the_ranks(
     fixed: Fixed, slices: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("overlapc.search.search.planners", lambda count: ThreadPoolExecutor(1))
-    monkeypatch.setattr("overlapc.search.search._LESS", ())  # memory is not asked about here
+    monkeypatch.setattr("overlapc.search.running._LESS", ())  # memory is not asked about here
     for solver in (merging, slices_solver):
         monkeypatch.setattr(solver, "MERGED", EFFORT)
     (tmp_path / "slow.toml").write_text(SLOW)

@@ -9,13 +9,14 @@ import pytest
 
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.layouts import Cluster, Fixed, Layout, layouts, static_bytes
 from overlapc.search.megatron import megatron_arguments
 from overlapc.search.models import Transformer
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
-from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.search.units import Unit, make_unit
 
 GROUPED = Transformer(
     "grouped", layers=2, width=256, heads=4, ffn=512, vocab=512, seq=256, kv_heads=2, gated=True

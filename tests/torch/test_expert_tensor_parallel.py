@@ -8,6 +8,7 @@ import pytest
 
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.captures import UnitKey
 from overlapc.search.layouts import (
     Cluster,
     Fixed,
@@ -19,7 +20,7 @@ from overlapc.search.layouts import (
 from overlapc.search.megatron import megatron_arguments
 from overlapc.search.models import Transformer
 from overlapc.search.search import search
-from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.search.units import Unit, make_unit
 
 MODEL = Transformer(
     "experts", layers=2, width=256, heads=4, ffn=512, vocab=512, seq=128, gated=True, experts=4,

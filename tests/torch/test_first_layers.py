@@ -7,12 +7,13 @@ from functools import cache
 
 import pytest
 
+from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate, lower_bound
 from overlapc.search.layouts import Cluster, Fixed, Layout, layouts
 from overlapc.search.models import Transformer
 from overlapc.search.place import Place
 from overlapc.search.search import search
-from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.search.units import Unit, make_unit
 
 MODEL = Transformer(
     "first", layers=6, width=256, heads=4, ffn=2048, vocab=512, seq=128, gated=True, experts=4,

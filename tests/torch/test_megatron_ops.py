@@ -9,9 +9,10 @@ import pytest
 
 from overlapc.ir import Op
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.captures import UnitKey
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Transformer
-from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.search.units import Unit, make_unit
 
 MODEL = Transformer("gpt", layers=1, width=256, heads=4, ffn=1024, vocab=512, seq=128)
 WIDE = replace(MODEL, width=2048, ffn=8192, seq=1024)

@@ -23,9 +23,10 @@ from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import format_schedule
 from overlapc.search.cache import Cache
+from overlapc.search.captures import UnitKey
 from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.configs import from_config
-from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound
+from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound, memory_bound
 from overlapc.search.layouts import (
     SCHEDULES,
     Cluster,
@@ -45,7 +46,7 @@ from overlapc.search.pool import planners
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
 from overlapc.search.tasks import warn_of_uncut
-from overlapc.search.units import UnitKey, make_unit
+from overlapc.search.units import make_unit
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import solve
 from overlapc.solvers.merging import solve_step
@@ -59,6 +60,10 @@ PAIR = replace(CLUSTER, gpus=2, global_batch=4)
 
 
 captured_once = cache(make_unit)
+
+
+def captured_alone(keys):
+    return [captured_once(key) for key in keys]
 
 
 def key(model: Transformer, layout: Layout) -> UnitKey:
@@ -183,7 +188,13 @@ def test_no_plan_beats_the_bounds(model, every):
             found = evaluate(model, CLUSTER, layout, unit, solver).found
             if found.fits:
                 tried += 1
-                assert found.step_ns >= lower_bound(model, CLUSTER, layout, unit)
+                placed = solver == "heu"
+                bounds = [
+                    bound(model, CLUSTER, layout, unit, placed=placed)
+                    for bound in (lower_bound, memory_bound)
+                ]
+                assert sorted(bounds) == bounds
+                assert found.step_ns >= bounds[1]
                 assert found.step_ns >= first_bound(model, CLUSTER, layout)
                 assert max(found.peak_bytes) <= CLUSTER.memory_bytes
             else:
@@ -232,7 +243,7 @@ def test_shared_sequences_take_less_memory():
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Plan one after the other here: other processes take seconds to start, captures seconds."""
-    monkeypatch.setattr("overlapc.search.search.make_unit", captured_once)
+    monkeypatch.setattr("overlapc.search.running.make_units", captured_alone)
     monkeypatch.setattr("overlapc.search.search.planners", lambda count=0: ThreadPoolExecutor(1))
 
 

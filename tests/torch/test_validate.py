@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from overlapc.errors import Infeasible
 from overlapc.planning.road import judged
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import FRAMEWORKS, find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
@@ -22,7 +23,7 @@ from overlapc.search.place import Place, planned
 from overlapc.search.public import load_table, predict_alike
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
-from overlapc.search.units import Unit, UnitKey, make_unit
+from overlapc.search.units import Unit, make_unit
 from overlapc.solvers import ONE_PLAN, solve
 from overlapc.stages import stage_cost
 

@@ -1,0 +1,313 @@
+"""`Running` is a search at work: layouts wait by their bounds, and processes plan them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+from overlapc.search.cache import Cache
+from overlapc.search.captures import UnitKey
+from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound, memory_bound
+from overlapc.search.frameworks import find_framework
+from overlapc.search.layouts import Cluster, Layout, static_bytes
+from overlapc.search.models import Model
+from overlapc.search.partition import partitioned, stage_counts
+from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried, warn_of_uncut
+from overlapc.search.units import Unit, make_units
+from overlapc.solvers import FIELD, ONE_PLAN
+
+_LESS = (0.85, 0.7, 0.55)  # shares of the best layout's memory that are tried
+_TRIES = 60  # layouts to try for the least memory that works
+
+
+@dataclass
+class Progress:
+    """The state of a search: the best so far, a bound on the remaining layouts, and their
+    number."""
+
+    best: Found | None
+    bound_ns: int
+    tried: int
+    left: int
+    elapsed_s: float
+
+
+def rank(found: Found) -> tuple[bool, int, Layout]:
+    """The sort key of a layout: layouts that fit first, and among them the fastest."""
+    return not found.fits, found.step_ns or found.smallest_bytes, found.layout
+
+
+def together(runs: Sequence[Running], pool: ProcessPoolExecutor, workers: int) -> Iterator[None]:
+    """Go on with several searches at once, which share the processes: the first ones first."""
+    while any(run.heap or run.running for run in runs):
+        for run in runs:
+            while run.heap and sum(len(each.running) for each in runs) < workers:
+                run.start(pool, *heapq.heappop(run.heap))
+        running = [future for run in runs for future in run.running]
+        if not running:
+            continue
+        done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+        for run in runs:
+            for future in done & run.running.keys():
+                run.end(future)
+        yield
+
+
+class Running:
+    """A running search: layouts by their bounds. Until its blocks are captured, a layout has a
+    first, rough bound. So many of the best layouts are `shown`; a layout is planned only if it may
+    be one of them, or if None, always."""
+
+    def __init__(
+        self, model: Model, cluster: Cluster, solver: str, known: Cache, shown: int | None
+    ) -> None:
+        self.model, self.cluster, self.solver = model, cluster, solver
+        self.known, self.shown = known, shown
+        self.units: dict[UnitKey, Unit] = {}
+        self.alike: dict[UnitKey, set[UnitKey]] = {}  # by all but their microbatches
+        # Layouts that wait for a capture, with their bounds
+        self.waiting: dict[UnitKey, list[tuple[int, Layout]]] = {}
+        self.heap: list[tuple[int, Layout]] = []
+        self.bounded: set[Layout] = set()  # by what their memory forces
+        self.running: dict[Future[Any], tuple[int, Layout | Sequence[UnitKey]]] = {}
+        self.passed: list[tuple[int, Layout]] = []  # layouts that cannot win
+        self.best: Found | None = None
+        self.outcome: Outcome | None = None  # plans of the best
+        self.tried: list[Found] = []
+        self.less: list[Found] = []
+        self.interrupted = self.complete = False
+        self.certain = False  # is the named least memory known to work?
+        self.least: dict[UnitKey, Unit] = {}  # with the least times of the solver's plans
+
+    def add_all(self, layouts: Sequence[Layout]) -> None:
+        for layout in layouts:
+            self.add(layout)
+
+    @property
+    def is_done(self) -> bool:
+        """Were layouts added, and all planned or left out?"""
+        return bool(self.tried) and not self.heap and not self.running
+
+    def add(self, layout: Layout) -> None:
+        key = self.key(layout)
+        self.alike.setdefault(replace(key, microbatch=0), set()).add(key)
+        found = self.known.get(layout)
+        if found is not None and found.is_final:
+            self.take(found)
+        elif found is not None:
+            heapq.heappush(self.heap, (found.least_ns, layout))
+        elif min(static := self.static(layout)) >= self.cluster.memory_bytes:
+            stage = max(range(len(static)), key=static.__getitem__)
+            self.take(
+                Found(layout, self.solver, smallest_bytes=static[stage], blocking_stage=stage)
+            )
+        else:
+            bound = first_bound(self.model, self.cluster, layout)
+            heapq.heappush(self.heap, (bound, layout))
+
+    def static(self, layout: Layout) -> list[int]:
+        framework = find_framework(self.cluster.framework)
+        return static_bytes(self.model, layout, framework=framework)
+
+    def take(self, found: Found, outcome: Outcome | None = None) -> None:
+        self.tried.append(found)
+        if found.fits and (self.best is None or rank(found) < rank(self.best)):
+            self.best, self.outcome = found, outcome
+
+    def improve(self, outcome: Outcome) -> None:
+        """Take this as the best layout."""
+        assert self.best is not None
+        self.tried[self.tried.index(self.best)] = self.best = outcome.found
+        self.outcome = outcome
+
+    def go(self, pool: ProcessPoolExecutor, workers: int) -> Iterator[None]:
+        return together([self], pool, workers)
+
+    def start(self, pool: ProcessPoolExecutor, bound: int, layout: Layout) -> None:
+        if self.shown is not None and self.best is not None and bound >= self.best.step_ns:
+            self.passed.append((bound, layout))
+            return
+        key = self.key(layout)
+        if key not in self.units:
+            alike = replace(key, microbatch=0)
+            if alike not in self.waiting:
+                self.waiting[alike] = []
+                keys = sorted(self.alike[alike], key=lambda key: key.microbatch)
+                self.running[pool.submit(make_units, keys)] = bound, keys
+            self.waiting[alike].append((bound, layout))
+            return
+        unit = self.units[key]
+        if key not in self.least:
+            self.least[key] = unit.planned_by(self.solver)
+        placed = self.solver not in FIELD
+        finer = lower_bound(self.model, self.cluster, layout, self.least[key], placed=placed)
+        if finer > bound:
+            heapq.heappush(self.heap, (finer, layout))
+            return
+        where = self.model, self.cluster, layout, unit, self.solver
+        if self.in_order and layout not in self.bounded:
+            self.bounded.add(layout)
+            self.running[pool.submit(memory_bound, *where[:4], placed)] = bound, layout
+            return
+        self.running[pool.submit(tried, *where, below_ns=self.worth_ns)] = bound, layout
+
+    @property
+    def in_order(self) -> bool:
+        """Do layouts wait by what their memory forces before they are planned? Some solvers bound
+        them by their one plan already."""
+        return self.shown is not None and self.solver not in ONE_PLAN
+
+    @property
+    def worth_ns(self) -> float:
+        """A layout of this step or longer is not shown."""
+        steps = sorted(found.step_ns for found in self.tried if found.fits)
+        if self.shown is None or len(steps) < max(1, self.shown):
+            return math.inf
+        return steps[max(1, self.shown) - 1]
+
+    def end(self, future: Future[Any]) -> None:
+        bound, what = self.running.pop(future)
+        result = future.result()
+        if not isinstance(what, Layout):
+            self.units |= zip(what, result, strict=True)
+            for waiting in self.waiting.pop(replace(what[0], microbatch=0)):
+                heapq.heappush(self.heap, waiting)
+        elif isinstance(result, int):  # a better bound
+            heapq.heappush(self.heap, (max(bound, result), what))
+        else:
+            found, outcome = result
+            self.take(found, outcome)
+            self.known.put(found)
+
+    def neighbours(self, pool: ProcessPoolExecutor) -> None:
+        """Plan the next layouts by bound until as many fit as are shown beside the winner."""
+        count = (self.shown or 0) - sum(found.fits for found in self.tried)
+        close = sorted(p for p in self.passed if self.key(p[1]) in self.units)[: max(0, count)]
+        where = self.model, self.cluster
+        tasks = [
+            pool.submit(
+                evaluated, *where, layout, self.units[self.key(layout)], self.solver, below_ns=0
+            )
+            for _, layout in close
+        ]
+        for task in tasks:
+            self.take(task.result())
+            self.known.put(task.result())
+
+    def divide(self, pool: ProcessPoolExecutor) -> None:
+        """Give the best layout its best split of layers; so far every layout had an even split."""
+        even = self.best
+        assert even is not None
+        unit = self.unit(self.key(even.layout), pool)
+        solver = self.quick
+        where = self.model, self.cluster, even.layout, unit
+        _, division = partitioned(*where, pool, solver)
+        layers = stage_counts(self.model, division)
+        if division.slowest_ns is None or layers == even.layers:
+            return
+        found, outcome = pool.submit(tried, *where, self.solver, layers).result()
+        if outcome is not None and found.fits and found.step_ns < even.step_ns:
+            found = replace(found, bound_ns=min(found.bound_ns, even.bound_ns))
+            self.improve(replace(outcome, found=found))
+
+    def look_again(self, pool: ProcessPoolExecutor) -> None:
+        """Plan the best layout whole, if the model has its ends and it fits; so far a few blocks
+        stood for all."""
+        assert self.best is not None
+        if self.model.whole and self.solver not in FIELD:
+            outcome = pool.submit(as_it_runs_or_none, self.model, self.cluster, self.best).result()
+            if outcome is not None:
+                self.improve(outcome)
+
+    def cut(self, pool: ProcessPoolExecutor, slices: Sequence[int], shown: int) -> None:
+        """Plan the layouts that are shown in slices, whole, and take the fastest."""
+        layouts = [found for found in sorted(self.tried, key=rank)[:shown] if found.fits]
+        tasks = {
+            pool.submit(as_it_runs_or_none, self.model, self.cluster, found, count): found
+            for count in slices
+            for found in layouts
+            if count > 1 and found.layout.microbatch % count == 0
+        }
+        outcomes = [(found, task.result()) for task, found in tasks.items()]
+        warn_of_uncut(slices, layouts, [each.found.slices for _, each in outcomes if each])
+        for found, outcome in outcomes:
+            if outcome and self.best and outcome.found.step_ns < self.best.step_ns:
+                if found in self.tried:
+                    self.tried.remove(found)
+                self.take(outcome.found, outcome)
+
+    def squeeze(self, pool: ProcessPoolExecutor) -> dict[int, Future[Found]]:
+        """Begin to plan the best layout with less memory, by bytes: what would that cost?"""
+        best = self.best
+        assert best is not None
+        tasks: dict[int, Future[Found]] = {}
+        for share in _LESS:
+            size = round(max(best.peak_bytes) * share)
+            known = self.known.get(best.layout, size)
+            if known is not None:
+                task: Future[Found] = Future()
+                task.set_result(known)
+            else:
+                cluster = replace(self.cluster, memory_bytes=size)
+                where = self.model, cluster, best.layout, self.unit(self.key(best.layout), pool)
+                task = pool.submit(evaluated, *where, self.quick, best.layers)
+            tasks[size] = task
+        return tasks
+
+    def squeezed(self, tasks: Mapping[int, Future[Found]]) -> None:
+        """Take what `squeeze` began."""
+        for size, task in tasks.items():
+            found = task.result()
+            self.known.put(found, size)
+            self.less.append(found)
+
+    @property
+    def quick(self) -> str:
+        """The solver to use for many stages: heu instead of opt, which takes seconds for each."""
+        return "heu" if self.solver == "opt" else self.solver
+
+    def unit(self, key: UnitKey, pool: ProcessPoolExecutor) -> Unit:
+        if key not in self.units:
+            (self.units[key],) = pool.submit(make_units, [key]).result()
+        return self.units[key]
+
+    def find_smallest(self, pool: ProcessPoolExecutor) -> None:
+        """Nothing fits: find the least memory that surely works. The figures so far may be too
+        small: later stages may need more than the one that failed first, or the figure covers
+        weights alone."""
+        sizes = [(found.smallest_bytes, found.layout) for found in self.tried]
+        heapq.heapify(sizes)
+        for _ in range(_TRIES):
+            size, layout = heapq.heappop(sizes)
+            cluster = replace(self.cluster, memory_bytes=size)
+            unit = self.unit(self.key(layout), pool)
+            found: Found = pool.submit(
+                evaluated, self.model, cluster, layout, unit, self.solver
+            ).result()
+            if found.fits:
+                self.tried = [
+                    replace(t, smallest_bytes=max(size + (t.layout != layout), t.smallest_bytes))
+                    for t in self.tried
+                ]
+                self.certain = True
+                return
+            heapq.heappush(sizes, (found.smallest_bytes, layout))
+
+    def key(self, layout: Layout) -> UnitKey:
+        return UnitKey.of(self.model, self.cluster, layout)
+
+    def bound(self) -> int:
+        """A bound on every layout that fits, with any plans: planned layouts have their own bounds,
+        below their steps; left-out layouts are no better than the best step found."""
+        left = [bound for bound, _ in self.heap] + [bound for bound, _ in self.running.values()]
+        found = [found.bound_ns for found in self.tried if found.fits]
+        return min([*left, *found], default=0)
+
+    def progress(self, elapsed_s: float) -> Progress:
+        waiting = sum(map(len, self.waiting.values()))
+        left = len(self.heap) + len(self.running) + waiting
+        return Progress(self.best, self.bound(), len(self.tried), left, elapsed_s)

@@ -1,0 +1,75 @@
+"""A graph captured with many sequences and given the sizes of fewer is the graph of those fewer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overlapc.errors import CaptureError
+from overlapc.passes.batch import of_batch
+from overlapc.search.captures import UnitKey, captures
+from overlapc.search.frameworks import FRAMEWORKS
+from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.models import Transformer
+from overlapc.search.units import make_units
+
+GPT = Transformer("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
+LLAMA = replace(GPT, gated=True, kv_heads=2, head_norms=True, post_norms=True)
+EXPERTS = replace(GPT, experts=4, top_k=2, expert_width=512, moe_every=2)
+LATENT = replace(
+    EXPERTS, gated=True, head_width=32, q_rank=48, kv_rank=64, rope_width=16, value_width=32,
+    shared_width=128, moe_every=1, dense_first=1,
+)  # fmt: skip
+ALONE = Layout(1, 1, 1, 1)
+PAIR = Layout(2, 1, 2, 1)
+SHARED = replace(PAIR, sequence=True)
+
+
+def keys(model, layout, framework="overlapc", batches=(1, 2, 3, 8), **more):
+    cluster = Cluster("h100-sxm", 4, 8, 1 << 36, 16, framework=framework, **more)
+    return [UnitKey.of(model, cluster, replace(layout, microbatch=batch)) for batch in batches]
+
+
+def together_is_alone(every):
+    alone = [captures([key], 2)[0] for key in every]
+    for one, other in zip(captures(every, 2), alone, strict=True):
+        # What differs is found sooner in parts.
+        assert one.blocks.described.trace.ops == other.blocks.described.trace.ops
+        assert one.blocks.described.trace.values == other.blocks.described.trace.values
+        assert one.head.described.works == other.head.described.works
+        assert one == other
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, SHARED], ids=str)
+@pytest.mark.parametrize("model", [GPT, LLAMA, EXPERTS, LATENT], ids=range(4))
+def test_all_kinds_of_blocks(model, layout):
+    together_is_alone(keys(model, layout))
+
+
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+def test_all_frameworks(framework):
+    together_is_alone(keys(LLAMA, SHARED if framework != "x" else PAIR, framework))
+    together_is_alone(keys(GPT, PAIR, framework))
+
+
+def test_parts_of_sequences_and_shared_experts():
+    together_is_alone(keys(LLAMA, Layout(2, 1, 1, 1, sequence=True, cp=2)))
+    together_is_alone(keys(EXPERTS, replace(SHARED, shares_experts=True)))
+
+
+def test_experts_that_words_do_not_fill_evenly_are_captured_each_for_itself():
+    model = replace(EXPERTS, experts=3, top_k=1)
+    assert not model.scales(256)
+    together_is_alone(keys(model, ALONE))
+
+
+def test_units_are_alike():
+    every = keys(LATENT, PAIR, fp8=True)
+    alone = [make_units([key])[0] for key in every]
+    assert list(make_units(every)) == alone
+
+
+def test_a_batch_of_one_is_refused():
+    with pytest.raises(CaptureError, match="expected 2 or more"), of_batch(None, 1):
+        pass
