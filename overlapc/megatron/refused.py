@@ -106,15 +106,19 @@ def _sees_whole_microbatch(config: Any) -> str:
         kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
         scales = scale if isinstance(scale, (list, tuple)) else [scale] * len(kinds)
         for kind, coefficient in zip(kinds, scales, strict=True):
+            if kind == "seq_aux_loss" and coefficient and config.calculate_per_token_loss:
+                return (
+                    "found --moe-router-load-balancing-type seq_aux_loss with "
+                    "--calculate-per-token-loss, which counts more in small microbatches"
+                )
             if kind == "sinkhorn" or (kind in ("aux_loss", "global_aux_loss") and coefficient):
                 return (
                     f"found --moe-router-load-balancing-type {kind}, which balances the whole "
                     "microbatch; seq_aux_loss balances each sample"
                 )
-    if getattr(config, "mtp_num_layers", None) and not config.calculate_per_token_loss:
+    if getattr(config, "mtp_num_layers", None):
         return (
-            "found --mtp-num-layers without --calculate-per-token-loss: its loss is a mean over "
-            "the counted tokens of the microbatch"
+            "found --mtp-num-layers: its loss is a mean over the counted tokens of the microbatch"
         )
     return ""
 

@@ -266,7 +266,7 @@ class _Interpreter(fx.Interpreter):
     ) -> None:
         super().__init__(captured.joint)
         self.captured, self.draws, self.drawn, self.k = captured, draws, drawn, k
-        self.draw_of = dict(zip(drawing(captured), draws, strict=True))
+        self.place_of = {node: i for i, node in enumerate(drawing(captured))}
 
     def step(
         self, lasting: Sequence[Tensor], tensors: Sequence[Tensor], tangent: Any
@@ -283,15 +283,15 @@ class _Interpreter(fx.Interpreter):
         return found[:count], found[count:]
 
     def run_node(self, n: fx.Node) -> Any:
-        draw = self.draw_of.get(n)
-        if draw is None:
+        if n not in self.place_of:
             return super().run_node(n)
+        draw = self.draws[self.place_of[n]]
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if self.k is None:
             made = draw.made(args, kwargs)
             self.drawn.append(made[1] if draw.is_dropout else made)
             return made
-        part = draw.of(self.drawn[self.draws.index(draw)], self.k)
+        part = draw.of(self.drawn[self.place_of[n]], self.k)
         return dropped(args[0], part, args[1]) if draw.is_dropout else part
 
 

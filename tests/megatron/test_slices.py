@@ -29,6 +29,7 @@ FULL = {
 EXPERTS = dict(ep=2, experts=4)
 DROPLESS = {"moe_router_load_balancing_type": "none"}
 OF_SAMPLES = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 1e-2}
+OF_TOKENS = {**DROPLESS, "moe_z_loss_coeff": 1e-2, "calculate_per_token_loss": True}
 LAYOUTS = {
     "tp, sequence": Layout(tp=2, layers=1, config={"sequence_parallel": True}, **FOUR),
     "pp": Layout(pp=2, **FOUR),
@@ -55,7 +56,7 @@ MORE = {
     "recompute": Layout(tp=2, config=FULL, **FOUR),
     "scaled": Layout(tp=2, scale=64.0, **FOUR),
     "experts, samples": Layout(layers=1, config=OF_SAMPLES, **EXPERTS, **FOUR),
-    "experts, samples, tokens": Layout(layers=1, config=OF_SAMPLES, tokens=True, **EXPERTS, **FOUR),
+    "experts, tokens": Layout(layers=1, config=OF_TOKENS, tokens=True, **EXPERTS, **FOUR),
     "experts, scaled": Layout(layers=1, config=OF_SAMPLES, scale=8.0, **EXPERTS, **FOUR),
     "gathered experts": Layout(
         layers=1, config={**DROPLESS, "moe_token_dispatcher_type": "allgather"}, **EXPERTS, **FOUR
@@ -63,7 +64,6 @@ MORE = {
     "shared experts": Layout(
         layers=1, config={**DROPLESS, "moe_shared_expert_intermediate_size": 32}, **EXPERTS, **FOUR
     ),
-    "ahead": Layout(tp=2, layers=1, tokens=True, config=AHEAD, **FOUR),
     "pp, freed": Layout(pp=2, config={"deallocate_pipeline_outputs": True}, **FOUR),
     "pp, not filled": Layout(pp=2, options={"fill": False}, **FOUR),
     "pp, less memory": Layout(pp=2, layers=4, batch=4, options={"memory_budget": 0.7}),
@@ -277,7 +277,11 @@ REFUSED = {
     "three samples": (Layout(tp=2, layers=1, batch=3), "found --micro-batch-size 3"),
     "capacity": (Layout(layers=1, config=CAPACITY, **EXPERTS), "--moe-expert-capacity-factor"),
     "balanced": (Layout(layers=1, **EXPERTS), "--moe-router-load-balancing-type aux_loss"),
-    "ahead": (Layout(tp=2, layers=1, config=AHEAD), "--mtp-num-layers without"),
+    "samples": (
+        Layout(layers=1, config=OF_SAMPLES, tokens=True, **EXPERTS),
+        "seq_aux_loss with --calculate-per-token-loss",
+    ),
+    "ahead": (Layout(tp=2, layers=1, config=AHEAD), "found --mtp-num-layers"),
     "counting": (
         Layout(layers=1, config=BIAS, **EXPERTS),
         "the forward changes decoder.layers.0.mlp.router.local_tokens_per_expert",
