@@ -54,6 +54,9 @@ class Steps:
     ) -> None:
         if schedule not in SCHEDULES:
             raise OptionError(f"schedule={schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        if options.slices == "auto" and options.plans:
+            raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
+        self._refused: OptionError | None = None  # on all ranks: no step runs any more
         self._options, self._merge, self._fill = options, merge, fill
         self._schedule, self._told = schedule, False
         self._searched = searched
@@ -77,6 +80,8 @@ class Steps:
         place, _ = self._places.get(tuple(map(id, models)), (None, None))
         if place is not None and place.refused:
             return real(**given)
+        if self._refused is not None:
+            raise self._refused
         if not self._running.acquire(blocking=False):
             raise OverlapcError(
                 "a training step began before another had ended, of another thread or within it; "
@@ -112,7 +117,9 @@ class Steps:
             with self._in_place(chunks, step):
                 result = ticks.run(chunks[0], real, given) if merged else real(**given)
             if begins and slices != (1,):
-                _raise_refused(chunks, place)
+                self._refused = _refused_slices(chunks, place)
+            if self._refused is not None:
+                raise self._refused
             return result
 
     def _begin(self, models: list[Any], given: dict[str, Any]) -> Place:
@@ -201,17 +208,16 @@ def innermost(model: Any) -> tuple[Any, Any]:
     return model, ddp
 
 
-def _raise_refused(chunks: list[Chunk], place: Place) -> None:
-    """Raise an OptionError on all ranks if one was found on any, whose chunk has run as plain
-    Megatron. All ranks call this together, when nobody waits for a rank any more."""
+def _refused_slices(chunks: list[Chunk], place: Place) -> OptionError | None:
+    """The first OptionError that was found on any rank, whose chunk has run as plain Megatron. All
+    ranks call this together, when nobody waits for a rank any more."""
     found = [f"stage {place.stage}: {chunk.refused}" for chunk in chunks if chunk.refused]
     told = [json.dumps(found).encode()]
     if dist.is_initialized():
         with exchange_of(range(dist.get_world_size()), FIRST_STEP_S) as exchange:
             told = told if exchange is None else exchange.gather("refused slices", told[0])
-    for refused in map(json.loads, told):
-        for why in refused:
-            raise OptionError(why)
+    first = next((why for refused in map(json.loads, told) for why in refused), None)
+    return None if first is None else OptionError(first)
 
 
 def _put_back(module: Any, forward: Any) -> None:
