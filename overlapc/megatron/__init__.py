@@ -45,11 +45,15 @@ def patch(
                 for, as far as the budget has room
     schedule    "1f1b": as Megatron has it; "merged": each forward in it is one graph with a
                 backward, where chunks are not interleaved
-    search      the search.json that `overlapc search --out` wrote: its memory budgets and solver
-                are used, and the first step raises an OptionError if its layout is not the
+    search      the search.json that `overlapc search --out` wrote: its memory budgets, solver and
+                slices are used, and the first step raises an OptionError if its layout is not the
                 script's
 
-    Other options are those of `overlapc.Options`. The memory budget is for the most that a step
+    Other options are those of `overlapc.Options`. With `slices=k` each microbatch is cut along its
+    samples into k slices, which hide each other's communication; forwards and backwards are not
+    merged then. Slices that would give anything else than the whole microbatch, but for rounding,
+    are an OptionError on all ranks in the first step. `slices="auto"`: each chunk runs whole, or
+    in 2 or 4 slices, as is predicted to be fastest. The memory budget is for the most that a step
     allocates; the default is what the script's own recompute arguments would take (they are not
     followed). A second call replaces the first.
     """
@@ -64,7 +68,7 @@ def patch(
     if chosen is not None:
         if options.get("memory_budget") is not None:
             raise OptionError("memory_budget: search has one for each stage; expected one of both")
-        options = {"solver": chosen.solver, **options}
+        options = {"solver": chosen.solver, "slices": chosen.slices, **options}
     unpatch()
     _steps = Steps(Options.parse(options, "megatron"), merge, fill, schedule, chosen)
     seams.install(_steps.run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,23 @@ def receiver(parameter: Tensor, ddp: Any) -> Receiver:
     if not hooked or foreign or make is None:
         return Receiver(parameter)
     return Receiver(parameter, hook=make(parameter))
+
+
+def unreduced(owner: Receiver, ddp: Any) -> Receiver:
+    """The parameter for a gradient behind which another of the same microbatch comes: no bucket is
+    reduced for it."""
+    if owner.hook is None:
+        return owner
+    hook, group = owner.hook, ddp.param_to_bucket_group[owner.tensor]
+
+    def add() -> None:
+        last, group.is_last_microbatch = group.is_last_microbatch, False
+        try:
+            hook()
+        finally:
+            group.is_last_microbatch = last
+
+    return replace(owner, hook=add)
 
 
 def deliver(receivers: Sequence[Receiver], gradient: Tensor, owned: bool = False) -> None:

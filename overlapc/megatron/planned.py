@@ -26,7 +26,7 @@ from overlapc.passes.parts import cut
 from overlapc.passes.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
-from overlapc.runtime.program import Program
+from overlapc.runtime.program import Program, State
 
 
 @dataclass
@@ -73,6 +73,10 @@ class Call:
                 zeros = tensors[i].new_zeros(tuple(shapes[place]))
                 tensors[i] = zeros.requires_grad_(tensors[i].requires_grad)
         return replace(self, tensors=tensors)
+
+    def emptied(self) -> Call:
+        """The call without its tensors."""
+        return replace(self, tensors=[], leaves=[], attributes=())
 
     def form(self) -> Any:
         """What calls of one plan have in common, without their shapes."""
@@ -142,6 +146,32 @@ class Planned:
     tangent: str
     apart: bool  # parts of the backward may run early or late
 
+    @property
+    def slices(self) -> int:
+        return 1
+
+    def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, Tensor]:
+        """Run F on parameters, buffers and tensors of a call, merged with the backward of the
+        flight `before`, if there is one; return the flight and the chunk's result."""
+        state: State = dict(zip(self.program.joint.inputs, flat, strict=True))
+        flight = self.program.begin(state | self.owners, before)
+        for name, place in self.changed:
+            flat[place].copy_(flight.state.pop(name))
+        self.log.replay([flight.state.pop(name) for name in self.taps])
+        # Megatron may free the result's memory as soon as it is sent.
+        return flight, flight.state.pop(self.out).detach()
+
+    def ask(self, flight: Any, tangent: Tensor, scales: Sequence[Tensor]) -> None:
+        """Give the backward of a flight what it begins with."""
+        flight.state[self.tangent] = tangent
+        for name, scale in zip(self.scales, scales, strict=True):
+            if name in flight.state:
+                flight.state[name] = scale
+
+    def handed(self, flight: Any) -> list[Tensor | None]:
+        """Take the gradients of the call's tensors that a backward has made; once."""
+        return [flight.state.pop(name, None) if name else None for name in self.gradients]
+
 
 def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
     """Return the joint graph of a call, without running it."""
@@ -174,47 +204,55 @@ def emitted(
 ) -> Planned:
     """Make the planned parts of a captured call. `lasting` are parameters and buffers. `actions` of
     the backward's issues say which may run early or late."""
-    joint = _described(captured)
-    owners = {
-        owner_of(name): receiver(lasting[leaf.place], ddp)
-        for name, leaf in joint.leaves.items()
-        if leaf.place < len(lasting)
-    }
+    joint = described(captured)
+    owners = owners_in(joint, lasting, ddp)
     parts = cut(captured, report.plan, deliver)
     tracing.in_streams(captured, parts.forward)
     if fused := fused_weights(whole.model):
         fuse(parts.backward, owners, fused)
-    moved = any(action != "I" for action in actions.values())
-    if moved:
-        parts.actions = actions
-    names = joint.inputs
-    first = len(lasting)
-    scales = first + call.has_input
-    results, changed = _results(joint)
-    return Planned(
-        Program(joint, report, whole=False, parts=parts),
-        whole.taps,
-        owners,
-        names[scales : scales + call.scales],
-        tuple(
-            f"gradient{place}" if names[place] in joint.leaves else ""
-            for place in range(first, first + len(call.tensors))
-        ),
-        results[0],
-        tuple(results[1:]),
-        changed,
-        next(iter(joint.tangents)),
-        moved,
+    program = Program(joint, report, whole=False, parts=parts)
+    moved = program.move(actions)
+    names = names_in(joint, call, len(lasting))
+    return Planned(program, whole.taps, owners, apart=moved, **names)
+
+
+def owners_in(joint: Joint, lasting: Sequence[Tensor], ddp: Any) -> dict[str, Receiver]:
+    """The parameters among those that last, by the names under which a state holds them."""
+    return {
+        owner_of(name): receiver(lasting[leaf.place], ddp)
+        for name, leaf in joint.leaves.items()
+        if leaf.place < len(lasting)
+    }
+
+
+def names_in(joint: Joint, call: Call, first: int) -> dict[str, Any]:
+    """Names in the graph of a call, by field of `Planned`. The call's tensors come after the
+    `first` inputs, which last."""
+    names, scales = joint.inputs, first + call.has_input
+    (out, *taps), changed = _results(joint)
+    gradients = tuple(
+        f"gradient{place}" if names[place] in joint.leaves else ""
+        for place in range(first, first + len(call.tensors))
     )
+    return {
+        "scales": names[scales : scales + call.scales],
+        "gradients": gradients,
+        "out": out,
+        "taps": tuple(taps),
+        "changed": changed,
+        "tangent": next(iter(joint.tangents)),
+    }
 
 
-def _described(captured: Captured) -> Joint:
+def described(captured: Captured) -> Joint:
     """Describe the captured joint graph of a module: its inputs are parameters, buffers,
     arguments."""
     inputs = primal_nodes(captured.joint)
     output = captured.joint.graph.find_nodes(op="output")[0]
     count = captured.num_fwd_outputs
     gradients = output.args[0][count:]
+    descs = output.meta["desc"][:count]
+    plain = range(sum(isinstance(desc, descriptors.PlainAOTOutput) for desc in descs))
     placeholders = captured.joint.graph.find_nodes(op="placeholder")
     tangents = {n.name: n.meta.get("desc") for n in placeholders if n not in inputs}
     if len(tangents) != 1:
@@ -231,8 +269,9 @@ def _described(captured: Captured) -> Joint:
             if is_gradient(gradient)
         },
         tangents,
-        {f"result{i}": output.meta["desc"][i] for i in range(count)},
-        (),
+        {f"result{i}": desc for i, desc in enumerate(descs)},
+        tuple(plain),
+        (False,) * len(plain),
     )
 
 

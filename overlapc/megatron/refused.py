@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from overlapc.errors import OptionError
+from overlapc.runtime.auto import SLICES
+
 _OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), [])
 
 
@@ -70,6 +73,54 @@ _FEATURES = (
         ("defer_embedding_wgrad_compute",),
     ),
 )
+
+
+def slices_of(asked: Any, config: Any, batch: int | None) -> tuple[int, ...]:
+    """The numbers of slices that a microbatch of so many samples may run in. OptionError if it
+    cannot run in those that were asked for."""
+    if asked == 1:
+        return (1,)
+    why = _sees_whole_microbatch(config)
+    if asked == "auto":
+        return (1,) if why else tuple(n for n in SLICES if not batch or batch % n == 0)
+    if why:
+        raise OptionError(f"slices={asked}: {why}; expected it off, or slices left out")
+    if batch and batch % asked:
+        raise OptionError(
+            f"slices={asked}: found --micro-batch-size {batch}; expected a multiple of {asked}, as "
+            "each microbatch is cut along its samples"
+        )
+    return (asked,)
+
+
+def _sees_whole_microbatch(config: Any) -> str:
+    """The setting of the model with which a slice would give something else than its part of the
+    microbatch; the comparison before the first step could miss that. "" if there is none."""
+    if getattr(config, "num_moe_experts", None):
+        if getattr(config, "moe_expert_capacity_factor", None) is not None:
+            return (
+                "found --moe-expert-capacity-factor, with which experts drop other tokens of a "
+                "slice than of the whole microbatch"
+            )
+        kinds, scale = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+        kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
+        scales = scale if isinstance(scale, (list, tuple)) else [scale] * len(kinds)
+        for kind, coefficient in zip(kinds, scales, strict=True):
+            if kind == "seq_aux_loss" and coefficient and config.calculate_per_token_loss:
+                return (
+                    "found --moe-router-load-balancing-type seq_aux_loss with "
+                    "--calculate-per-token-loss, which counts more in small microbatches"
+                )
+            if kind == "sinkhorn" or (kind in ("aux_loss", "global_aux_loss") and coefficient):
+                return (
+                    f"found --moe-router-load-balancing-type {kind}, which balances the whole "
+                    "microbatch; seq_aux_loss balances each sample"
+                )
+    if getattr(config, "mtp_num_layers", None):
+        return (
+            "found --mtp-num-layers: its loss is a mean over the counted tokens of the microbatch"
+        )
+    return ""
 
 
 def reason(model: Any) -> str:

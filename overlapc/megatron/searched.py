@@ -46,8 +46,6 @@ def _mismatches(
     schedule = chosen.layout.schedule
     if schedule not in RUN_BY_MEGATRON:
         yield f"schedule: Megatron does not have {schedule}: search with --schedule 1f1b"
-    if chosen.slices > 1:
-        yield f"slices: Megatron runs microbatches whole, found {chosen.slices}: search without"
     sequences = chosen.microbatch * chosen.microbatches * chosen.dp
     ranks = chosen.tp * chosen.layout.cp * chosen.pp * chosen.dp
     size, count, tokens = (

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from overlapc.errors import OptionError, OverlapcError
 from overlapc.megatron import merged as ticks
-from overlapc.megatron.chunk import Chunk, Step
-from overlapc.megatron.refused import reason
+from overlapc.megatron.chunk import Chunk
+from overlapc.megatron.planning import Step
+from overlapc.megatron.refused import reason, slices_of
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
 from overlapc.megatron.waits import Waits
@@ -53,6 +54,9 @@ class Steps:
     ) -> None:
         if schedule not in SCHEDULES:
             raise OptionError(f"schedule={schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        if options.slices == "auto" and options.plans:
+            raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
+        self._refused: OptionError | None = None  # on all ranks: no step runs any more
         self._options, self._merge, self._fill = options, merge, fill
         self._schedule, self._told = schedule, False
         self._searched = searched
@@ -76,6 +80,8 @@ class Steps:
         place, _ = self._places.get(tuple(map(id, models)), (None, None))
         if place is not None and place.refused:
             return real(**given)
+        if self._refused is not None:
+            raise self._refused
         if not self._running.acquire(blocking=False):
             raise OverlapcError(
                 "a training step began before another had ended, of another thread or within it; "
@@ -94,16 +100,27 @@ class Steps:
         models: list[Any],
         place: Place | None,
     ) -> Any:
+        begins = False
         with contextlib.nullcontext() if place else busy("the first step of training"):
             if place is None:
-                place = self._begin(models, given)
+                place, begins = self._begin(models, given), True
             if place.refused:
                 return real(**given)
             stages = range(place.stage, len(models) * place.stages)[:: place.stages]
             chunks = [self._chunk(m, stage) for m, stage in zip(models, stages, strict=True)]
-            merged = self._runs_merged(name, chunks[0].module.config, given)
-            with self._in_place(chunks, name, merged, given["num_microbatches"], place):
-                return ticks.run(chunks[0], real, given) if merged else real(**given)
+            config = chunks[0].module.config
+            merged = self._runs_merged(name, config, given)
+            step = self._step(name, merged, given["num_microbatches"], place, len(chunks))
+            batch = given.get("micro_batch_size")
+            slices = slices_of(self._options.slices, config, batch)
+            step = replace(step, slices=slices, batch=batch, begins=begins)
+            with self._in_place(chunks, step):
+                result = ticks.run(chunks[0], real, given) if merged else real(**given)
+            if begins and slices != (1,):
+                self._refused = _refused_slices(chunks, place)
+            if self._refused is not None:
+                raise self._refused
+            return result
 
     def _begin(self, models: list[Any], given: dict[str, Any]) -> Place:
         """Before the first step of some models, find this rank's place, and check for refused
@@ -137,34 +154,34 @@ class Steps:
             )
         return not why
 
+    def _step(self, name: str, merged: bool, microbatches: int, place: Place, chunks: int) -> Step:
+        alone = name == NAMES[0]
+        behind = place.stages - place.stage  # stages from this one to the last
+        in_flight = behind + place.stages * (chunks - 1)
+        ahead = ticks.lag(place.stage, place.stages) if merged else 0
+        return Step(
+            place.ranks,
+            place.peers,
+            microbatches,
+            in_flight=1 if alone else ahead or in_flight,
+            lag=int(self._merge) if alone else ahead,
+            hands=merged,
+            first=place.stage == 0,
+            fills=self._fill and not alone and not merged,
+        )
+
     @contextlib.contextmanager
-    def _in_place(
-        self, chunks: list[Chunk], name: str, merged: bool, microbatches: int, place: Place
-    ) -> Iterator[None]:
+    def _in_place(self, chunks: list[Chunk], step: Step) -> Iterator[None]:
         """While the block runs, chunks replace the models' innermost `forward`."""
         before = [vars(chunk.module).get("forward") for chunk in chunks]
         with contextlib.ExitStack() as stack:
-            alone = name == NAMES[0]
             waits = None
-            if self._fill and not alone and not merged:
+            if step.fills:
                 # With several chunks it is unknown here whose backward comes next.
                 waits = Waits([chunk.again for chunk in chunks if len(chunks) == 1])
                 stack.enter_context(waits.filled([chunk.module.config for chunk in chunks]))
-            behind = place.stages - place.stage  # stages from this one to the last
-            in_flight = behind + place.stages * (len(chunks) - 1)
-            ahead = ticks.lag(place.stage, place.stages) if merged else 0
-            step = Step(
-                place.ranks,
-                place.peers,
-                microbatches,
-                in_flight=1 if alone else ahead or in_flight,
-                lag=int(self._merge) if alone else ahead,
-                hands=merged,
-                first=place.stage == 0,
-                waits=waits,
-            )
             for chunk, forward in zip(chunks, before, strict=True):
-                chunk.begin(step)
+                chunk.begin(step, waits)
                 vars(chunk.module)["forward"] = chunk
                 stack.callback(_put_back, chunk.module, forward)
             yield
@@ -189,6 +206,18 @@ def innermost(model: Any) -> tuple[Any, Any]:
         ddp = model if hasattr(model, "bucket_groups") else ddp
         model = model.module
     return model, ddp
+
+
+def _refused_slices(chunks: list[Chunk], place: Place) -> OptionError | None:
+    """The first OptionError that was found on any rank, whose chunk has run as plain Megatron. All
+    ranks call this together, when nobody waits for a rank any more."""
+    found = [f"stage {place.stage}: {chunk.refused}" for chunk in chunks if chunk.refused]
+    told = [json.dumps(found).encode()]
+    if dist.is_initialized():
+        with exchange_of(range(dist.get_world_size()), FIRST_STEP_S) as exchange:
+            told = told if exchange is None else exchange.gather("refused slices", told[0])
+    first = next((why for refused in map(json.loads, told) for why in refused), None)
+    return None if first is None else OptionError(first)
 
 
 def _put_back(module: Any, forward: Any) -> None:

@@ -35,10 +35,12 @@ class Taps:
     the log when the graph runs."""
 
     values: list[Tensor] = field(default_factory=list)  # those of the current trace
+    names: list[str] = field(default_factory=list)  # what they are logged as
     notes: list[tuple[int, Callable[..., None]]] = field(default_factory=list)
 
     def clear(self) -> None:
         self.values.clear()
+        self.names.clear()
         self.notes.clear()
 
     def replay(self, values: list[Tensor]) -> None:
@@ -185,7 +187,9 @@ def _noted(write: Callable[..., Any], taps: Taps) -> Callable[..., None]:
         names = [name for name, value in given.items() if isinstance(value, Tensor)]
         if given.get("layer_number") is None:
             return
+        logged = f"{given.get('name', 'loss')} of layer {given['layer_number']}"
         taps.values += [given.pop(name).detach() for name in names]
+        taps.names += [logged for _ in names]
         kinds = signature.parameters
 
         def later(*values: Tensor) -> None:

@@ -62,16 +62,21 @@ class Draw:
     kwargs: dict[str, Any]
     axis: int | None
     part: Like
+    through: tuple[Any, ...] = ()  # what calls the target, and its first arguments
 
     @property
     def is_dropout(self) -> bool:
         return str(self.target) == _DROPOUT
 
     def whole(self) -> Tensor:
-        args = tree_map_only(Like, Like.empty, self.args)
-        made: Any = self.target(*args, **self.kwargs)
+        made = self.made(tree_map_only(Like, Like.empty, self.args), self.kwargs)
         found: Tensor = made[1] if self.is_dropout else made
         return found
+
+    def made(self, args: Any, kwargs: Any) -> Any:
+        """What the op makes of these arguments."""
+        call, *given = *self.through, self.target
+        return call(*given, *args, **kwargs)
 
     def of(self, whole: Tensor, k: int) -> Tensor:
         return part_of(whole, self.axis, k, self.part.size, self.part.stride)
@@ -84,7 +89,8 @@ class Draw:
             return graph.call_function(torch.empty_strided, (like.size, like.stride), given)
 
         args = tree_map_only(Like, empty, self.args)
-        made = graph.call_function(self.target, tuple(args), self.kwargs)
+        call, *given = *self.through, self.target
+        made = graph.call_function(call, (*given, *args), self.kwargs)
         return graph.call_function(second, (made,)) if self.is_dropout else made
 
     def node_of(self, graph: fx.Graph, whole: fx.Node, k: int, x: fx.Node | None) -> fx.Node:

@@ -26,10 +26,6 @@ _ITSELF = "runs the ops of its graphs itself"
 _ONE_SHAPE = "plans each shape for itself"
 _CHECKED = "does not compare steps, overlapc.optimize does"
 _UNCUT = "cuts no batch; optimize, TrainStep and Pipeline do"
-_WHOLE = (
-    "runs each microbatch whole: its layers hand on [sequence, batch, width], and slices are cut "
-    "along dimension 0; give Megatron a smaller --micro-batch-size, and microbatches are merged"
-)
 _WITH_SLICES = "with slices optimize"  # a front door of its own
 _RUNS = {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED}
 # Front door -> the options that it refuses, and the reason it gives.
@@ -43,7 +39,7 @@ REFUSED: dict[str, dict[str, str]] = {
     _WITH_SLICES: _RUNS | {"check": "compares slices with the uncut batch in any case"},
     "TrainStep": _RUNS,
     "Pipeline": _RUNS,
-    "megatron": _RUNS | {"slices": _WHOLE},
+    "megatron": _RUNS,
 }
 
 
@@ -69,8 +65,9 @@ class Options:
     dynamic         as in torch.compile
     check           at the first call, compare a step by eager and one by the plan bit by bit:
                     `explain()` says what was found, and what differs is warned of
-    slices          how many pieces a batch is cut into, along dimension 0, that hide each other's
-                    communication; "auto": 1, 2 or 4, as is predicted to be fastest
+    slices          how many pieces a batch is cut into, along dimension 0 (Megatron's: along its
+                    samples), that hide each other's communication; "auto": 1, 2 or 4, as is
+                    predicted to be fastest
 
     Options print as `memory_budget=8GB solver=heu`, without those at their defaults, and
     `Options.parse` reads that text.

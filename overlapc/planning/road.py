@@ -64,9 +64,11 @@ def plan(
     captured, step, profiles = agreed(captured, step, options, primals, exchange)
     profile = merge_profiles(profiles)
     problem = formulate(captured.trace, profile, options.memory_budget, step)
-    theirs = own and own(problem)
     lone = problem if step.slices == 1 else step.slice(captured.trace, profile)
     lone = replace(lone, budget_bytes=problem.budget_bytes)
+    theirs = own and own(lone)
+    if theirs is not None and step.slices > 1:
+        theirs = one_by_one(problem, theirs)
     if options.memory_budget is None:
         budget_bytes = _default_budget(problem, lone, options.solver, theirs)
         problem, lone = (replace(each, budget_bytes=budget_bytes) for each in (problem, lone))
@@ -74,7 +76,7 @@ def plan(
 
     def decide() -> tuple[Plan, ...]:
         if step.slices > 1:
-            return _sliced(problem, lone, options, torch_choices)
+            return _sliced(problem, lone, options, torch_choices, theirs)
         return _solved(problem, step, options, torch_choices, theirs)
 
     plans = decided(decide, exchange)
@@ -148,12 +150,21 @@ def _solved(
 
 
 def _sliced(
-    problem: Problem, lone: Problem, options: Options, choices: Choices
+    problem: Problem,
+    lone: Problem,
+    options: Options,
+    choices: Choices,
+    theirs: Plan | None = None,
 ) -> tuple[Plan, ...]:
     """The plan of all slices of a batch; `lone` is the problem of one slice while all are held."""
     if options.plans:
         return options.plans
-    alone = _fitting(problem, lone, options, choices)
+    try:
+        alone = _fitting(problem, lone, options, choices)
+    except Infeasible:
+        if theirs is None or peak_bytes(problem, theirs) > (problem.budget_bytes or 0):
+            raise
+        return (theirs,)
     if options.solver in FIELD:
         return (one_by_one(problem, alone),)
     with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):

@@ -29,7 +29,7 @@ from overlapc.profiler.link_model import Collective, Curve, LinkModel
 from overlapc.profiler.slowdown import measure_slowdown
 from overlapc.profiler.together import agree, backend_of, middle_mean, rank_in, ranks_in
 
-__all__ = ["agree_sizes", "collective_of", "measure_links"]
+__all__ = ["agree_sizes", "as_if_even", "collective_of", "measure_links"]
 
 _KINDS: tuple[tuple[str, Kind], ...] = (
     ("all_reduce", "all_reduce"),
@@ -63,19 +63,21 @@ def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> 
     group, dtype = group_of(node), str(given[0].dtype).removeprefix("torch.") if given else ""
     total = max(_total_bytes(given, number or hint), _total_bytes(made, number or hint))
     if number is not None and name == "all_to_all_single" and all(node.args[1:3]):
-        total = _as_if_even(node, given[0], number, group)
+        row_bytes = math.prod(map(number, given[0].shape[1:]), start=given[0].element_size())
+        received, sent = (
+            [number(s.meta["val"] if isinstance(s, fx.Node) else s) for s in splits]  # type: ignore[union-attr]
+            for splits in node.args[1:3]
+        )
+        total = as_if_even(received, sent, row_bytes, group)
     return Collective(group, kind, dtype if kind in ("all_reduce", "reduce_scatter") else "", total)
 
 
-def _as_if_even(node: fx.Node, given: Any, number: Callable[[Any], int], group: str) -> int:
-    """Full bytes of the even all-to-all that moves as many bytes over the link."""
+def as_if_even(received: Sequence[int], sent: Sequence[int], row_bytes: int, group: str) -> int:
+    """Full bytes of the even all-to-all that moves as many bytes over this rank's link; rows are
+    by rank."""
     ranks, me = ranks_in(group), rank_in(group)
-    row_bytes = math.prod(map(number, given.shape[1:]), start=given.element_size())
-    others = []
-    for splits in node.args[1:3]:  # rows received, then rows sent, by rank
-        rows = [number(s.meta["val"] if isinstance(s, fx.Node) else s) for s in splits]  # type: ignore[union-attr]
-        others.append(sum(rows) - rows[me])
-    return max(others) * row_bytes * ranks // max(1, ranks - 1)
+    others = max(sum(rows) - rows[me] for rows in (received, sent))
+    return others * row_bytes * ranks // max(1, ranks - 1)
 
 
 def hinted_bytes(tensor: torch.Tensor) -> int:

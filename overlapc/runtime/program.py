@@ -45,6 +45,14 @@ class Program:
             if name in joint.leaves and i not in set(joint.captured.static_inputs)
         }
 
+    def move(self, actions: Mapping[str, str]) -> bool:
+        """Let the pieces of the backward be those of `actions`, if any of these runs early or
+        late; do they?"""
+        moved = any(action != "I" for action in actions.values())
+        if moved:
+            self._parts.actions = actions
+        return moved
+
     @cached_property
     def _pieces(self) -> Mapping[str, Part]:
         return self._parts.pieces()

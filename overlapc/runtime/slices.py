@@ -21,10 +21,12 @@ from torch._functorch._aot_autograd import descriptors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overlapc.errors import CaptureError, OptionError
+from overlapc.ir import Plan
 from overlapc.merge import at, of_slice
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Stop, mark
 from overlapc.passes.parts import Parts, cut, join
+from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Flight, Program, State
 from overlapc.stages import turns
@@ -149,10 +151,15 @@ def places(joint: Joint) -> tuple[dict[str, int], dict[int, str]]:
 
 class SlicedProgram(Program):
     """A graph of one slice, and the parts that all slices of a batch run together. A graph that is
-    `whole` ends in the loss."""
+    `whole` ends in the loss. `cut` makes the parts of one slice by its plan."""
 
     def __init__(
-        self, joint: Joint, report: Report, whole: bool, draws: Mapping[str, Draw]
+        self,
+        joint: Joint,
+        report: Report,
+        whole: bool,
+        draws: Mapping[str, Draw],
+        cut: Callable[[Captured, Plan], Parts] = cut,
     ) -> None:
         self.draws = draws
         captured, plan, self.count = joint.captured, report.plan, report.slices

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from overlapc.layers import beside, in_turn, sliced
 from overlapc.passes.draws import Draw, Drawn, Whole, drawing, draws_of
 from overlapc.passes.joint import Joint
 from overlapc.passes.nodes import is_total
-from overlapc.passes.trace import changed_inputs
+from overlapc.passes.trace import Captured, changed_inputs
 from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, way_of
@@ -42,6 +42,7 @@ class Compared:
     ways: tuple[Way, ...]
     apart: float
     tolerance: float
+    cut: str = "cut along dimension 0"
 
     def __str__(self) -> str:
         made = [
@@ -49,7 +50,7 @@ class Compared:
             for i, way in enumerate(self.ways)
         ]
         return (
-            f"cut along dimension 0; put together: {', '.join(made)}; bitwise plain accumulation "
+            f"{self.cut}; put together: {', '.join(made)}; bitwise plain accumulation "
             f"over slices; the first batch was {self.apart:.2g} of its largest numbers from the "
             f"uncut batch (measured; at most {self.tolerance:g} is accepted)"
         )
@@ -91,21 +92,34 @@ def compared(
     """Let eager compute the batch uncut and in slices, with gradients if the graph has any. Raise,
     on all ranks, if slices give anything else."""
     mine = _BothWays(model, forward, batch, each, joint, [*draws.values()])
+    found = Compared(mine.ways, mine.apart, mine.tolerance)
+    return told(found, mine.different, mine.first_module, len(each), exchange)
 
-    def told(what: str, said: str) -> list[str]:
+
+def told(
+    found: Compared,
+    different: str,
+    where: Callable[[], str],
+    count: int,
+    exchange: Exchange | None,
+) -> Compared:
+    """Raise, on all ranks, if slices of one rank were `different`; `where` looks for the place.
+    Else return what was `found` of the farthest."""
+
+    def all_say(what: str, said: str) -> list[str]:
         if exchange is None:
             return [said]
         return [data.decode() for data in exchange.gather(what, said.encode())]
 
-    said = [text.partition(" ") for text in told("in slices", f"{mine.apart!r} {mine.different}")]
-    found = next((different for _, _, different in said if different), "")
-    if found:
-        place = next(filter(None, told("whole batch", mine.first_module())), "")
+    said = [text.partition(" ") for text in all_say("in slices", f"{found.apart!r} {different}")]
+    first = next((different for _, _, different in said if different), "")
+    if first:
+        place = next(filter(None, all_say("whole batch", where())), "")
         raise OptionError(
-            f"slices={len(each)}: {found}; {place and f'{place}; '}expected results that are means "
+            f"slices={count}: {first}; {place and f'{place}; '}expected results that are means "
             "over samples, or of samples of which each goes its own way: leave slices out"
         )
-    return Compared(mine.ways, max(float(text) for text, _, _ in said), mine.tolerance)
+    return replace(found, apart=max(float(text) for text, _, _ in said))
 
 
 class _BothWays:
@@ -123,7 +137,7 @@ class _BothWays:
     ) -> None:
         self.draws = draws
         self.model, self.forward, self.batch, self.each = model, forward, batch, each
-        self.tolerance, self.backward = _tolerance(joint), bool(joint.tangents)
+        self.tolerance, self.backward = tolerance_of(joint.captured), bool(joint.tangents)
         self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
         self.ways: tuple[Way, ...] = ()
         self.different, self.apart = "", 0.0
@@ -135,7 +149,7 @@ class _BothWays:
         except OptionError as error:  # the other ranks wait
             self.different = str(error).partition(": ")[2]
         else:
-            self.compare(expected, found)
+            self.apart, self.different = farthest(expected, found, self.tolerance)
 
     def uncut(self) -> dict[str, Any]:
         before = _attributes(self.model)
@@ -222,17 +236,6 @@ class _BothWays:
                 found[f"the gradient of input {i}"] = torch.cat(grads)
         return found
 
-    def compare(self, expected: dict[str, Any], found: dict[str, Any]) -> None:
-        gradients = [g for name, g in expected.items() if "gradient" in name and g is not None]
-        least = _NOISE * max([_largest(gradient) for gradient in gradients], default=0.0)
-        for name, value in expected.items():
-            scale = least if "gradient" in name else 0.0
-            far, how = _distance(value, found[name], scale)
-            self.apart = max(self.apart, far)
-            if not far <= self.tolerance and not self.different:
-                more = f"{how}, expected at most {self.tolerance:g}"
-                self.different = f"{name} is another in slices ({more})"
-
     def first_module(self) -> str:
         """The first module that makes of the same inputs other results in slices; "" if none
         does."""
@@ -279,6 +282,23 @@ class _BothWays:
 
             self.ran(parts, run)
         return each
+
+
+def farthest(
+    expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: float
+) -> tuple[float, str]:
+    """How far the farthest of all is from what is expected, relative to its largest number, and
+    which of them is farther than the tolerance; "" if none is."""
+    gradients = [g for name, g in expected.items() if "gradient" in name and g is not None]
+    least = _NOISE * max([_largest(gradient) for gradient in gradients], default=0.0)
+    farthest, different = 0.0, ""
+    for name, value in expected.items():
+        far, how = _distance(value, found[name], least if "gradient" in name else 0.0)
+        farthest = max(farthest, far)
+        if not far <= tolerance and not different:
+            more = f"{how}, expected at most {tolerance:g}"
+            different = f"{name} is another in slices ({more})"
+    return farthest, different
 
 
 def _named(results: Sequence[Any]) -> dict[str, Any]:
@@ -330,9 +350,14 @@ def _cotangent(i: int, leaf: Any) -> Tensor | None:
         return None
     if leaf.numel() == 1 or type(leaf) is not Tensor:
         return torch.ones_like(leaf)
-    generator = torch.Generator().manual_seed(i)
-    numbers = torch.randn(leaf.shape, generator=generator, dtype=torch.float32)
-    return numbers.to(leaf.device, leaf.dtype)
+    return noise(i, leaf)
+
+
+def noise(seed: int, like: Tensor) -> Tensor:
+    """Random numbers in a tensor like this one, which may be fake."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32)
+    return numbers.to(like.device, like.dtype)
 
 
 def _differentiate(results: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
@@ -340,9 +365,9 @@ def _differentiate(results: Sequence[Any], gradients: Sequence[Tensor | None]) -
     torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
 
 
-def _tolerance(joint: Joint) -> float:
+def tolerance_of(captured: Captured) -> float:
     """How far slices of this graph may be from the batch."""
-    nodes = joint.captured.joint.graph.nodes
+    nodes = captured.joint.graph.nodes
     kinds = {n.meta["val"].dtype for n in nodes if isinstance(n.meta.get("val"), Tensor)}
     if torch.get_float32_matmul_precision() != "highest":
         kinds.add(torch.float16)

@@ -26,7 +26,7 @@ QUICK = ("uniform",)
 EXPERTS = {**CHOSEN, "recompute_modules": ["moe", "layernorm"]}
 
 
-def peaks(rank: int, ranks: int, version: str, layout: Layout) -> dict[str, Any]:
+def peaks(rank: int, ranks: int, version: str, layout: Layout, slices: int) -> dict[str, Any]:
     """What a step allocates at its peak, as Megatron runs it and planned, and what was planned."""
     cpu.use(version)
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -48,7 +48,7 @@ def peaks(rank: int, ranks: int, version: str, layout: Layout) -> dict[str, Any]
         return min(found[1:])  # the first plans
 
     plain = peak(Trained(layout))
-    patched.patch(profile="estimate", solver="overlap")
+    patched.patch(profile="estimate", solver="overlap", slices=slices)
     ours = peak(Trained(layout))
     (chunk,) = patched._steps.chunks.values()
     (planned,) = chunk._planned.values()
@@ -62,10 +62,10 @@ def peaks(rank: int, ranks: int, version: str, layout: Layout) -> dict[str, Any]
     }
 
 
-def check(version: str, layout: Layout) -> None:
+def check(version: str, layout: Layout, slices: int = 1) -> None:
     if cpu.folder(version) is None:
         pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
-    (found,) = run_ranks(peaks, 1, version, layout, timeout_s=140)
+    (found,) = run_ranks(peaks, 1, version, layout, slices, timeout_s=140)
     print(found)
     assert found["why"] == []
     assert found["budget"] < found["everything"]
@@ -87,6 +87,13 @@ def test_a_step_takes_no_more_than_with_the_scripts_own_recompute(version: str, 
 @pytest.mark.slow
 def test_without_megatrons_buffers() -> None:
     check("0.16.1", Layout(ranks=1, layers=4, sequence=128, ddp=None, config=ARGUMENTS["uniform"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["uniform", "norms and mlp"])
+def test_in_slices(asked: str) -> None:
+    layout = Layout(ranks=1, layers=4, sequence=128, batch=4, config=ARGUMENTS[asked])
+    check("0.16.1", layout, slices=2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,282 @@
+"""`Planning` makes the plans of a chunk, together with all ranks that run the same chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from overlapc.errors import CaptureError, Infeasible, OptionError, OverlapcError
+from overlapc.megatron.gradients import gathered
+from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
+from overlapc.megatron.recompute import own_plan
+from overlapc.megatron.refused import foreign_hooks
+from overlapc.megatron.slices import Cut
+from overlapc.megatron.waits import apart
+from overlapc.passes.parts import parameter_gradients
+from overlapc.passes.trace import Captured
+from overlapc.planning.carried import actions_of, carried
+from overlapc.planning.options import Options
+from overlapc.planning.problem import TrainingStep, tangent_bytes
+from overlapc.planning.report import Report
+from overlapc.planning.road import plan
+from overlapc.runtime.exchange import busy
+from overlapc.runtime.ranks import exchange_of, ranks_of, together
+from overlapc.runtime.train_step import adding
+
+if TYPE_CHECKING:
+    from overlapc.runtime.exchange import Exchange
+
+_STATES = 16  # Python states of the model, after which it runs plain
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a chunk knows of the step that begins."""
+
+    ranks: Sequence[int]  # ranks that run the same chunk
+    peers: Sequence[int]  # those that run it on the same microbatches
+    microbatches: int
+    in_flight: int  # microbatches held at a time
+    lag: int  # a backward may merge with the forward so many microbatches later; 0: none
+    hands: bool  # Megatron takes gradients of the stage's inputs by `gradient_of`
+    first: bool  # is it the pipeline's first stage?
+    fills: bool  # recompute and weight gradients run where Megatron waits for other stages
+    slices: tuple[int, ...] = (1,)  # how many slices of a microbatch may run; the fastest do
+    batch: int | None = None  # how many samples a microbatch has, if Megatron says so
+    begins: bool = False  # is it the first of its models?
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The plan of all ranks that run the same chunk, for the shapes of the first rank's
+    microbatch."""
+
+    planned: Planned
+    shapes: Any
+    actions: Mapping[str, str]  # of a pipeline: what may run early or late
+
+    @property
+    def report(self) -> Report:
+        return self.planned.program.report
+
+    @property
+    def gradients(self) -> Mapping[str, Sequence[str]]:
+        return parameter_gradients(self.planned.program.joint.captured)
+
+
+class Planning:
+    """The plans of one model chunk. `step` is the step that runs, `lasting` are parameters and
+    buffers."""
+
+    def __init__(
+        self, module: nn.Module, original: Callable[..., Any], ddp: Any, options: Options
+    ) -> None:
+        self.module, self.original, self.ddp = module, original, ddp
+        self.why_plain: list[str] = []
+        self.said: dict[int, str] = {}  # what was found of each number of slices
+        # By the form of calls, without shapes; None: all ranks run these calls as plain Megatron.
+        self.agreed: dict[Any, Agreed | None] = {}
+        self.states: dict[Any, list[Any]] = {}  # states so far, and objects that must live as long
+        self.step: Step
+        self.lasting: Sequence[Tensor] = ()
+        self._options = options
+        self._reports: dict[Any, Report] = {}  # by digest and step
+
+    def prepare(self, call: Call, form: Any) -> Planned | None:
+        """Return what runs calls of these shapes, by the plan of all ranks that run this chunk;
+        None on all of them if one cannot capture it."""
+        if form not in self.agreed:
+            self.agreed[form] = self._agree(call)
+        agreed = self.agreed[form]
+        if agreed is None or agreed.shapes == call.shapes():
+            return None if agreed is None else agreed.planned
+        if agreed.planned.slices > 1:
+            raise OptionError(
+                f"slices={agreed.planned.slices}: found microbatches of shapes {agreed.shapes} and "
+                f"{call.shapes()}; expected one shape: pad microbatches, or leave slices out"
+            )
+        made = self._carried(agreed, call)
+        if made is None:  # it needs a new plan, which all ranks must make together
+            other = self._agree(call)
+            if other is not None and other.shapes != call.shapes():
+                raise OverlapcError(
+                    f"microbatches of shapes {call.shapes()} and {other.shapes} came to ranks that "
+                    "run the same chunk, and their graphs differ too much to run by one plan; "
+                    "expected one shape: pad microbatches"
+                )
+            made = None if other is None else other.planned
+        return made
+
+    def _agree(self, call: Call) -> Agreed | None:
+        """Plan together with all ranks that run this chunk, for the shapes of the first rank."""
+        try:
+            with exchange_of(self.step.ranks, self._options.timeout_s) as exchange:
+                return self._fastest(_of_the_first(call, exchange), exchange)
+        except CaptureError as error:
+            if str(error) not in self.why_plain:
+                self.why_plain.append(str(error))
+                warnings.warn(
+                    f"overlapc runs a model chunk as plain Megatron: {error}",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+            return None
+
+    def _fastest(self, call: Call, exchange: Exchange | None) -> Agreed:
+        """The plan with which a microbatch is predicted to take the least time: whole, or in
+        slices."""
+        found: list[Agreed] = []
+        whole, captured = self._traced("captured", call, exchange)
+        for count in self.step.slices if captured.trace.lanes else self.step.slices[:1]:
+            try:
+                found.append(self._made(count, whole, captured, call, exchange))
+            except (Infeasible, OptionError) as error:
+                if len(self.step.slices) == 1:
+                    raise
+                self.said[count] = str(error)
+        if not found:
+            raise OptionError("; ".join(self.said.values()))
+        return min(found, key=lambda each: each.report.step_ns / each.report.microbatches)
+
+    def _made(
+        self, count: int, whole: Whole, captured: Captured, call: Call, exchange: Exchange | None
+    ) -> Agreed:
+        """Plan a call in so many slices."""
+        primals, cut = [*self.lasting, *call.tensors], None
+        if count > 1:
+            cut = Cut.of(self.module, call, self.step.batch, count)
+            first, uncut = cut.slice(0), captured
+            whole, captured = self._traced("captured in slices", first, exchange)
+            gathered(self.ddp)
+            with busy("comparing slices"):
+                cut.compare(captured, uncut, self.lasting, whole.taps.names, exchange)
+            self.said[count] = str(cut.compared)
+            primals = [*self.lasting, *first.tensors]
+        step = self._training_step(captured, call, cut)
+        again = captured.trace.digest, step.lag, step.in_flight, count
+        if again not in self._reports:
+            own = own_plan(captured)
+            made = plan(captured, self._options, step, primals=primals, exchange=exchange, own=own)
+            self._reports[again] = made.report
+        report = self._reports[again]
+        actions: Mapping[str, str] = {}
+        if self.step.fills:
+            actions = apart(report.problem, report.plan, self.step.first)
+        found: Planned | CaptureError
+        try:
+            if cut is None:
+                found = emitted(captured, report, whole, call, self.lasting, self.ddp, actions)
+            else:
+                found = cut.emitted(captured, report, whole, self.lasting, self.ddp, actions)
+        except CaptureError as error:
+            found = error
+        return Agreed(together(exchange, "emitted", found), call.shapes(), actions)
+
+    def _traced(self, what: str, call: Call, exchange: Exchange | None) -> tuple[Whole, Captured]:
+        whole = Whole(self.module, self.original, call)
+        return whole, together(exchange, what, self._captured(whole, call))
+
+    def _captured(self, whole: Whole, call: Call) -> Captured | CaptureError:
+        try:
+            self._refuse()
+            with busy("tracing"):
+                return traced(whole, call, self.ddp)
+        except CaptureError as error:
+            return error
+
+    def _carried(self, agreed: Agreed, call: Call) -> Planned | None:
+        """Return what runs a call of other shapes by the agreed plan. The ranks of the same
+        microbatches decide together whether that is possible; other ranks may have the plan's own
+        shapes now, and do not wait."""
+        made, digest = None, b""
+        whole = Whole(self.module, self.original, call)
+        found = self._captured(whole, call)
+        if isinstance(found, Captured):
+            step, theirs = self._training_step(found, call), parameter_gradients(found)
+            moved = carried(agreed.report, agreed.gradients, found.trace, step, theirs)
+            if moved is not None and self._goes_with(agreed.report, moved[0]):
+                actions = actions_of(*moved, agreed.actions)
+                with contextlib.suppress(CaptureError):
+                    made = emitted(found, moved[0], whole, call, self.lasting, self.ddp, actions)
+                    digest = found.trace.digest.encode()
+        with exchange_of(self.step.peers, self._options.timeout_s) as exchange:
+            told = [digest] if exchange is None else exchange.gather("carried", digest)
+        if made is None or set(told) != {digest}:
+            return None
+        self._warn_if_larger(agreed.report, made.program.report)
+        return made
+
+    def _goes_with(self, agreed: Report, moved: Report) -> bool:
+        """Can other ranks run by the agreed plan while this rank runs by the carried one?"""
+        apart = set(ranks_of(moved.problem.trace.lanes)) - set(self.step.peers)
+        orders = [each.merged and each.merged.plan.order for each in (agreed, moved)]
+        return not apart or orders[0] == orders[1]
+
+    def _warn_if_larger(self, agreed: Report, moved: Report) -> None:
+        budget = agreed.problem.budget_bytes or 0
+        if isinstance(self._options.memory_budget, float) or moved.peak_bytes <= budget:
+            return
+        if self._options.memory_budget is not None:
+            warnings.warn(
+                f"overlapc: a microbatch of another shape takes {moved.peak_bytes:,} bytes by the "
+                f"plan of the first one, the budget is {budget:,}; expected the largest first: "
+                "call overlapc.megatron.patch() again when shapes grow",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _refuse(self) -> None:
+        """Refuse a chunk with state that a trace would miss or freeze: it stays Megatron's."""
+        if hook := next(foreign_hooks(self.module), ""):
+            raise CaptureError(f"it has a hook that is not Megatron's: {hook}")
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            raise CaptureError("it is called under torch.autocast, expected Megatron's own bf16")
+        if len(self.states) > _STATES:
+            raise CaptureError(
+                f"attributes of its modules had {len(self.states)} states, expected at most "
+                f"{_STATES}: each is planned anew"
+            )
+
+    def _training_step(
+        self, captured: Captured, call: Call, cut: Cut | None = None
+    ) -> TrainingStep:
+        # without collectives merging gains nothing, and slices are not merged
+        lag = self.step.lag if captured.trace.lanes and cut is None else 0
+        count = 1 if cut is None else cut.count
+        return TrainingStep(
+            "one microbatch" + (f" in {count} slices" if cut else ""),
+            max(self.step.microbatches, 2 * lag),
+            lag,
+            in_flight=self.step.in_flight,
+            beside_bytes=self._beside(captured, call, count),
+            gradients=tuple(parameter_gradients(captured)),
+            add_ns_per_kib=adding(self.module, self._options),
+            sums=self.ddp is None,  # DDP has allocated the sums
+            slices=count,
+            draws=() if cut is None else tuple(cut.draws),
+            loss=cut is None,
+        )
+
+    def _beside(self, captured: Captured, call: Call, count: int) -> int:
+        """Bytes that Megatron holds for microbatches in flight under any plan: a stage's inputs,
+        and its results unless they are freed when they are sent. (The slices of an input are
+        copies.)"""
+        given = call.tensors[0].nbytes * min(count, 2) if call.has_input else 0
+        freed = getattr(self.module.config, "deallocate_pipeline_outputs", False)
+        out = count * tangent_bytes(captured.trace)
+        return self.step.in_flight * (given + (0 if freed else out))
+
+
+def _of_the_first(call: Call, exchange: Exchange | None) -> Call:
+    """Return the call with the shapes of the first rank."""
+    if exchange is None:
+        return call
+    told = json.loads(exchange.broadcast("shapes", lambda: json.dumps(call.shapes())))
+    return call.shaped({place: shape for place, shape in told})
