@@ -103,9 +103,10 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
         alone: Callable[[], Plan],
         microbatches: int,
         lag: int,
-    ) -> tuple[Plan, Plan | None]:
+        pairs: bool,
+    ) -> tuple[Plan, ...]:
         if microbatches < 2:
-            return alone(), None
+            return (alone(),)
         needs = Needs(problem.trace)
         kept = keep_sets(problem, needs, 6)
         choice = needs.complete(kept[which % len(kept)])
