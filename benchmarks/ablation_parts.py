@@ -37,9 +37,11 @@ from benchmarks.drawn_pipelines import drawn
 from benchmarks.problems import build, cases
 from overlapc.errors import Infeasible
 from overlapc.ir import Problem
+from overlapc.merge import merge
 from overlapc.pipeline import simulate_pipeline
 from overlapc.simulate import step_ns
 from overlapc.solvers import constants, merging, rows, solve
+from overlapc.solvers.step import solve_step
 
 opt = sys.modules["overlapc.solvers.opt"]  # the package has a function of that name
 WHOLE = "nothing"  # is left out
@@ -133,11 +135,11 @@ def of_merged(args: argparse.Namespace) -> Subject:
     def step(case: str) -> int | None:
         problem = problem_of(case)
         try:
-            lone, merged = merging.solve_step(problem, "heu", partial(solve, problem, "heu"), 4)
+            lone, *merged = solve_step(problem, "heu", partial(solve, problem, "heu"), 4)
         except Infeasible:
             return None
         lone_ns = step_ns(problem, lone)
-        together_ns = step_ns(merging.merge(problem), merged) if merged else lone_ns
+        together_ns = step_ns(merge(problem), merged[0]) if merged else lone_ns
         return lone_ns + 3 * together_ns
 
     return Subject(parts, set_cases(args.every), step, is_held_out)

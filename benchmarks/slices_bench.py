@@ -4,7 +4,8 @@
 
 Two ranks as in `link_bench.py` train on one batch in the same memory, by default eager's peak
 (`--budget 0.5`: half of its activations): `optimize` runs the batch whole, `TrainStep n` in n
-microbatches that are merged, `slices n` in n slices. Gradients of pieces are compared bitwise with
+microbatches that are merged, in pairs if that is planned, `no pairs n` in n that are not in pairs,
+`slices n` in n slices. Gradients of pieces are compared bitwise with
 plain accumulation over the same pieces, and with those of the whole batch. Every repetition runs
 every variant once, in turn and in the same processes.
 """
@@ -89,13 +90,17 @@ class Bench:
         run()
         return Variant(BASE, 1, run, twin.reports[0].timeline.step_ns / 1e6)
 
-    def microbatches(self, count: int) -> Variant:
+    def microbatches(self, count: int, pairs: bool = True) -> Variant:
         def loss(model: nn.Module, *piece: Tensor) -> Tensor:
             return model(*piece) / count
 
-        step, pieces = overlapc.TrainStep(self.model, loss, **self.options), self.pieces(count)
+        step = overlapc.TrainStep(self.model, loss, pairs=pairs, **self.options)
+        pieces = self.pieces(count)
         step(pieces)
-        return Variant(f"TrainStep {count}", count, lambda: step(pieces), step.report.step_ns / 1e6)
+        name = f"TrainStep {count}" if pairs else f"no pairs {count}"
+        if pairs and step.report.pair is None:
+            say(f"{name}: no pairs by plan")
+        return Variant(name, count, lambda: step(pieces), step.report.step_ns / 1e6)
 
     def slices(self, count: int) -> Variant:
         step = overlapc.TrainStep(self.model, slices=count, **self.options)
@@ -137,7 +142,10 @@ def rank_main(args: argparse.Namespace) -> None:
     makes = [bench.optimize]
     for count in counts:
         makes.append(lambda c=count: bench.microbatches(c))
-        makes.append(lambda c=count: bench.slices(c))
+        if args.pairs:
+            makes.append(lambda c=count: bench.microbatches(c, pairs=False))
+        else:
+            makes.append(lambda c=count: bench.slices(c))
     variants = []
     for make in makes:
         bench.model.zero_grad()
@@ -171,6 +179,11 @@ def print_table(variants: list[Variant]) -> None:
         rival = next(v for v in variants if v.name == f"TrainStep {sliced.pieces}")
         faster = ratio(rival.step_ms, sliced.step_ms)
         print(f"{sliced.name} is {faster} times as fast as {rival.name}")
+    for rival in (v for v in variants if v.name.startswith("no pairs")):
+        paired = next(v for v in variants if v.name == f"TrainStep {rival.pieces}")
+        faster = ratio(rival.step_ms, paired.step_ms)
+        predicted = rival.predicted_ms / paired.predicted_ms
+        print(f"{paired.name} is {faster} times as fast as {rival.name}, predicted {predicted:.3f}")
     sys.stdout.flush()
 
 
@@ -181,7 +194,8 @@ def save(variants: list[Variant], args: argparse.Namespace) -> None:
     own = {"size": size, "batch": [BATCH, SEQ], "budget": args.budget, "variants": rows}
     document = conditions(args.model) | own
     level = f"_{args.budget}" if args.budget else ""
-    write_results(f"slices_{args.model}_{document['rate_mbit']}{level}", document)
+    what = "pairs" if args.pairs else "slices"
+    write_results(f"{what}_{args.model}_{document['rate_mbit']}{level}", document)
 
 
 def main() -> None:
@@ -190,6 +204,7 @@ def main() -> None:
     add("--model", choices=["gpt", "moe"], default="moe")
     add("--rates", default="400,1000", help="rates of the link in Mbit/s; none is unshaped")
     add("--slices", default="2,4", help="numbers of slices, and of microbatches to compare with")
+    add("--pairs", action="store_true", help="compare steps with and without pairs, not slices")
     add("--reps", type=int, default=7)
     add("--budget", type=float, help="a fraction of eager's activation memory; by default its peak")
     args = parser.parse_args()

@@ -77,14 +77,19 @@ def at(name: str, k: int) -> str:
 
 
 def in_slices(
-    problem: Problem, count: int, loss: bool = True, draws: Collection[str] = ()
+    problem: Problem,
+    count: int,
+    loss: bool = True,
+    draws: Collection[str] = (),
+    apart: bool = False,
 ) -> Problem:
     """Put `count` slices of one batch beside each other, each a copy of `problem`, the problem of
     one slice. Slices share parameters and buffers and, if the trace ends in the `loss`, the
     incoming gradient; otherwise each slice has its own. Each slice adds its gradients up after the
     slices before it, and asks those what they counted; a total reads all slices. The first slice
     draws the random numbers of `draws` for all; no other op may draw any, so that random ones need
-    no order. Their states are kept all the same."""
+    no order. Their states are kept all the same. Copies that are `apart` are microbatches: they
+    add gradients up in the same way, but ask nothing of each other, and draw in their order."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     values = [value for value in trace.values if value.name in shared]
@@ -103,9 +108,9 @@ def in_slices(
             name = at(op.name, k)
             given = tuple(name_of(value, k) for value in op.inputs)
             made = tuple(at(value, k) for value in op.outputs)
-            if op.signature.startswith(BEFORE) and k:
+            if op.signature.startswith(BEFORE) and k and not apart:
                 given = at(op.inputs[0], k - 1), at(op.outputs[0], k - 1)
-            if op.signature.startswith(TOTAL):
+            if op.signature.startswith(TOTAL) and not apart:
                 given = tuple(names_of(op.inputs[:1]))
             if op.name.endswith(ADD) and not made:
                 made = (name,)  # a value without bytes, which says that the gradient has been added
@@ -122,16 +127,30 @@ def in_slices(
                 cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
             piece = replace(op.piece, microbatch=k)
             copy = replace(op, name=name, piece=piece, inputs=given, outputs=made)
-            first, seeded = op.name in draws and not k, op.has_state and op.name not in draws
-            halves[not op.is_forward].append(replace(copy, random=first, seeded=seeded))
+            if not apart:
+                first, seeded = op.name in draws and not k, op.has_state and op.name not in draws
+                copy = replace(copy, random=first, seeded=seeded)
+            halves[not op.is_forward].append(copy)
             costs[name] = cost
-    if any(op.signature.startswith(TOTAL) for op in trace.ops):
+    if any(op.signature.startswith(TOTAL) for op in trace.ops) and not apart:
         _interleave(halves, trace)
     kinds = {name_of(n, k): kind for k in range(count) for n, kind in trace.kinds.items()}
     modules = {at(name, k): path for k in range(count) for name, path in trace.modules.items()}
     inputs, outputs = tuple(names_of(trace.inputs)), tuple(names_of(trace.outputs))
     beside = Trace((*halves[0], *halves[1]), tuple(values), inputs, outputs, kinds, modules)
     return validated(replace(problem, trace=beside, profile=replace(problem.profile, costs=costs)))
+
+
+def in_pairs(problem: Problem) -> tuple[Problem, Problem]:
+    """Return the problems of a step in pairs: its ends, two forwards at the start and two backwards
+    at the end, which have no other microbatch to merge with; and its middle, where each forward is
+    merged with the backward of the microbatch two before. `problem` is that of one microbatch."""
+    return in_slices(problem, 2, apart=True), merge(held_in_pairs(problem), lag=2)
+
+
+def held_in_pairs(problem: Problem) -> Problem:
+    """The problem of one microbatch while another is held."""
+    return replace(problem, in_flight=2 * problem.in_flight)
 
 
 def _own_values(trace: Trace, k: int, shared: Collection[str]) -> Iterator[Value]:
@@ -168,7 +187,8 @@ def one_by_one(problem: Problem, plan: Plan) -> Plan:
     count = 1 + max(op.piece.microbatch for op in problem.trace.ops)
     border = sum(op.is_forward for op in problem.trace.ops) // count
     halves = plan.order[:border], plan.order[border:]
-    totals = {op.name for op in problem.trace.ops if op.signature.startswith(TOTAL)}
+    ops = problem.trace.ops
+    totals = {op.name for op in ops if op.signature.startswith(TOTAL) and len(op.inputs) > 1}
     parts: list[list[str]] = []
     for half in halves:
         parts.append([])

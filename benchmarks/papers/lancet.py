@@ -39,8 +39,8 @@ from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.simulate import simulate
 from overlapc.solvers import ranges, solve
-from overlapc.solvers.merging import solve_step
 from overlapc.solvers.slices import solve_slices
+from overlapc.solvers.step import solve_step
 
 RANKS = 64
 LAYERS = {"lancet-S": 12, "lancet-L": 24}
@@ -139,8 +139,9 @@ def measure(
     for way, rival in ranges.BASELINES.items():
         timeline = simulate(*rival(problem, pieces))
         found[way] = timeline.step_ns, exposed_ns(timeline)
-    lone, merged = solve_step(problem, "heu", lambda: alone, count)
-    assert merged is not None, "merging found nothing faster"
+    plans = solve_step(problem, "heu", lambda: alone, count)
+    assert len(plans) == 2, "merging found nothing faster"
+    lone, merged = plans
     both = merge(problem, 1)
     parts = (problem, lone, 1), (both, merged, count - 1)
     for way, placed in (

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overlapc.errors import OptionError
 from overlapc.passes.nodes import is_random, module_of
-from overlapc.passes.trace import Captured
+from overlapc.passes.trace import Captured, changed_inputs
 
 _DROPOUT = "aten.native_dropout.default"  # y, mask = native_dropout(x, p, train)
 # Ops whose numbers depend on the sizes and strides that they are given, not on values.
@@ -141,6 +141,12 @@ def drawing(captured: Captured) -> list[fx.Node]:
                     yield node
 
     return list(found())
+
+
+def may_pair(captured: Captured) -> bool:
+    """May the forwards of two microbatches run beside each other? Not if they draw random numbers
+    or change buffers, for both have an order."""
+    return not drawing(captured) and not changed_inputs(captured.joint)
 
 
 def draws_of(captured: Captured, uncut: Captured, count: int) -> dict[str, Draw]:

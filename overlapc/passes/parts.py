@@ -3,6 +3,7 @@
     forward    inputs -> results, saved values            F
     backward   saved values, tangents -> gradients        R, I and W
     merged     both, of two microbatches, in one order; `join` makes it, and that of slices
+    pair       two forwards as one graph, and two backwards
     pieces     the backward in three: R (recompute) needs no tangents, and W (only for weight
                gradients) can wait
 
@@ -25,7 +26,7 @@ from torch._functorch import config as functorch_config
 from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.layers import summed
-from overlapc.merge import ADD
+from overlapc.merge import ADD, at
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Owner, is_gradient, owner_of
 from overlapc.passes.nodes import is_before, is_folded_getitem, is_total, primal_nodes
@@ -74,6 +75,14 @@ class Parts:
         of `plan`; the first state is the forward's, the second the backward's."""
         return join((self.forward, self.backward), plan.order)
 
+    def pair(self, plan: Plan) -> tuple[Part, Part]:
+        """Join the forwards of two microbatches to one graph, and their backwards to another, in
+        the order of `plan`."""
+        forward, backward = (
+            join((part, part), plan.order, at, apart=True) for part in (self.forward, self.backward)
+        )
+        return forward, backward
+
     def pieces(self) -> dict[str, Part]:
         """Cut the backward into R, I and W: three parts that run in this order, at any time. (R
         returns the values that both it and I read.)"""
@@ -104,10 +113,12 @@ def join(
     order: Sequence[str],
     named: Callable[[str, int], str] | None = None,
     draws: Mapping[str, Draw] | None = None,
+    apart: bool = False,
 ) -> Part:
     """Join parts of different microbatches, or of the slices of one, to one graph in the order. The
-    graph runs on a state for each part. Of slices, `named` gives the order's name of an issue of
-    the i-th, and the first draws the random numbers of all (`draws`, by op)."""
+    graph runs on a state for each part. `named` gives the order's name of an issue of the i-th.
+    Slices, which are not `apart`, ask each other what they counted, and the first draws the random
+    numbers of all (`draws`, by op)."""
     graph = fx.Graph()
     names: dict[fx.Node, str] = {}
     takes: list[str] = []
@@ -115,7 +126,7 @@ def join(
     results: list[Any] = []
     copies: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
     wholes: dict[str, fx.Node] = {}  # what is drawn for all slices
-    draws = draws or {}
+    draws, slices = draws or {}, named is not None and not apart
     for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
         for node in part.module.graph.find_nodes(op="placeholder"):
             copy[node] = graph.node_copy(node)
@@ -134,10 +145,10 @@ def join(
                 given = copy[node.args[0]] if draw.is_dropout else None
                 copy[node] = draw.node_of(graph, wholes[part.names[node]], which, given)
                 copy[node].meta = dict(node.meta)
-            elif named and is_total(node):
+            elif slices and is_total(node):
                 copy[node] = graph.call_function(summed, (copy[node.args[0]],))
                 copy[node].meta = dict(node.meta)
-            elif which and is_before(node):
+            elif slices and which and is_before(node):
                 copy[node] = _passed_on(
                     graph, parts[which - 1], copies[which - 1], part.names[node]
                 )
@@ -146,7 +157,7 @@ def join(
             if node in part.names:
                 text = part.names[node]
                 names[copy[node]] = named(text, which) if named else text
-    if named:
+    if slices:
         _read_all(parts, copies)
     graph.output(tuple(results))
     module = fx.GraphModule(_attributes(parts), graph)

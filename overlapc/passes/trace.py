@@ -19,6 +19,7 @@ from torch.fx.graph import _Namespace
 from overlapc.errors import CaptureError
 from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
 from overlapc.passes.nodes import (
+    drops_nothing,
     group_of,
     input_kinds,
     is_folded_getitem,
@@ -93,7 +94,8 @@ def trace_joint(
                 inputs=given,
                 outputs=tuple(values.define(n, node.name, node) for n in _made(node)),
                 signature=signature_of(node, symbols),
-                random=is_random(node),
+                random=is_random(node) and not drops_nothing(node),
+                seeded=drops_nothing(node),
                 recomputable=is_recomputable(node) and not values.share(given, changed),
             )
         )

@@ -45,7 +45,7 @@ def agreed(
         )
         exchange.agree(
             "options",
-            f"{options.text(ALIKE)} {step.microbatches} {step.lag} {step.in_flight}",
+            f"{options.text(ALIKE)} {step.microbatches} {step.lag} {step.in_flight} {step.pairs}",
             "pass the same options on every rank",
         )
     profiles, all_sizes = _profiles(captured, options, primals, exchange)

@@ -164,8 +164,10 @@ def _plans(given: Any) -> tuple[Plan, ...]:
             found.append(each)
         else:
             raise OptionError(f"plan={each!r}: {_PLANS}")
-    if len(found) > 2:
-        raise OptionError(f"plan: found {len(found)}, expected one, and one of two merged")
+    if len(found) > 3:
+        raise OptionError(
+            f"plan: found {len(found)}, expected one, one of two merged, and one of a pair"
+        )
     return tuple(found)
 
 

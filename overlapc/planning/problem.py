@@ -23,6 +23,7 @@ class TrainingStep:
     name: str = "graph"
     microbatches: int = 1
     lag: int = 0  # a forward merges with the backward so many microbatches before; 0: none
+    pairs: bool = False  # the first two forwards may be joined, and the last two backwards
     in_flight: int = 1  # microbatches held at a time, in one budget
     further: int = 0  # plan also for up to so many more in flight
     beside_bytes: int = 0  # other memory that the budget covers

@@ -21,8 +21,9 @@ class Report(Record):
     """The plan of one microbatch, and its predicted timeline.
 
     For several microbatches the plan is that of the first forward and the last backward; `merged`
-    has the plan of the merged steps between them, if merging pays. For a batch in slices the plan
-    is that of all slices.
+    has the plan of the merged steps between them, if merging pays. If a step in pairs is faster,
+    `pair` has the plan of the first two forwards and of the last two backwards, in the place of
+    the plan of one. For a batch in slices the plan is that of all slices.
     """
 
     name: str
@@ -33,21 +34,31 @@ class Report(Record):
     microbatches: int = 1
     lag: int = 0  # distance of the microbatches that are merged
     merged: Report | None = None
+    pair: Report | None = None
     slices: int = 1  # slices of each microbatch; the plan is that of all
+
+    @property
+    def ends_ns(self) -> int:
+        """How long the forwards and backwards take that are merged with nothing in the middle."""
+        if self.pair is not None:
+            return self.pair.timeline.step_ns
+        return (self.lag if self.merged else self.microbatches) * self.timeline.step_ns
+
+    @property
+    def steady(self) -> int:
+        """How often the merged plan runs."""
+        return 0 if self.merged is None else self.microbatches - self.lag
 
     @property
     def step_ns(self) -> int:
         """How long the whole step takes."""
-        alone = self.timeline.step_ns
-        if self.merged is None:
-            return self.microbatches * alone
-        steady = self.microbatches - self.lag
-        return self.lag * alone + steady * self.merged.timeline.step_ns
+        merged_ns = 0 if self.merged is None else self.merged.timeline.step_ns
+        return self.ends_ns + self.steady * merged_ns
 
     @property
     def peak_bytes(self) -> int:
         """How much the whole step holds at most."""
-        return max(self.timeline.peak_bytes, self.merged.timeline.peak_bytes if self.merged else 0)
+        return max(each.timeline.peak_bytes for each in (self, self.merged, self.pair) if each)
 
     @cached_property
     def eager(self) -> Timeline:
@@ -68,9 +79,12 @@ class Report(Record):
         if self.microbatches == 1:
             return explain(self)
         head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
-        if self.merged is None:
+        if self.merged is None and self.pair is None:
             return "\n\n".join([head + "each after the other", explain(self)])
-        return "\n\n".join([head + "merged", explain(self), explain(self.merged)])
+        how, parts = "merged", [self.pair or self, self.merged]
+        if self.pair is not None:
+            how = "in pairs: the first two forwards as one graph, and the last two backwards"
+        return "\n\n".join([head + how, *(explain(part) for part in parts if part)])
 
 
 @dataclass(frozen=True)

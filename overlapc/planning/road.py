@@ -16,7 +16,7 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import merge, one_by_one
+from overlapc.merge import in_pairs, merge, of_slice, one_by_one
 from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
 from overlapc.planning.options import Options
 from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formulate
@@ -32,8 +32,8 @@ from overlapc.solvers import (
     simple_plans,
     solve,
 )
-from overlapc.solvers.merging import solve_step
 from overlapc.solvers.slices import solve_slices
+from overlapc.solvers.step import solve_step
 from overlapc.text import format_plan
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def _solved(
     theirs: Plan | None = None,
 ) -> tuple[Plan, ...]:
     """The plan of one microbatch. If microbatches are merged and merging pays, the plan of two
-    merged ones follows it. If none are to be merged, plans that leave room for more microbatches
-    follow."""
+    merged ones follows it, and that of the ends if the step is in pairs. If none are to be merged,
+    plans that leave room for more microbatches follow."""
     if options.plans:
         return options.plans
 
@@ -145,8 +145,7 @@ def _solved(
         return (alone(),)
     with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
         count, rival = step.microbatches, partial(faster, problem)
-        lone, merged = solve_step(problem, options.solver, alone, count, step.lag, rival)
-    return (lone,) if merged is None else (lone, merged)
+        return solve_step(problem, options.solver, alone, count, step.lag, step.pairs, rival)
 
 
 def _sliced(
@@ -260,7 +259,7 @@ def reports(
     given: bool = False,
 ) -> list[Report]:
     """Report on plans of one microbatch each, or on a plan of one followed by a plan of two
-    merged."""
+    merged, by that of the ends of a step in pairs, or by both."""
 
     def alone(plan: Plan) -> Report:
         report = judged(step.name, problem, plan, ranks, given=given)
@@ -270,15 +269,34 @@ def reports(
         if given and len(plans) > 1:
             raise OptionError("plan: found one of merged microbatches, but none are merged here")
         return [alone(plan) for plan in plans]
-    lone, both = plans
+    lone, *others = plans
+    lag, both = step.lag, merge(problem, step.lag)
+    pair: Report | None = None
+    if step.pairs and step.microbatches > 1:
+        ends, middle = in_pairs(problem)
+        if others[-1].digest == ends.trace.digest:
+            lag, both = 2, middle
+            twice = [in_pairs(replace(problem, profile=each))[0].profile for each in ranks or ()]
+            pair = judged("in pairs", ends, others.pop(), twice or None, given=given)
+    if len(others) > 1:
+        raise OptionError(f"plan: found {len(plans)}, the last not of this step's pairs")
+    for each in others:
+        _check_alike(lone, each)
+    if pair is not None:
+        for k in range(2):
+            _check_alike(lone, of_slice(pair.plan, k, lone.digest))
+    merged = judged("merged", both, others[0], ranks, given=given) if others else None
+    return [replace(alone(lone), lag=lag, merged=merged, pair=pair)]
+
+
+def _check_alike(lone: Plan, other: Plan) -> None:
+    """Raise unless the plan of several microbatches saves and recomputes what that of one does."""
     for what in ("saved", "recomputed"):
-        if set(getattr(lone, what)) != set(getattr(both, what)):
+        if set(getattr(lone, what)) != set(getattr(other, what)):
             raise InvalidPlan(
                 f"the plan of merged microbatches has other values {what} than the plan of one "
-                "microbatch: expected the two plans of one report"
+                "microbatch: expected the plans of one report"
             )
-    merged = judged("merged", merge(problem, step.lag), both, ranks, given=given)
-    return [replace(alone(lone), lag=step.lag, merged=merged)]
 
 
 def judged(

@@ -35,16 +35,19 @@ def plan_stage(
     exchange: Exchange | None = None,
     slices: int = 1,
     draws: Collection[str] = (),
+    pairs: bool = False,
 ) -> list[Report]:
     """Plan a stage for the schedule's number of microbatches in flight and, where rows are placed,
     for a few more: more recompute makes room for rows that wait less. If microbatches are cut in
-    slices, the captured graph is of one; nothing is merged then, and `draws` are drawn together."""
+    slices, the captured graph is of one; nothing is merged then, and `draws` are drawn together.
+    `pairs`: `TrainStep` runs the stage, and may run it in pairs."""
     lag, held = schedule.lag(stage) if slices == 1 else 0, schedule.in_flight(stage)
     further = min(_FURTHER, schedule.microbatches - held) if place else 0
     step = TrainingStep(
         "one microbatch" if slices == 1 else f"one microbatch in {slices} slices",
         schedule.microbatches,
         lag,
+        pairs,
         in_flight=lag or held,
         further=0 if lag or slices > 1 else further,
         beside_bytes=beside_bytes,

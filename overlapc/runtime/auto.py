@@ -81,14 +81,14 @@ class AutoStep(TrainStep):
         loss: Callable[..., Tensor] | None = None,
         *,
         merge: bool = True,
+        pairs: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(model, loss, merge=merge, **options | {"slices": 1})
+        how = {"merge": merge, "pairs": pairs} | options
+        super().__init__(model, loss, **how | {"slices": 1})
         if self._options.plans:
             raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
-        self._make = lambda count: TrainStep(
-            model, loss, merge=merge, **options | {"slices": count}
-        )
+        self._make = lambda count: TrainStep(model, loss, **how | {"slices": count})
         self._steps: dict[int, TrainStep] = {}
         self._rankings: dict[Any, _Ranking] = {}
         self._now: tuple[TrainStep, _Ranking] | None = None  # what ran, or was planned, last

@@ -37,6 +37,7 @@ class Program:
         self.merged: Part | None = None
         if report.merged is not None:
             self.merged = self._parts.merged(report.merged.plan)
+        self._pair = None if report.pair is None else self._parts.pair(report.pair.plan)
         self._with: WeakKeyDictionary[Program, Part] = WeakKeyDictionary()
         self.shared: State = loss_gradient(joint) if whole else {}  # read by all microbatches
         self.free = {  # gradients that the graph does not add to `.grad` itself
@@ -68,6 +69,26 @@ class Program:
                 before.run("B")
             self._parts.forward.run(self.shared, state)
         return Flight(self, state)
+
+    @property
+    def pairs(self) -> bool:
+        """Do the first two forwards of a step run as one graph, and its last two backwards?"""
+        return self._pair is not None
+
+    def begin_pair(self, states: Sequence[State]) -> list[Flight]:
+        """Run F of two microbatches."""
+        assert self._pair is not None
+        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+            self._pair[0].run(self.shared, *states)
+        return [Flight(self, state) for state in states]
+
+    def end_pair(self, flights: Sequence[Flight]) -> None:
+        """Run B of two microbatches, of which nothing of the backward has run."""
+        assert self._pair is not None
+        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+            self._pair[1].run(self.shared, *(flight.state for flight in flights))
+        for flight in flights:
+            flight.end()
 
     def _merged_with(self, before: Program) -> Part | None:
         """Merge F of this graph with B of a graph of other shapes."""

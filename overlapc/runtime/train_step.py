@@ -1,9 +1,10 @@
 """`TrainStep` is a training step of several microbatches: the forward of each merged with the
-backward of the one before, or each in slices.
+backward of an earlier one, or each in slices.
 
     F0    (F1; R0 I0 W0)   (F2; R1 I1 W1)   ...   R I W of the last
+    (F0; F1)    (F2; R0 I0 W0)   (F3; R1 I1 W1)   ...   (R I W; R I W) of the last two: in pairs
 
-Each pair in brackets is one graph in a planned order: the forward's collectives run under the
+What is in brackets is one graph in a planned order: the forward's collectives run under the
 backward's compute, and the backward's under the forward's.
 """
 
@@ -14,16 +15,15 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from overlapc.errors import CaptureError, OptionError
+from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.layers import sliced
-from overlapc.passes.draws import Draw
+from overlapc.passes.draws import Draw, may_pair
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, capture
 from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
@@ -34,10 +34,11 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade
 from overlapc.runtime.given import Given, alike, givens
-from overlapc.runtime.program import Flight, NotOurs, Program, State, check_loss, refuse_owners
+from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, marked
+from overlapc.runtime.steps import Step
 from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
 
 
@@ -55,7 +56,8 @@ class TrainStep:
     The first call plans. So does a call with other shapes or another number of microbatches, or
     after a change that makes the model another graph. Options are those of `overlapc.Options`; the
     memory budget is for the most that the whole step allocates, gradients included. With
-    `merge=False`, or a baseline as solver, microbatches run one after the other.
+    `merge=False`, or a baseline as solver, microbatches run one after the other. A step is in pairs
+    where that is predicted to be faster within the budget; with `pairs=False` it never is.
 
     With `slices=k` each microbatch is cut into k slices along dimension 0 (`runtime/slices.py`).
     The forwards of slices hide each other's communication, and so do their backwards. This is for a
@@ -83,6 +85,7 @@ class TrainStep:
         loss: Callable[..., Tensor] | None = None,
         *,
         merge: bool = True,
+        pairs: bool = True,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -91,20 +94,22 @@ class TrainStep:
             raise OptionError(
                 f"loss={loss!r}: expected a function of the model and a microbatch, or None"
             )
-        if not isinstance(merge, bool):
-            raise OptionError(f"merge={merge!r}: expected True or False")
+        for name, given in (("merge", merge), ("pairs", pairs)):
+            if not isinstance(given, bool):
+                raise OptionError(f"{name}={given!r}: expected True or False")
         refuse_foreign("TrainStep", model)
-        self._merge = merge
+        self._merge, self._pairs = merge, pairs
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
         self._traced: dict[Any, Traced] = {}  # by the key of `alike`
         self._met: set[Any] = set()  # keys of those that ran
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
+        self._apart: set[Any] = set()  # keys of those whose second microbatch reads of the first
         self._attempts = Attempts("TrainStep")
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
-        self._step: _Step | Slices | None = None  # the running step
+        self._step: Step | Slices | None = None  # the running step
         self._given: Given | None = None  # the batch that is in slices
         # slices compared with their batch, by key and digest
         self._compared: dict[tuple[Any, str], Compared] = {}
@@ -120,12 +125,14 @@ class TrainStep:
         if self._options.slices > 1:
             return [self._in_slices(given, len(each)) for given in each]
         key = self._key(each)
-        self._step = step = _Step(len(each))
+        self._step = step = Step(each, gathers=len(each) > 1 and key not in self._apart)
         try:
             results = [self._forward(given, key) for given in each]
             step.finish()
         finally:
             self._step = None
+        if step.missed:
+            self._apart.add(key)
         return results
 
     def _in_slices(self, given: Given, microbatches: int) -> Any:
@@ -191,7 +198,7 @@ class TrainStep:
             return None
         slices = self._options.slices
         self._given = each[0]
-        self._step = (Slices if slices > 1 else _Step)(len(each), runs=False)
+        self._step = Slices(len(each), runs=False) if slices > 1 else Step(each, runs=False)
         each = each[0].cut(slices) if slices > 1 else each
         key = self._key(each)
         try:
@@ -216,6 +223,10 @@ class TrainStep:
         parts = [self.report.explain()] if self.report is not None else []
         parts += [str(found) for found in dict.fromkeys(self._compared.values())]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
+        if self._apart:
+            parts.append(
+                "the first two forwards run one by one, for the second reads what the first changes"
+            )
         parts += [f"may be not as eager: {line}" for line in self.differences]
         opaque = [reason for each in self._traced.values() for reason in each.opaques.reasons]
         parts += [f"one op, by its own autograd: {reason}" for reason in dict.fromkeys(opaque)]
@@ -251,14 +262,14 @@ class TrainStep:
     def _forward(self, given: Given, key: Any) -> Any:
         """Run the forward of a microbatch, and the backward that is due with it."""
         step = self._step
-        assert isinstance(step, _Step)
+        assert isinstance(step, Step)
         if key in self._plain:
             step.finish()
             return plainly(self._whole(*given.args, **given.kwargs))
         traced = self._traced[key]
         try:
             with self._tracing(key):
-                result = traced(*given.args, **given.kwargs)
+                result = self._called(traced, step, given)
         except CaptureError as error:
             self._attempts.refused(error)  # other ranks may wait for this one
             step.finish()
@@ -272,6 +283,20 @@ class TrainStep:
             return plainly(result)
         step.finish_alone()
         return _detached(result)
+
+    def _called(self, traced: Traced, step: Step, given: Given) -> Any:
+        try:
+            return traced(*given.args, **given.kwargs)
+        except Stop:  # the first forward runs with the second
+            second = step.each[1]
+            try:
+                traced(*second.args, **second.kwargs)
+            except OverlapcError:
+                raise
+            except Exception:  # Stop; or an error of the model's, which its own call raises again
+                pass
+            step.begin_pair()
+            return traced(*given.args, **given.kwargs)
 
     def _tracing(self, key: Any) -> AbstractContextManager[None]:
         """While this rank traces, the others wait for it, and notice if it is lost."""
@@ -324,6 +349,7 @@ class TrainStep:
                     "one microbatch" if slices == 1 else f"one microbatch in {slices} slices",
                     count,
                     lag=int(self._merge and slices == 1),
+                    pairs=self._pairs and may_pair(captured),
                     gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self._options),
                     slices=slices,
@@ -340,33 +366,6 @@ class TrainStep:
         """The graph of the whole batch."""
         assert self._given is not None
         return capture(self._whole, *self._given.args, **self._given.kwargs)
-
-
-@dataclass
-class _Step:
-    """A running step: `pending` is the microbatch whose backward has not run."""
-
-    count: int
-    runs: bool = True
-    pending: Flight | None = None
-
-    def forward(self, program: Program, state: State) -> Sequence[Any]:
-        before, self.pending = self.pending, None
-        self.pending = program.begin(state, before)
-        if before is not None:
-            before.end()
-        return self.pending.results()
-
-    def finish_alone(self) -> None:
-        """Run the pending backward now, without merging."""
-        if self.pending is not None and self.pending.program.merged is None:
-            self.finish()
-
-    def finish(self) -> None:
-        flight, self.pending = self.pending, None
-        if flight is not None:
-            flight.run("B")
-            flight.end()
 
 
 def _loss_of(result: Any) -> Any:

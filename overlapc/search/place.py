@@ -19,14 +19,14 @@ from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import judged, reports
 from overlapc.profiler.hardware import Hardware, load_hardware
-from overlapc.schedule import Schedule
+from overlapc.schedule import Schedule, Step, is_pair
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, dense_layers, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import copies_bytes, simulate
 from overlapc.solvers import ONE_PLAN, bound_ns, solve
-from overlapc.solvers.merging import solve_step
+from overlapc.solvers.step import solve_step
 from overlapc.stages import in_parts, stage_cost
 
 _NAME = "a few blocks of the slowest stage"
@@ -157,11 +157,21 @@ class Stage:
 
     def ran(self, count: int) -> list[tuple[Timeline, float]]:
         """The timelines in a step of so many microbatches, and how often each runs."""
-        merged = self.report.merged
-        first = self.first.ran(count) if self.first is not None else []
-        if merged is None:
-            return [(self.timeline, self.times * count), *first]
-        return [(self.timeline, self.times), (merged.timeline, self.times * (count - 1)), *first]
+        report, times = self.report, self.times
+        found = self.first.ran(count) if self.first is not None else []
+        if report.merged is not None:
+            found.append((report.merged.timeline, times * (count - report.lag)))
+        if report.pair is not None:
+            return [(report.pair.timeline, times), *found]
+        return [(self.timeline, times * (report.lag if report.merged else count)), *found]
+
+    def takes_ns(self, step: Step) -> int:
+        """The time of a step of several actions: merged ones, or one end of a step in pairs."""
+        pair = self.report.pair
+        if pair is None or is_pair(step):
+            return self.merged_ns
+        forwards_ns = pair.timeline.phase_ns[0]
+        return forwards_ns if step[0].kind == "F" else pair.timeline.step_ns - forwards_ns
 
 
 def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
@@ -252,10 +262,10 @@ def merging(place: Place, unit: Unit, stage: Stage, solver: str, count: int) -> 
     """Merge each forward with the backward of the microbatch before, where `TrainStep` would."""
     problem = stage.report.problem
     known = stage.report.plan
-    lone, merged = solve_step(problem, solver, lambda: known, count)
-    if merged is None:
+    plans = solve_step(problem, solver, lambda: known, count)
+    if len(plans) == 1:
         return stage
-    (report,) = reports(problem, TrainingStep(_NAME, count, lag=1), (lone, merged))
+    (report,) = reports(problem, TrainingStep(_NAME, count, lag=1), plans)
     *_, (last, of) = place.parts(unit)
     made = _blocks(last, of, report)
     return _with_ends(place, unit, made if stage.first is None else _joined(stage.first, made))

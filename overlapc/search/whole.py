@@ -25,6 +25,7 @@ from overlapc.search.layouts import Cluster, Layout, expert_ranks, static_bytes
 from overlapc.search.place import Stage
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
+from overlapc.solvers.schedules import in_pairs
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
@@ -37,6 +38,7 @@ class _Whole:
 
     captured: Captured  # of one slice, if microbatches are cut
     draws: tuple[str, ...]  # what slices draw together
+    may_pair: bool
     gradients: tuple[str, ...]
     received: tuple[str, ...]  # inputs that other stages send
     coming: int  # bytes of the activations among them
@@ -86,7 +88,7 @@ def _captured(
     from overlapc.layers import sliced
     from overlapc.passes.as_eager import as_eager
     from overlapc.passes.capture import capture
-    from overlapc.passes.draws import drawing, draws_of
+    from overlapc.passes.draws import drawing, draws_of, may_pair
     from overlapc.passes.parts import parameter_gradients
 
     is_first, is_last = stage == 0, stage == layout.stages - 1
@@ -114,6 +116,7 @@ def _captured(
     return _Whole(
         captured,
         draws,
+        may_pair(captured),
         tuple(parameter_gradients(captured)),
         received,
         0 if is_first else x.nbytes,
@@ -149,6 +152,7 @@ def _planned(
         add_ns_per_kib=machine.add_ns_per_kib,
         slices=slices,
         draws=whole.draws,
+        pairs=found.merged and whole.may_pair,
     )
     rank = schedule.rank_of[stage]
     near = 1 if layout.tp * layout.dp >= cluster.gpus_per_node else 2
@@ -174,13 +178,15 @@ def _outcome(
     layout = found.layout
     costs = tuple(figure.cost for figure in figures)
     stages = [_stage(report, figure) for report, figure in zip(reports, figures, strict=True)]
+    if reports[0].pair is not None:
+        rows = in_pairs(found.microbatches)
     ranks = [[stages[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pp)]
     static = static_bytes(model, layout, found.layers)
 
     def simulated(costs: Sequence[StageCost]) -> PipelineTimeline:
         """Simulate without the replicas' sums. Steps are merged if there is one rank with one
         stage."""
-        return simulate_pipeline(rows, costs, lambda step: stages[0].merged_ns, static)
+        return simulate_pipeline(rows, costs, stages[0].takes_ns, static)
 
     timeline = simulated(costs)
     silent_ns = simulated([replace(cost, sent_ns=0) for cost in costs]).step_ns
@@ -211,16 +217,15 @@ def _outcome(
         layers=found.layers,
         bound_ns=min(found.bound_ns, told.step_ns),
         rows=format_schedule(rows) if layout.pp > 1 else "",
-        merged=any(stage.report.merged is not None for stage in stages),
+        merged=any(stage.report.merged or stage.report.pair for stage in stages),
     )
     return Outcome(told, reduced(timeline, update.reduce_ns), tuple(stages), costs)
 
 
 def _stage(report: Report, figure: StageFigures) -> Stage:
-    """Convert a planned stage to the search's `Stage`. Its peak is that of its merged graphs alone,
-    without what its rank holds throughout."""
-    merged = report.merged
+    """Convert a planned stage to the search's `Stage`. Its peak is that of its merged graphs and
+    pairs, without what its rank holds throughout."""
     peak_bytes = 0
-    if merged is not None:
-        peak_bytes = merged.timeline.peak_bytes - report.problem.resident_bytes
+    if report.merged or report.pair:
+        peak_bytes = report.peak_bytes - report.problem.resident_bytes
     return Stage(report, report.timeline, (figure.cost,), 1, peak_bytes)

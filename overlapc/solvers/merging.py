@@ -2,7 +2,6 @@
 
     merged_order   an issue order of both for one choice and one memory limit
     merged_plans   the best plans for many choices: orders, then their windows filled
-    solve_step     plans for a step of several microbatches
 
 Two chains, the forward and the way to the input gradients, take turns on the compute lane: while
 one waits for a collective, the other runs. They advance together, because the forward fills memory
@@ -12,20 +11,17 @@ with saved values and the backward frees them. Weight gradients run when both ch
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from overlapc.ir import Plan, Problem
-from overlapc.merge import merge
 from overlapc.simulate import peak_bytes, step_ns
-from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
-from overlapc.solvers.constants import AT_BOUND, FEW, GAP, LARGE, MERGED, NEAR, OVERSHOOT, RUNGS
+from overlapc.solvers.bounds import Least
+from overlapc.solvers.choice import Choice, plan_of
+from overlapc.solvers.constants import FEW, GAP, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
-from overlapc.solvers.heu import heu_plans, schedules, thrifty
-from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Listing, Style, along
 from overlapc.solvers.room import Room
 from overlapc.solvers.work import NEVER, Work, merged_work
@@ -334,75 +330,3 @@ class _Merging(Listing):
 
     def take_refill(self, longest_ns: float) -> int | None:
         return None  # recompute takes its turn among the chains
-
-
-def solve_step(
-    problem: Problem,
-    solver: str,
-    alone: Callable[[], Plan],
-    microbatches: int,
-    lag: int = 1,
-    rival: Callable[[int], Plan | None] | None = None,
-) -> tuple[Plan, Plan | None]:
-    """Plans for a step of several microbatches: a plan of `problem` (one microbatch), and a plan of
-    two merged microbatches with the same saved values; or the solver's plan and None if running one
-    by one is as fast. `alone` gives the solver's plan of one microbatch, and `rival` the same if it
-    takes less than so many nanoseconds.
-
-    The first `lag` forwards and the last backwards have nothing to merge with: they run by the
-    first plan. HEU's plan of little effort is as good a start for merging as `overlap`'s, which
-    takes many times as long to find. `overlap`'s is asked for only where microbatches one by one
-    may be faster by 2% than what the quick start gave, and in long graphs not at all.
-    """
-    if solver != "overlap" or not _may_merge(problem, microbatches, lag):
-        return _merged_step(problem, alone(), microbatches, lag)
-    start = _start(problem)
-    lone, merged = _merged_step(problem, start, microbatches, lag) if start else (None, None)
-    if lone is None or merged is None:
-        return _merged_step(problem, alone(), microbatches, lag)
-    took = lag * step_ns(problem, lone)
-    took += (microbatches - lag) * step_ns(merge(problem, lag), merged)
-    if len(problem.trace.ops) > LARGE or took <= microbatches * bound_ns(problem) * NEAR:
-        return lone, merged  # `overlap` takes half a minute, or gains little or nothing
-    known = rival(-(-took // microbatches)) if rival is not None else alone()
-    if known is None or took <= microbatches * step_ns(problem, known):
-        return lone, merged
-    return _merged_step(problem, known, microbatches, lag)
-
-
-def _start(problem: Problem) -> Plan | None:
-    """HEU's plan of one microbatch, found with little effort; None if nothing it tries fits."""
-    limit = problem.budget_bytes if problem.budget_bytes is not None else NEVER
-    plans = heu_plans(problem, thorough=False)
-    fit = [plan for plan in plans if peak_bytes(problem, plan) <= limit]
-    return min(fit, key=lambda plan: step_ns(problem, plan), default=None)
-
-
-def _may_merge(problem: Problem, microbatches: int, lag: int) -> bool:
-    """Is there something to merge with, and something to hide?"""
-    return microbatches > lag and bool(problem.trace.lanes)
-
-
-def _merged_step(
-    problem: Problem, lone: Plan, microbatches: int, lag: int
-) -> tuple[Plan, Plan | None]:
-    if not _may_merge(problem, microbatches, lag):
-        return lone, None
-    both = merge(problem, lag)
-    if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
-        return lone, None  # merged microbatches take as long
-    needs = Needs(problem.trace)
-    kept = keep_sets(problem, needs, 2 * RUNGS)
-    known = [choice_of(problem, lone), *thrifty(problem, needs, LEFT)]
-    known += [needs.complete(storages, "hull") for storages in kept]
-    best: tuple[int, Plan, Plan | None]
-    best = step_ns(problem, lone) * microbatches, lone, None
-    few = FEW if len(problem.trace.ops) <= LARGE else 1
-    for merged in merged_plans(both, known)[:few]:
-        for own in schedules(problem, merged.choice, problem.budget_bytes):
-            if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
-                continue
-            total_ns = lag * step_ns(problem, own) + (microbatches - lag) * merged.step_ns
-            if total_ns < best[0]:
-                best = total_ns, own, merged.plan
-    return best[1], best[2]

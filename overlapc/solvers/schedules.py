@@ -107,6 +107,17 @@ def merged(ranks: int, microbatches: int) -> Schedule:
     return Schedule("merged", tuple(rows))
 
 
+def in_pairs(microbatches: int) -> Schedule:
+    """One rank, on which the first two forwards run as one, the last two backwards as well, and
+    each other forward with the backward of the microbatch two before."""
+    _positive(1, microbatches - 1)
+    forwards, backwards = ([Action(0, kind, m) for m in range(microbatches)] for kind in "FB")
+    row: list[Step] = [tuple(forwards[:2])]
+    row += zip(forwards[2:], backwards, strict=False)
+    row.append(tuple(backwards[-2:]))
+    return Schedule("in pairs", (tuple(row),))
+
+
 def _in_turn(order: Sequence[Action], back: Sequence[Action], warmup: int) -> list[Action]:
     """`warmup` forwards, then one forward and one backward in turn, then what is left."""
     warmup = min(warmup, len(order))

@@ -101,17 +101,24 @@ class _TakingTurns(Listing):
         return min(able, key=lambda k: (k - first) % len(self.queues))
 
 
-def solve_slices(problem: Problem, lone: Problem, alone: Plan, quick: bool = False) -> Plan:
+def solve_slices(
+    problem: Problem,
+    lone: Problem,
+    alone: Plan,
+    quick: bool = False,
+    choices: Sequence[Choice] | None = None,
+) -> Plan:
     """The fastest plan found that fits the budget, of slices beside each other. `lone` is the
     problem of a slice that all others are held with, and `alone` a plan of that. `quick`: with
-    fewer choices of what to keep, and fewer orders."""
+    fewer choices of what to keep, and fewer orders. `choices`: with these alone."""
     plain = one_by_one(problem, alone)
     if not problem.trace.lanes:
         return plain  # there is nothing to hide
     search = _SliceSearch(problem, plain)
     turns, few, patience = (_FIRST, 1, FEW) if quick else (TURNS, FEW, 2 * RUNGS)
     search.order_forwards(turns, patience // 2)
-    search.order_each(list(_choices(lone, alone, quick)), turns, few)
+    found = list(_choices(lone, alone, quick)) if choices is None else choices
+    search.order_each(found, turns, few)
     search.polish(patience)
     effort = f"; of {search.offered} plans"
     check(problem, search.best)
@@ -192,7 +199,7 @@ class _SliceSearch:
     def is_done(self, reserve: int = 0) -> bool:
         return self.effort <= reserve or self.best_ns <= self.goal_ns
 
-    def order_each(self, choices: list[Choice], turns: Sequence[Turns], few: int) -> None:
+    def order_each(self, choices: Sequence[Choice], turns: Sequence[Turns], few: int) -> None:
         """A few orders of each choice; of the `few` that are best by these all that turns give."""
         every = [_in_all(choice, self.slices) for choice in choices]
         found = [

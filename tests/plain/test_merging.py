@@ -16,9 +16,11 @@ from overlapc.ledger import Balance
 from overlapc.merge import ADD, accumulate, ahead, merge
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, simulate
 from overlapc.solvers import bound_ns, merging, solve
+from overlapc.solvers import step as step_solver
 from overlapc.solvers.choice import Needs
 from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import PACES, merged_order, solve_step
+from overlapc.solvers.merging import PACES, merged_order
+from overlapc.solvers.step import solve_step
 from overlapc.solvers.work import NEVER, merged_work
 from overlapc.valid import validate_trace, validated
 from tests.plain.brute_force import TooMany, brute_force
@@ -174,12 +176,13 @@ def test_a_step_is_never_slower_than_its_microbatches_one_by_one(seed, microbatc
         alone = solve(problem, solver)
     except Infeasible:
         return
-    lone, merged = solve_step(problem, solver, lambda: alone, microbatches)
+    lone, *others = solve_step(problem, solver, lambda: alone, microbatches)
     check(problem, lone)
     took = simulate(problem, lone).step_ns
-    if merged is None:
+    if not others:
         total = took * microbatches
     else:
+        (merged,) = others
         check(merge(problem), merged)
         timeline = simulate(merge(problem), merged)
         assert problem.budget_bytes is None or timeline.peak_bytes <= problem.budget_bytes
@@ -194,25 +197,24 @@ def test_overlap_is_asked_for_one_microbatch_only_where_one_by_one_may_be_as_fas
         raise AssertionError("asked")
 
     problem = tiny(WAITING, outputs="dx")  # one by one each takes 60, merged ones take 40
-    _, merged = solve_step(problem, "overlap", alone, 4)
-    assert merged is not None
+    assert len(solve_step(problem, "overlap", alone, 4)) == 2
     with pytest.raises(AssertionError, match="asked"):
         solve_step(problem, "overlap", alone, 1)
 
 
 def test_a_long_graph_with_nothing_to_hide_is_not_searched(monkeypatch):
-    monkeypatch.setattr(merging, "merged_plans", None)
+    monkeypatch.setattr(step_solver, "merged_plans", None)
     count = 2000
     text = "".join(f"f{i} F | v{i} > v{i + 1} | 5\n" for i in range(count))
     text += "".join(f"b{i} I | v{i} > g{i} | 5\n" for i in reversed(range(count)))
     problem = replace(tiny(text, "g0"), budget_bytes=10**9)
     lone = solve(problem)
-    assert solve_step(problem, "overlap", lambda: lone, 4) == (lone, None)
+    assert solve_step(problem, "overlap", lambda: lone, 4) == (lone,)
     # So it is with collectives, where one by one is at the bound of the merged graph.
     text = text.replace("f0 F | v0 > v1 | 5", "f0 F tp | v0 > r | 5 + 0\nwait F | r > v1 | 0")
     problem = replace(tiny(text, "g0"), budget_bytes=10**9)
     lone = solve(problem)
-    assert solve_step(problem, "overlap", lambda: lone, 4) == (lone, None)
+    assert solve_step(problem, "overlap", lambda: lone, 4) == (lone,)
 
 
 def test_what_late_gradients_hold_is_what_their_places_add_up_to(monkeypatch):

@@ -103,10 +103,11 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
         alone: Callable[[], Plan],
         microbatches: int,
         lag: int,
+        pairs: bool,
         *_: Any,
-    ) -> tuple[Plan, Plan | None]:
+    ) -> tuple[Plan, ...]:
         if microbatches < 2:
-            return alone(), None
+            return (alone(),)
         needs = Needs(problem.trace)
         kept = keep_sets(problem, needs, 6)
         choice = needs.complete(kept[which % len(kept)])
