@@ -89,7 +89,7 @@ def in_slices(
     slices before it, and asks those what they counted; a total reads all slices. The first slice
     draws the random numbers of `draws` for all; no other op may draw any, so that random ones need
     no order. Their states are kept all the same. Copies that are `apart` are microbatches: they
-    add gradients up in the same way, but ask nothing of each other, and draw in their order."""
+    add gradients up in the same way, but ask nothing of each other."""
     trace = problem.trace
     shared = {*trace.of_kind("parameter", "buffer"), *(trace.of_kind("gradient") if loss else ())}
     values = [value for value in trace.values if value.name in shared]
@@ -125,12 +125,9 @@ def in_slices(
                 whole_bytes = count * trace.value[op.outputs[-1]].bytes
                 values.append(Value(drawn, whole_bytes, drawn, name))
                 cost = replace(cost, compute_ns=(1 + count) * cost.compute_ns)
-            piece = replace(op.piece, microbatch=k)
-            copy = replace(op, name=name, piece=piece, inputs=given, outputs=made)
-            if not apart:
-                first, seeded = op.name in draws and not k, op.has_state and op.name not in draws
-                copy = replace(copy, random=first, seeded=seeded)
-            halves[not op.is_forward].append(copy)
+            first, seeded = op.name in draws and not k, op.has_state and op.name not in draws
+            copy = replace(op, name=name, inputs=given, outputs=made, random=first, seeded=seeded)
+            halves[not op.is_forward].append(replace(copy, piece=replace(op.piece, microbatch=k)))
             costs[name] = cost
     if any(op.signature.startswith(TOTAL) for op in trace.ops) and not apart:
         _interleave(halves, trace)
@@ -144,7 +141,8 @@ def in_slices(
 def in_pairs(problem: Problem) -> tuple[Problem, Problem]:
     """Return the problems of a step in pairs: its ends, two forwards at the start and two backwards
     at the end, which have no other microbatch to merge with; and its middle, where each forward is
-    merged with the backward of the microbatch two before. `problem` is that of one microbatch."""
+    merged with the backward of the microbatch two before. `problem` is that of one microbatch; it
+    draws no random numbers that matter."""
     return in_slices(problem, 2, apart=True), merge(held_in_pairs(problem), lag=2)
 
 

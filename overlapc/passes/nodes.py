@@ -79,17 +79,6 @@ def is_random(node: fx.Node) -> bool:
     return seeded or any(is_random(inner) for inner in _inner_nodes(node))
 
 
-def drops_nothing(node: fx.Node) -> bool:
-    """Is the node attention without dropout? It is tagged as random, and draws nothing."""
-    if not is_random(node) or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    for place, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[place] if place < len(node.args) else argument.default_value
-            return bool(node.kwargs.get(argument.name, given) == 0)
-    return False
-
-
 def is_recomputable(node: fx.Node) -> bool:
     """May this op run a second time? Not if it mutates, if it makes numbers rather than tensors, or
     if it draws random numbers in a subgraph, where PyTorch cannot repeat the draw. (Nor if an input

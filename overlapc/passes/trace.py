@@ -19,7 +19,6 @@ from torch.fx.graph import _Namespace
 from overlapc.errors import CaptureError
 from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
 from overlapc.passes.nodes import (
-    drops_nothing,
     group_of,
     input_kinds,
     is_folded_getitem,
@@ -94,8 +93,7 @@ def trace_joint(
                 inputs=given,
                 outputs=tuple(values.define(n, node.name, node) for n in _made(node)),
                 signature=signature_of(node, symbols),
-                random=is_random(node) and not drops_nothing(node),
-                seeded=drops_nothing(node),
+                random=is_random(node),
                 recomputable=is_recomputable(node) and not values.share(given, changed),
             )
         )

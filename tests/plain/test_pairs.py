@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.ir import Plan, Problem
 from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_pairs, merge, one_by_one
@@ -76,22 +75,19 @@ def test_gradients_of_a_pair_are_added_up_in_order():
     assert middle.copies == 1  # the microbatch between the two
 
 
-def test_a_pair_asks_nothing_of_each_other_and_draws_in_order():
-    lone = tiny("draw F | x > r | 1\nask F | r > n | 1\nsum F | n > m | 1\nuse F | m > y | 1", "y")
+def test_microbatches_of_a_pair_ask_nothing_of_each_other():
+    lone = tiny("drop F | x > r | 1\nask F | r > n | 1\nsum F | n > m | 1\nuse F | m > y | 1", "y")
     changed = {
         "ask": {"signature": f"{BEFORE}default", "recomputable": False},
         "sum": {"signature": f"{TOTAL}default", "recomputable": False},
-        "draw": {"random": True},
+        "drop": {"random": True},  # which drops nothing
     }
     ops = tuple(replace(op, **changed.get(op.name, {})) for op in lone.trace.ops)
     ends, _ = in_pairs(replace(lone, trace=replace(lone.trace, ops=ops)))
     assert [ends.trace.op[f"ask@{k}"].inputs for k in range(2)] == [("r@0",), ("r@1",)]
     assert [ends.trace.op[f"sum@{k}"].inputs for k in range(2)] == [("n@0",), ("n@1",)]
-    plain = one_by_one(ends, plan_on_demand(lone, (), "none"))
-    check(ends, plain)
-    late = (*plain.order[4:], *plain.order[:4])
-    with pytest.raises(InvalidPlan, match="draw@1 is issued before draw@0"):
-        check(ends, replace(plain, order=late))
+    drops = [ends.trace.op[f"drop@{k}"] for k in range(2)]
+    assert [(op.random, op.seeded) for op in drops] == [(False, True)] * 2
 
 
 def stepped(seed: int, room: float, microbatches: int, solver: str) -> tuple[Report, Report] | None:

@@ -52,6 +52,7 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
         microbatches: int,
         lag: int,
         pairs: bool,
+        *_: Any,
     ) -> tuple[Plan, ...]:
         if not pairs or microbatches < 2:
             return (alone(),)
@@ -116,10 +117,10 @@ def test_attention_without_dropout_draws_nothing(monkeypatch):
     force(monkeypatch, 0)
     step = TrainStep(gpt()(), profile="estimate")
     report = step.plan([(tokens(2, 8), tokens(2, 8))] * 2)
-    attention = [op for op in report.problem.trace.ops if "scaled_dot" in op.signature]
+    assert report.pair is not None
+    attention = [op for op in report.pair.problem.trace.ops if "scaled_dot" in op.signature]
     assert any(op.seeded for op in attention)
     assert not any(op.random for op in attention)
-    assert report.pair is not None
 
 
 @pytest.mark.parametrize("model", [MLP(2, 0.3), nn.Sequential(MLP(1), nn.BatchNorm1d(16))])

@@ -331,7 +331,7 @@ def test_the_plans_of_a_step_are_taken_again_from_files(tmp_path, monkeypatch):
         assert (step.report.merged and step.report.merged.plan) == merged
     pair = [planned.plan, other.merged.plan]
     for wrong, said, merges in (
-        (pair, "expected the two plans of one report", True),
+        (pair, "expected the plans of one report", True),
         (paths, "none are merged here", False),
         (Plan("0" * 16, "none", (), ()), "the plan was made for trace 0000", True),
     ):
