@@ -117,8 +117,9 @@ def stepped(rank: int, ranks: int, version: str, chosen: Chosen) -> str:
     try:
         models.Trained(layout).step(0)
     except OptionError as error:
-        dist.barrier()  # rank 0 has the store that the other may still read
         return str(error)
+    finally:
+        dist.barrier()  # rank 0 has the store that the other may still read
     (chunk,) = patched._steps.chunks.values()
     (planned,) = chunk._planned.values()
     report = planned.program.report
