@@ -19,11 +19,13 @@ from overlapc.profiler.together import agree, middle_mean, ranks_in
 
 __all__ = ["measure_slowdown"]
 
-# Below this time noise hides how compute and communication slow each other; host, CUDA.
-_SHORT_NS = (1_000_000, 200_000)
+# A collective takes so long, if it may have so many bytes, that what is the same for any size, such
+# as a thread that wakes up late, hardly counts; host, CUDA.
+_LONG_NS = (20_000_000, 2_000_000)
+_MOST_BYTES = (1 << 26, 1 << 28)
 _WORST_PERMILLE = 5000
-_REPEATS = 5
-_CHAIN = 8  # collectives one after the other
+_REPEATS = 3
+_CHAIN = 5  # collectives one after the other
 
 Start = Callable[[], Any]
 Wait = Callable[[Any], Any]
@@ -37,9 +39,9 @@ def measure_slowdown(
 ) -> tuple[Slowdown, str]:
     """Return the slowdown and a text that says how it was measured. `functional` makes the
     functions that start a collective of a size and wait for it."""
-    chosen = _typical(curves, _SHORT_NS[clock.on_device])
+    chosen = _typical(curves, _LONG_NS[clock.on_device], _MOST_BYTES[clock.on_device])
     if chosen is None:
-        return Slowdown(), "not measured: no collective takes long enough"
+        return Slowdown(), "no collective to measure with"
     call, alone_ns = chosen
     start, wait = functional(call, call.bytes)
     batch = _batch(clock.device)
@@ -66,22 +68,25 @@ def measure_slowdown(
     return Slowdown(*_slowdown(*means)), f"measured with {how}, mean of the ranks"
 
 
-def _typical(curves: Sequence[Curve], short_ns: int) -> tuple[Collective, int] | None:
-    """Return a collective to measure slowdowns with, and its time.
+def _typical(
+    curves: Sequence[Curve], long_ns: int, most_bytes: int
+) -> tuple[Collective, int] | None:
+    """Return a collective to measure slowdowns with, and about how long it takes.
 
-    It is an all-reduce if there are any, else of the kind that takes longest, of middle size among
-    those that are not too short. It is of the first group, so that all ranks of this group choose
-    the same, whatever other groups they are in.
+    It is an all-reduce if there are any, else of the kind that takes longest: the smallest measured
+    one that is long enough, or else a larger one than any. It is of the first group, so that all
+    ranks of this group choose the same, whatever other groups they are in.
     """
     timed = [curve for curve in curves if curve.points]
     timed = [curve for curve in timed if curve.group == timed[0].group]
-    timed.sort(key=lambda curve: (curve.kind == "all_reduce", curve.points[-1][1]), reverse=True)
-    for curve in timed:
-        long = [point for point in curve.points if point[1] >= short_ns]
-        if long:
-            size, ns = long[len(long) // 2]
-            return Collective(curve.group, curve.kind, curve.dtype, size), ns
-    return None
+    if not timed:
+        return None
+    curve = max(timed, key=lambda curve: (curve.kind == "all_reduce", curve.points[-1][1]))
+    size, ns = next((point for point in curve.points if point[1] >= long_ns), curve.points[-1])
+    if ns < long_ns:
+        larger = max(size, min(most_bytes, size * long_ns // max(1, ns)))
+        size, ns = larger, curve.time_ns(larger)
+    return Collective(curve.group, curve.kind, curve.dtype, size), max(1, ns)
 
 
 class _Chain:

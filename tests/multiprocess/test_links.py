@@ -162,14 +162,17 @@ def test_slowdowns_are_measured_with_a_typical_collective() -> None:
 
     scattered, gathered = curve("reduce_scatter", 0, 9, 99), curve("all_gather", 4, 40)
     summed = curve("all_reduce", 0, 5, 40, 340)
+    long_ns, most = 20_000_000, 1 << 20
     call = Collective("one", "all_reduce", "", 1 << 16)
-    assert _typical([scattered, summed, gathered], 1_000_000) == (call, 40_000_000)
+    assert _typical([scattered, summed, gathered], long_ns, most) == (call, 40_000_000)
     call = Collective("one", "reduce_scatter", "", 1 << 16)
-    assert _typical([gathered, scattered], 1_000_000) == (call, 99_000_000)
-    others = curve("all_reduce", 7, group="two")  # of which not all ranks may be
-    assert _typical([curve("all_reduce"), gathered, others], 1_000_000) == (
-        Collective("one", "all_gather", "", 1 << 15),
-        40_000_000,
-    )
-    assert _typical([curve("all_reduce", 0)], 1_000_000) is None
-    assert _typical([curve("all_reduce")], 1_000_000) is None
+    assert _typical([gathered, scattered], long_ns, most) == (call, 99_000_000)
+    others = curve("all_reduce", 70, group="two")  # of which not all ranks may be
+    call = Collective("one", "all_gather", "", 1 << 15)
+    assert _typical([curve("all_reduce"), gathered, others], long_ns, most) == (call, 40_000_000)
+    # All are short: a larger one is taken, up to a limit.
+    found = _typical([curve("all_reduce", 1, 2)], long_ns, most)
+    assert found == (Collective("one", "all_reduce", "", 10 << 15), 20_000_000)
+    found = _typical([curve("all_reduce", 1, 2)], long_ns, 1 << 16)
+    assert found == (Collective("one", "all_reduce", "", 1 << 16), 4_000_000)
+    assert _typical([curve("all_reduce")], long_ns, most) is None
