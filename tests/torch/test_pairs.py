@@ -15,26 +15,24 @@ from overlapc.files import save_plan
 from overlapc.ir import Plan, Problem
 from overlapc.layers import before, total, whole
 from overlapc.merge import in_pairs, one_by_one
-from overlapc.planning import road
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
-from overlapc.solvers.choice import Needs
 from overlapc.solvers.heu import schedules
-from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Style
 from overlapc.solvers.merging import PACES, merged_order
 from overlapc.solvers.slices import TURNS, _in_all, slice_order
 from overlapc.solvers.work import NEVER, backward_work, forward_work, merged_work
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, randn
 from tests.torch.test_train_step import (
-    JUDGED,
     NOT_HERE,
     QUICK,
     alike,
+    chosen,
     differences,
     eagerly,
     loss,
     make,
+    solved_by,
     stepped,
 )
 from tests.torch.zoo import KINDS, MLP, gpt, tokens
@@ -56,9 +54,7 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     ) -> tuple[Plan, ...]:
         if not pairs or microbatches < 2:
             return (alone(),)
-        needs = Needs(problem.trace)
-        kept = keep_sets(problem, needs, 6)
-        choice = needs.complete(kept[which % len(kept)])
+        choice = chosen(problem, which)
         own = list(schedules(problem, choice, None))
         ends, middle = in_pairs(problem)
         turns = TURNS[which % len(TURNS)]
@@ -72,8 +68,7 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
         plans = own[which % len(own)], Plan(problem.trace.digest, "forced", choice.saved, merged)
         return (*(plans if microbatches > 2 else plans[:1]), pair)
 
-    monkeypatch.setattr(road, "solve_step", solved)
-    monkeypatch.setattr(road, "judged", lambda *args, **_: JUDGED(*args, given=True))
+    solved_by(solved, monkeypatch)
 
 
 @pytest.mark.parametrize(

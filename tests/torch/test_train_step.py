@@ -19,7 +19,7 @@ from overlapc.passes import joint
 from overlapc.planning import road
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
-from overlapc.solvers.choice import Needs
+from overlapc.solvers.choice import Choice, Needs
 from overlapc.solvers.heu import schedules
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import PACES, merged_order
@@ -108,14 +108,25 @@ def force(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     ) -> tuple[Plan, ...]:
         if microbatches < 2:
             return (alone(),)
-        needs = Needs(problem.trace)
-        kept = keep_sets(problem, needs, 6)
-        choice = needs.complete(kept[which % len(kept)])
+        choice = chosen(problem, which)
         merged = merge(problem, lag)
         order = merged_order(merged_work(merged, choice), NEVER, PACES[which % len(PACES)])
         own = list(schedules(problem, choice, None))
         plan = Plan(problem.trace.digest, "forced", choice.saved, order)
         return own[which % len(own)], plan
+
+    solved_by(solved, monkeypatch)
+
+
+def chosen(problem: Problem, which: int) -> Choice:
+    """Another choice of what to keep for each number."""
+    needs = Needs(problem.trace)
+    kept = keep_sets(problem, needs, 6)
+    return needs.complete(kept[which % len(kept)])
+
+
+def solved_by(solved: Callable[..., tuple[Plan, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps be planned by `solved`, whatever memory its plans take."""
 
     def judged(*args: Any, **options: Any) -> Any:
         return JUDGED(*args, given=True)
