@@ -17,7 +17,7 @@ from overlapc.emulate import Link, init_link
 from overlapc.emulate.link import _Board, _Lane
 from overlapc.errors import RankError
 from tests.multiprocess.collectives import every_operation
-from tests.multiprocess.spawn import RankFailed, run_ranks
+from tests.multiprocess.spawn import RankFailed, measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
@@ -117,6 +117,7 @@ def timings(rank: int, ranks: int) -> dict[str, float]:
     return took
 
 
+@measures
 def test_time_follows_the_model() -> None:
     one = 0.1
     expected = {

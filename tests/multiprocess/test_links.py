@@ -20,7 +20,7 @@ from overlapc.profiler.link_model import Collective, Curve, LinkModel
 from overlapc.profiler.links import measure_links
 from overlapc.profiler.measure import measure
 from overlapc.profiler.slowdown import _slowdown, _typical
-from tests.multiprocess.spawn import run_ranks
+from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
@@ -44,6 +44,7 @@ def every_kind(rank: int, ranks: int) -> LinkModel:
     return measure_links(calls, budget_s=5)
 
 
+@measures
 def test_every_kind_takes_what_the_link_takes() -> None:
     one, two = run_ranks(every_kind, 2, timeout_s=120)
     assert one == two
@@ -137,6 +138,7 @@ def whole_graph(rank: int, ranks: int) -> tuple[Profile, Any]:
     return profile, [op.name for op in captured.trace.ops if op.role == "start"]
 
 
+@measures
 def test_a_graph_with_collectives_is_measured_in_step() -> None:
     (one, starts), (two, _) = run_ranks(whole_graph, 2, timeout_s=120)
     assert len(starts) == 1

@@ -12,7 +12,7 @@ from overlapc.cli import GOOD, USAGE, main
 from overlapc.emulate import Link, init_link
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.profiler.machine import measure_machine
-from tests.multiprocess.spawn import run_ranks
+from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
@@ -44,6 +44,7 @@ def measured(rank: int, ranks: int, here: int) -> Hardware:
 @pytest.mark.parametrize(
     ("ranks", "here"), [(2, 1), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (2, 4))]
 )
+@measures
 def test_ranks_measure_the_link_between_them(ranks: int, here: int) -> None:
     one, two, *_ = run_ranks(measured, ranks, here, timeout_s=120)
     which, other = ("intra", "inter") if here == ranks else ("inter", "intra")

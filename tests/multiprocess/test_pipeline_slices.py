@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.emulate import Link, init_link
 from overlapc.layers import total, whole
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.solvers.schedules import make_schedule
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_pipeline import ROWS, WIDTH, ExpertStage, loss, make
+from tests.slow import slow_hardware
 
 pytestmark = pytest.mark.multiprocess
 
@@ -132,9 +133,9 @@ def test_gradients_are_those_of_accumulation_over_slices(cases: list[Any]) -> No
             assert name != "zero-bubble" or kinds == "FIW"
 
 
-def in_two_dimensions(rank: int, ranks: int, kind: str, slices: Any) -> Any:
+def in_two_dimensions(rank: int, ranks: int, kind: str, slices: Any, hardware: str) -> Any:
     """Two stages, each over two ranks: tensor parallel, or experts and other data on each."""
-    init_link(Link(alpha_s=1e-2, bytes_per_s=2e6))  # much to hide, on a busy machine, too
+    dist.init_process_group("gloo")
     across = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     along = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     stage = rank // 2
@@ -156,6 +157,8 @@ def in_two_dimensions(rank: int, ranks: int, kind: str, slices: Any) -> Any:
         group=along[rank % 2],
         solver="heu",
         memory_budget="1GB",
+        profile="estimate",
+        hardware=hardware,
         timeout_s=30,
         slices=slices,
     )
@@ -202,8 +205,9 @@ def by_hand(
         pytest.param("ep", "auto", marks=pytest.mark.slow),
     ],
 )
-def test_slices_of_stages_over_several_ranks(kind: str, slices: Any) -> None:
-    everyone = run_ranks(in_two_dimensions, 4, kind, slices, timeout_s=280)
+def test_slices_of_stages_over_several_ranks(kind: str, slices: Any, tmp_path: Path) -> None:
+    hardware = slow_hardware(tmp_path)
+    everyone = run_ranks(in_two_dimensions, 4, kind, slices, hardware, timeout_s=280)
     assert everyone[0][1] == everyone[1][1]
     assert everyone[2][1] == everyone[3][1]
     for wrong, count, hidden, said in everyone:

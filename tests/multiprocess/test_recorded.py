@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from overlapc.report.kineto import read_run
 from overlapc.report.recorded import recorded_step
 from overlapc.report.solved import Solved
-from tests.multiprocess.spawn import run_ranks
+from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 BLOCKS, LATE_S = 2, 0.05
@@ -53,6 +53,7 @@ def recorded(rank: int, ranks: int, folder: str, marks_backward: bool) -> None:
     dist.destroy_process_group()
 
 
+@measures
 def test_the_step_of_a_recording(tmp_path: Path) -> None:
     run_ranks(recorded, 2, str(tmp_path), True, timeout_s=90)
     path = tmp_path / "0.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from overlapc.layers import Exchange, SumOverRanks, before, exchange, total, who
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt
+from tests.slow import slow_hardware
 from tests.torch.test_slices import gradients, plainly
 
 pytestmark = pytest.mark.multiprocess
@@ -33,8 +35,8 @@ def tokens(seed: int) -> Tensor:
     return torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def on_rank(rank: int, ranks: int, name: str, budget: Any) -> dict[str, Any]:
-    init_link(SLOW_LINK)
+def on_rank(rank: int, ranks: int, name: str, budget: Any, hardware: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
     own = rank if name == "moe" else 0  # tensor parallel ranks read the same
 
     def made() -> Any:
@@ -42,7 +44,8 @@ def on_rank(rank: int, ranks: int, name: str, budget: Any) -> dict[str, Any]:
         return moe() if name == "moe" else gpt(dropout=0.0)
 
     model, twin = made(), made()
-    step = TrainStep(twin, memory_budget=budget, solver="heu", timeout_s=30, slices=2)
+    how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware, "timeout_s": 30}
+    step = TrainStep(twin, memory_budget=budget, slices=2, **how)
     same = []
     for i in range(2):  # the second adds to what the first left
         batch = tokens(10 * i + own), tokens(i + 100 * own + 50)
@@ -71,8 +74,8 @@ def on_rank(rank: int, ranks: int, name: str, budget: Any) -> dict[str, Any]:
         pytest.param("moe", 0.6, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks(name: str, budget: float | None) -> None:
-    everyone = run_ranks(on_rank, 2, name, budget, timeout_s=280)
+def test_two_ranks(name: str, budget: float | None, tmp_path: Path) -> None:
+    everyone = run_ranks(on_rank, 2, name, budget, slow_hardware(tmp_path), timeout_s=280)
     for found in everyone:
         assert found["same"]
         assert found["unchanged"] == []
@@ -80,11 +83,12 @@ def test_two_ranks(name: str, budget: float | None) -> None:
         assert found["hidden"]
 
 
-def optimized(rank: int, ranks: int) -> dict[str, Any]:
-    init_link(SLOW_LINK)
+def optimized(rank: int, ranks: int, hardware: str) -> dict[str, Any]:
+    dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = moe()
-    twin = optimize(model, solver="heu", timeout_s=30, slices=2)
+    how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware, "timeout_s": 30}
+    twin = optimize(model, slices=2, **how)
     batch = tokens(rank), tokens(100 * rank + 50)
     expected = plainly(model, batch, 2)
     others = gradients(model)
@@ -105,9 +109,9 @@ def optimized(rank: int, ranks: int) -> dict[str, Any]:
     return {"same": all(same), "hidden": hidden, "plain": twin.unchanged}
 
 
-def test_calls_of_a_model_in_slices() -> None:
+def test_calls_of_a_model_in_slices(tmp_path: Path) -> None:
     """Training, and forwards alone."""
-    for found in run_ranks(optimized, 2, timeout_s=280):
+    for found in run_ranks(optimized, 2, slow_hardware(tmp_path), timeout_s=280):
         assert found["same"]
         assert found["hidden"] == [True, True]
         assert found["plain"] == []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from overlapc.report.kineto import read_run
-from tests.multiprocess.spawn import run_ranks
+from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 STEPS, LATE_S = 3, 0.3
@@ -38,6 +38,7 @@ def recorded(rank: int, ranks: int, folder: str) -> float:
     return waited
 
 
+@measures
 def test_exposure_is_what_the_run_waited(tmp_path: Path) -> None:
     waited = run_ranks(recorded, 2, str(tmp_path), timeout_s=90)
     runs = [read_run(tmp_path / f"{rank}.json") for rank in range(2)]

@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 
 from overlapc.solvers.constants import MERGED
-
-# Whose work takes as long as its bytes: half of it, half as long.
-SLOW = """
-name = "slow"
-status = "made up"
-base = "v100-sxm2-32"
-memory.bytes_per_s = { value = 1e8, source = "made up" }
-compute.launch_ns = { value = 10, source = "made up" }
-intra.alpha_ns = { value = 10, source = "made up" }
-intra.bytes_per_s = { value = 3e7, source = "made up" }
-"""
+from tests.slow import slow_hardware
 
 
 @pytest.fixture
@@ -31,6 +21,5 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def auto(tmp_path: Path, short_search: None) -> dict[str, Any]:
     """Options with which slices are predicted to be faster."""
-    path = tmp_path / "slow.toml"
-    path.write_text(SLOW)
-    return {"slices": "auto", "profile": "estimate", "hardware": str(path), "solver": "heu"}
+    hardware = slow_hardware(tmp_path)
+    return {"slices": "auto", "profile": "estimate", "hardware": hardware, "solver": "heu"}
