@@ -39,7 +39,7 @@ from overlapc.solvers.baselines import fits
 from overlapc.solvers.blocks import find_repetition
 from overlapc.solvers.choice import Needs, choice_of, on_demand
 from overlapc.solvers.filling import PASSES, filled
-from overlapc.solvers.heu import Period, Policy, Totals
+from overlapc.solvers.period import Period, Policy, Totals
 from overlapc.solvers.work import NEVER, backward_work
 
 OURS = ("heu", "overlap", "opt")

@@ -52,8 +52,9 @@ _SHARES = (1.0, 0.97, 0.93)  # shares of the budget to aim at, since an order ma
 _TASTES = tuple(Taste(r, pull, "FRW") for r, pull in product((False, True), repeat=2))
 LEFT = (0.0, 0.03, 0.06, 0.1, 0.14, 0.18, 0.23, 0.28, 0.34, 0.4, 0.48)  # of it, to the other one
 _LONG = 1000  # from so many ops on each schedule is slower to make
-_FILLED, _STARTS = 2 * FEW, 4  # so many choices are filled, from so many orders of each
-_POLISHED = FEW  # so many of these are filled again and again
+_TRIED = 2 * FEW  # so many choices are filled from their best order, half of these from more
+_STARTS = 4  # so many orders
+_CLOSE = 1 + 2 * FEW * GAP  # times the fastest: choices so close to it are filled again and again
 _IDLE = 2 * RUNGS  # it ends after so many seeded fillings in a row without gain
 
 
@@ -77,10 +78,12 @@ def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
     each choice, the fastest first."""
     search = _MergeSearch(problem)
     found = search.listed_each(list(dict.fromkeys(choices)))
-    if search.budget < NEVER:
-        found = [search.filled(merged) for merged in found[:_FILLED]] + found[_FILLED:]
-        found.sort(key=_step)
-        found = [search.polished(merged) for merged in found[:_POLISHED]] + found[_POLISHED:]
+    if search.budget < NEVER:  # the fewer are left, the more is tried with each
+        for improved, count in ((search.tried_out, _TRIED), (search.filled, FEW)):
+            found = [*map(improved, found[:count]), *found[count:]]
+            found.sort(key=_step)
+        close = [merged for merged in found[:FEW] if merged.step_ns <= found[0].step_ns * _CLOSE]
+        found = [*map(search.polished, close), *found[len(close) :]]
         found.sort(key=_step)
     effort = f"; of {search.offered} plans"
     plans = [replace(merged.plan, found_by=merged.plan.found_by + effort) for merged in found]
@@ -108,9 +111,11 @@ class _MergeSearch:
         self.works: dict[Choice, Work] = {}
         self.tried: set[tuple[Choice, Pace]] = set()
         self.orders: dict[Choice, dict[tuple[str, ...], Merged]] = {}  # that fit
+        self.lists: dict[Choice, list[Merged]] = {}  # of these, the schedules that are not filled
+        self.filled_from: set[tuple[tuple[str, ...], Choice, Taste]] = set()
 
-    def offer(self, choice: Choice, order: tuple[str, ...], how: str) -> None:
-        """Judge one more order of the choice; keep it if it fits."""
+    def offer(self, choice: Choice, order: tuple[str, ...], how: str) -> Merged | None:
+        """Judge one more order of the choice; keep it if it fits and is new."""
         plan = plan_of(self.problem, choice, "merged", order, how)
         self.effort -= 1
         self.offered += 1
@@ -118,6 +123,8 @@ class _MergeSearch:
             merged = Merged(step_ns(self.problem, plan), choice, plan)
             self.orders[choice][order] = merged
             self.best_ns = min(self.best_ns, merged.step_ns)
+            return merged
+        return None
 
     def best(self, choice: Choice) -> Merged | None:
         return min(self.orders[choice].values(), key=_step, default=None)
@@ -152,7 +159,7 @@ class _MergeSearch:
         memory."""
         if choice not in self.works:
             self.works[choice] = merged_work(self.problem, choice)
-            self.orders[choice] = {}
+            self.orders[choice], self.lists[choice] = {}, []
         for pace in paces:
             if (choice, pace) in self.tried:
                 continue
@@ -163,21 +170,30 @@ class _MergeSearch:
                     return
                 limit = NEVER if self.budget == NEVER else int(self.budget * share)
                 order = merged_order(self.works[choice], limit, pace)
-                self.offer(choice, order, str(pace))
+                if (merged := self.offer(choice, order, str(pace))) is not None:
+                    self.lists[choice].append(merged)
                 if order in self.orders[choice]:
                     break
+
+    def tried_out(self, merged: Merged) -> Merged:
+        """The windows of the choice's best schedule filled."""
+        return merged if self.is_done(merged) else self.fill_first(1, merged)
 
     def filled(self, merged: Merged) -> Merged:
         """More schedules of the choice, and the windows of the best of them filled."""
         if self.is_done(merged):
             return merged
         self.listed(merged.choice, PACES)
-        orders = sorted(self.orders[merged.choice].values(), key=_step)
-        for start in orders[:_STARTS]:
-            for taste in _TASTES:
-                if self.effort > 0:
-                    self.fill(start, taste)
-        return self.best(merged.choice) or merged
+        return self.fill_first(_STARTS, merged)
+
+    def fill_first(self, count: int, merged: Merged) -> Merged:
+        choice = merged.choice
+        for start, taste in product(sorted(self.lists[choice], key=_step)[:count], _TASTES):
+            known = start.plan.order, choice, taste
+            if self.effort > 0 and known not in self.filled_from:
+                self.filled_from.add(known)
+                self.fill(start, taste)
+        return self.best(choice) or merged
 
     def polished(self, merged: Merged) -> Merged:
         """Fill windows again and again, a little differently each time."""

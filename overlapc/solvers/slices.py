@@ -26,6 +26,7 @@ from overlapc.solvers.heu import thrifty
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.listing import Listing, Style, along
 from overlapc.solvers.merging import LEFT
+from overlapc.solvers.period import Periodic
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 
 
@@ -132,7 +133,7 @@ def _choices(lone: Problem, alone: Plan, quick: bool) -> Iterator[Choice]:
     def found() -> Iterator[Choice]:
         yield choice_of(lone, alone)
         yield needs.complete(frozenset(needs.storages), "all saved")
-        yield from thrifty(lone, needs, LEFT)
+        yield from thrifty(Periodic(lone, needs), LEFT)
         if not quick:
             kept = keep_sets(lone, needs, RUNGS)
             yield from (needs.complete(storages, "hull") for storages in kept)

@@ -18,11 +18,12 @@ from overlapc.ir import Plan, Problem
 from overlapc.merge import held_in_pairs, in_pairs, merge, of_slice, one_by_one
 from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of
+from overlapc.solvers.choice import Choice, choice_of
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, LARGE, NEAR, RUNGS
 from overlapc.solvers.heu import heu_plans, schedules, thrifty
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import LEFT, merged_plans
+from overlapc.solvers.period import Periodic
 from overlapc.solvers.slices import solve_slices
 from overlapc.solvers.work import NEVER
 
@@ -49,34 +50,68 @@ def solve_step(
     microbatches one by one may be faster by 2% than what the quick start gave, and in long graphs
     not at all.
     """
-    plans = _solved(problem, solver, alone, microbatches, lag, rival)
-    if not pairs or lag != 1 or not _may_merge(problem, microbatches, lag):
+    step = _Step(problem, microbatches, lag)
+    plans = step.solve(solver, alone, rival)
+    if not pairs or lag != 1 or not step.may_merge:
         return plans
     return _Pairs(problem, microbatches, plans, quick=solver == "heu").solve()
 
 
-def _solved(
-    problem: Problem,
-    solver: str,
-    alone: Callable[[], Plan],
-    microbatches: int,
-    lag: int,
-    rival: Callable[[int], Plan | None] | None,
-) -> Plans:
-    """The plans without pairs."""
-    if solver != "overlap" or not _may_merge(problem, microbatches, lag):
-        return _merged_step(problem, alone(), microbatches, lag)
-    start = _start(problem)
-    quick = _merged_step(problem, start, microbatches, lag) if start else ()
-    if len(quick) < 2:
-        return _merged_step(problem, alone(), microbatches, lag)
-    took = _took(problem, quick, microbatches, lag)
-    if len(problem.trace.ops) > LARGE or took <= microbatches * bound_ns(problem) * NEAR:
-        return quick  # `overlap` takes half a minute, or gains little or nothing
-    known = rival(-(-took // microbatches)) if rival is not None else alone()
-    if known is None or took <= microbatches * step_ns(problem, known):
-        return quick
-    return _merged_step(problem, known, microbatches, lag)
+class _Step:
+    """The search for a step without pairs."""
+
+    def __init__(self, problem: Problem, microbatches: int, lag: int) -> None:
+        self.problem, self.microbatches, self.lag = problem, microbatches, lag
+        self.periodic = Periodic(problem)
+        # Is there something to merge with, and something to hide?
+        self.may_merge = microbatches > lag and bool(problem.trace.lanes)
+
+    def solve(
+        self,
+        solver: str,
+        alone: Callable[[], Plan],
+        rival: Callable[[int], Plan | None] | None,
+    ) -> Plans:
+        problem, microbatches = self.problem, self.microbatches
+        if solver != "overlap" or not self.may_merge:
+            return self.merged(alone())
+        start = self.start()
+        quick = self.merged(start) if start else ()
+        if len(quick) < 2:
+            return self.merged(alone())
+        took = _took(problem, quick, microbatches, self.lag)
+        if len(problem.trace.ops) > LARGE or took <= microbatches * bound_ns(problem) * NEAR:
+            return quick  # `overlap` takes half a minute, or gains little or nothing
+        known = rival(-(-took // microbatches)) if rival is not None else alone()
+        if known is None or took <= microbatches * step_ns(problem, known):
+            return quick
+        return self.merged(known)
+
+    def start(self) -> Plan | None:
+        """HEU's plan of one microbatch, found with little effort; None if nothing it tries fits."""
+        plans = heu_plans(self.problem, thorough=False, periodic=self.periodic)
+        return _fastest(self.problem, plans)
+
+    def merged(self, lone: Plan) -> Plans:
+        """The lone plan, or plans of merged microbatches if these are faster."""
+        problem, lag = self.problem, self.lag
+        if not self.may_merge:
+            return (lone,)
+        both = merge(problem, lag)
+        if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
+            return (lone,)  # merged microbatches take as long
+        known = [choice_of(problem, lone), *_known(self.periodic)]
+        best: tuple[int, Plans] = step_ns(problem, lone) * self.microbatches, (lone,)
+        few = FEW if len(problem.trace.ops) <= LARGE else 1
+        for merged in merged_plans(both, known)[:few]:
+            for own in schedules(problem, merged.choice, problem.budget_bytes):
+                if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
+                    continue
+                steady_ns = (self.microbatches - lag) * merged.step_ns
+                total_ns = lag * step_ns(problem, own) + steady_ns
+                if total_ns < best[0]:
+                    best = total_ns, (own, merged.plan)
+        return best[1]
 
 
 def _took(problem: Problem, plans: Plans, microbatches: int, lag: int) -> int:
@@ -88,11 +123,6 @@ def _took(problem: Problem, plans: Plans, microbatches: int, lag: int) -> int:
     return lag * step_ns(problem, lone) + (microbatches - lag) * steady_ns
 
 
-def _start(problem: Problem) -> Plan | None:
-    """HEU's plan of one microbatch, found with little effort; None if nothing it tries fits."""
-    return _fastest(problem, heu_plans(problem, thorough=False))
-
-
 def _fastest(problem: Problem, plans: Iterable[Plan]) -> Plan | None:
     """The fastest plan that fits."""
     limit = problem.budget_bytes if problem.budget_bytes is not None else NEVER
@@ -100,34 +130,10 @@ def _fastest(problem: Problem, plans: Iterable[Plan]) -> Plan | None:
     return min(fit, key=lambda plan: step_ns(problem, plan), default=None)
 
 
-def _may_merge(problem: Problem, microbatches: int, lag: int) -> bool:
-    """Is there something to merge with, and something to hide?"""
-    return microbatches > lag and bool(problem.trace.lanes)
-
-
-def _merged_step(problem: Problem, lone: Plan, microbatches: int, lag: int) -> Plans:
-    if not _may_merge(problem, microbatches, lag):
-        return (lone,)
-    both = merge(problem, lag)
-    if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
-        return (lone,)  # merged microbatches take as long
-    known = [choice_of(problem, lone), *_known(problem)]
-    best: tuple[int, Plans] = step_ns(problem, lone) * microbatches, (lone,)
-    few = FEW if len(problem.trace.ops) <= LARGE else 1
-    for merged in merged_plans(both, known)[:few]:
-        for own in schedules(problem, merged.choice, problem.budget_bytes):
-            if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
-                continue
-            total_ns = lag * step_ns(problem, own) + (microbatches - lag) * merged.step_ns
-            if total_ns < best[0]:
-                best = total_ns, (own, merged.plan)
-    return best[1]
-
-
-def _known(problem: Problem) -> Iterator[Choice]:
+def _known(periodic: Periodic) -> Iterator[Choice]:
     """Choices of what to keep where microbatches are held together."""
-    needs = Needs(problem.trace)
-    yield from thrifty(problem, needs, LEFT)
+    problem, needs = periodic.problem, periodic.needs
+    yield from thrifty(periodic, LEFT)
     for storages in keep_sets(problem, needs, 2 * RUNGS):
         yield needs.complete(storages, "hull")
 
@@ -156,7 +162,10 @@ class _Pairs:
     def solve(self) -> Plans:
         if not self.may_win():
             return self.plans
-        choices = [choice_of(self.problem, self.plans[0]), *_known(self.held)]
+        choices = [
+            choice_of(self.problem, self.plans[0]),
+            *_known(Periodic(self.held)),
+        ]
         if not self.between:
             self.try_ends(choices)
             return self.best
