@@ -36,6 +36,7 @@ from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
+from overlapc.runtime.foreign import untraced
 from overlapc.runtime.given import Given, alike
 from overlapc.runtime.program import State
 from overlapc.runtime.ranks import Attempts
@@ -221,7 +222,7 @@ class SlicedCalls:
         self._plain.add(key)
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
-            warnings.warn(f"overlapc runs the batch uncut: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"overlapc runs the batch uncut: {error}", RuntimeWarning, stacklevel=6)
 
 
 def _outside_inference() -> ExitStack:
@@ -269,6 +270,7 @@ class _Batch:
                 state[owner_of(name)] = replace(owner, tensor=mine[k if cut else 0])
         return owners
 
+    @untraced
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the owners."""
         states, self.states = self.states, None
