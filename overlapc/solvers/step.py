@@ -13,6 +13,7 @@ behind; one more microbatch is held for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from overlapc.ir import Plan, Problem
 from overlapc.merge import held_in_pairs, in_pairs, merge, of_slice, one_by_one
@@ -66,7 +67,7 @@ def _solved(
     """The plans without pairs."""
     if solver != "overlap" or not _may_merge(problem, microbatches, lag):
         return _merged_step(problem, alone(), microbatches, lag)
-    start = _start(problem)
+    start = quick_start(problem)
     quick = _merged_step(problem, start, microbatches, lag) if start else ()
     if len(quick) < 2:
         return _merged_step(problem, alone(), microbatches, lag)
@@ -88,14 +89,11 @@ def _took(problem: Problem, plans: Plans, microbatches: int, lag: int) -> int:
     return lag * step_ns(problem, lone) + (microbatches - lag) * steady_ns
 
 
-def _start(problem: Problem) -> Plan | None:
-    """HEU's plan of one microbatch, found with little effort; None if nothing it tries fits."""
-    return _fastest(problem, heu_plans(problem, thorough=False))
-
-
-def _fastest(problem: Problem, plans: Iterable[Plan]) -> Plan | None:
-    """The fastest plan that fits."""
+def quick_start(problem: Problem, others: Iterable[Plan] = ()) -> Plan | None:
+    """HEU's plan of one microbatch or slice, found with little effort, or one of the `others` if
+    that is faster; None if nothing fits."""
     limit = problem.budget_bytes if problem.budget_bytes is not None else NEVER
+    plans = chain(others, heu_plans(problem, thorough=False))
     fit = [plan for plan in plans if peak_bytes(problem, plan) <= limit]
     return min(fit, key=lambda plan: step_ns(problem, plan), default=None)
 
