@@ -33,6 +33,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.simulate import simulate
 from overlapc.solvers import smallest_bytes, solve
 from overlapc.solvers.slices import solve_slices
+from overlapc.solvers.step import quick_start
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def measure(case: Case, slices: int, solver: str) -> dict[str, Any]:
     whole = Found.of(uncut, lambda: solve(uncut, solver))
 
     def sliced() -> Plan:
-        return solve_slices(cut, lone, solve(lone, solver), quick=solver == "heu")
+        start = quick_start(lone) if solver == "heu" else None
+        return solve_slices(cut, lone, start or solve(lone, solver), quick=solver == "heu")
 
     row = {"case": case.name, "hardware": case.hardware, "whole_ms": whole.step_ns / 1e6}
     row |= {"whole_seconds": round(whole.seconds, 3), "whole_exposed_ms": whole.exposed_ns / 1e6}

@@ -30,7 +30,14 @@ from overlapc.runtime.auto import AutoCalls
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.foreign import FIRST_CALL, TWIN, refuse_foreign, refuse_unmade, unmade
+from overlapc.runtime.foreign import (
+    FIRST_CALL,
+    TWIN,
+    refuse_foreign,
+    refuse_unmade,
+    unmade,
+    untraced,
+)
 from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
 from overlapc.runtime.sliced import SlicedCalls
@@ -130,11 +137,7 @@ class Optimized:
         engine = _engine(self)
         if not torch.is_grad_enabled() and engine.sliced is None:
             return engine.model(*args, **kwargs)
-        if not engine.made and (what := unmade(engine.model)):
-            warnings.warn(f"overlapc runs this call {FIRST_CALL}: {what}", RuntimeWarning, 2)
-            return engine.model(*args, **kwargs)
-        engine.made = True
-        return engine.uncut(args, kwargs) if engine.sliced is None else engine.sliced(args, kwargs)
+        return engine.call(args, kwargs)
 
     @property
     def reports(self) -> list[Report]:
@@ -234,6 +237,14 @@ class _Engine:
             return self.sliced.used
         return [] if self.sliced is None else [self.sliced]
 
+    @untraced
+    def call(self, args: Any, kwargs: Any) -> Any:
+        if not self.made and (what := unmade(self.model)):
+            warnings.warn(f"overlapc runs this call {FIRST_CALL}: {what}", RuntimeWarning, 4)
+            return self.model(*args, **kwargs)
+        self.made = True
+        return self.uncut(args, kwargs) if self.sliced is None else self.sliced(args, kwargs)
+
     def uncut(self, args: Any, kwargs: Any) -> Any:
         """Run a call whole: planned, or as plain PyTorch if no gradient is wanted."""
         if not torch.is_grad_enabled():
@@ -256,7 +267,7 @@ class _Engine:
             self.to_check = False
             self.checked = check(self.model, self._run, self.backend.watched, args, kwargs)
             if self.checked.different:
-                warnings.warn(f"overlapc {self.checked}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"overlapc {self.checked}", RuntimeWarning, stacklevel=6)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,7 +314,7 @@ _SHOWN = [name for name in vars(Optimized) if not name.startswith("_")]
 
 
 def _engine(twin: Any) -> _Engine:
-    engine: _Engine = object.__getattribute__(twin, TWIN)
+    engine: _Engine = getattr(twin, TWIN)
     return engine
 
 

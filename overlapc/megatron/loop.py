@@ -11,6 +11,7 @@ from overlapc.errors import OptionError
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.steps import Steps, innermost
 from overlapc.planning.options import Options
+from overlapc.runtime.foreign import untraced
 from overlapc.runtime.given import givens
 from overlapc.runtime.train_step import plainly
 
@@ -43,6 +44,7 @@ class TrainStep:
         parsed = Options.parse(options, "megatron")
         self._steps = Steps(parsed, merge, fill=False, schedule="1f1b")
 
+    @untraced
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; return the results for each,
         detached."""

@@ -33,7 +33,7 @@ from overlapc.solvers import (
     solve,
 )
 from overlapc.solvers.slices import solve_slices
-from overlapc.solvers.step import solve_step
+from overlapc.solvers.step import quick_start, solve_step
 from overlapc.text import format_plan
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices
     budget_bytes = problem.budget_bytes or 0
     for _ in range(1 + _TIGHTER):
         try:
-            alone = _alone(lone, options, choices)
+            alone = _slice_alone(lone, options, choices)
         except Infeasible:
             break
         over_bytes = peak_bytes(problem, one_by_one(problem, alone)) - budget_bytes
@@ -191,6 +191,15 @@ def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices
     if not fitting:
         raise Infeasible(budget_bytes, min(took))
     return min(fitting, key=lambda plan: step_ns(problem, one_by_one(problem, plan)))
+
+
+def _slice_alone(lone: Problem, options: Options, choices: Choices) -> Plan:
+    """A plan of one slice. What HEU finds with little effort is as good a start: `solve_slices`
+    tries other choices, and orders all slices anew."""
+    quick = None
+    if options.solver == "heu":
+        quick = quick_start(lone, (make(lone) for make in BASELINES.values()))
+    return quick or _alone(lone, options, choices)
 
 
 def _taken(problem: Problem, lone: Problem, plan: Plan) -> int:

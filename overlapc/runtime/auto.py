@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from overlapc.errors import Infeasible, OptionError
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
-from overlapc.runtime.foreign import unmade
+from overlapc.runtime.foreign import unmade, untraced
 from overlapc.runtime.given import Given, alike, givens
 from overlapc.runtime.sliced import SlicedCalls, Uncut
 from overlapc.runtime.train_step import TrainStep
@@ -93,6 +93,7 @@ class AutoStep(TrainStep):
         self._rankings: dict[Any, _Ranking] = {}
         self._now: tuple[TrainStep, _Ranking] | None = None  # what ran, or was planned, last
 
+    @untraced
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         ranking = self._ranking(microbatches)
         results: list[Any] = ranking.run(lambda count: self._steps[count](microbatches))

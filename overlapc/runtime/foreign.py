@@ -1,9 +1,12 @@
 """Models that a front door does not plan: `refuse_foreign` says what to pass instead, `unmade`
-finds those whose parameters the first call makes."""
+finds those whose parameters the first call makes. And front doors that an outer `torch.compile`
+meets: `untraced` keeps it out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +16,16 @@ from overlapc.errors import OptionError
 
 FIRST_CALL = "as plain PyTorch, and plans at the next"
 TWIN = "_overlapc_engine"  # the slot of what `optimize` returns, beside its model's __dict__
+_Door = TypeVar("_Door", bound=Callable[..., Any])
 _MODELS = ("megatron.core.models.", "megatron.core.transformer.", "megatron.core.ssm.")
+
+
+def untraced(door: _Door) -> _Door:
+    """A function that `torch.compile` around it calls and does not trace. What the function itself
+    compiles is compiled."""
+    reason = "overlapc plans and runs it itself; expected torch.compile without fullgraph around it"
+    kept: _Door = torch.compiler.disable(door, reason=reason)
+    return kept
 
 
 def refuse_foreign(door: str, model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.runtime.cut_stages import Candidate, CutStages
 from overlapc.runtime.exchange import Exchange, busy
-from overlapc.runtime.foreign import refuse_foreign, refuse_unmade
+from overlapc.runtime.foreign import refuse_foreign, refuse_unmade, untraced
 from overlapc.runtime.given import Given, alike
 from overlapc.runtime.link_times import alike_ns, averaging_ns, sent_ns
 from overlapc.runtime.ranks import exchange_for
@@ -124,6 +124,7 @@ class Pipeline:
         self._asked = schedule
         self._planned_for: Any = None
 
+    @untraced
     def __call__(self, inputs: Sequence[Any] = (), targets: Sequence[Any] = ()) -> list[Tensor]:
         count, last = self.schedule.microbatches, self.schedule.stages - 1
         for what, given, stage in (("inputs", inputs, 0), ("targets", targets, last)):

@@ -36,7 +36,9 @@ from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
+from overlapc.runtime.foreign import untraced
 from overlapc.runtime.given import Given, alike
+from overlapc.runtime.objects import batch_in_objects
 from overlapc.runtime.program import State
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
@@ -72,7 +74,7 @@ class SlicedCalls:
         self._given = given = Given(args, kwargs)
         with _outside_inference():
             each = given.cut(self.count, gradients=True)
-            key, is_new = self._key(each)
+            key, is_new = self._key(given, each)
             if key not in self._plain:
                 try:
                     with busy("tracing") if is_new else nullcontext(), sliced(self.count):
@@ -90,7 +92,9 @@ class SlicedCalls:
         with _outside_inference():
             self._given = Given(args, kwargs)
             each = self._given.cut(self.count, gradients=True)
-            key, _ = self._key(each)
+            key, _ = self._key(self._given, each)
+            if key in self._plain:
+                return None
             self._now = now = Slices(1, runs=False)
             try:
                 with busy("tracing"), sliced(self.count), suppress(Stop):
@@ -101,7 +105,15 @@ class SlicedCalls:
                 self._now, self._given = None, Given((), {})
         return now.report
 
-    def _key(self, each: Sequence[Given]) -> tuple[Any, bool]:
+    def _key(self, given: Given, each: Sequence[Given]) -> tuple[Any, bool]:
+        if kind := batch_in_objects((given.args, given.kwargs)):
+            error = CaptureError(
+                f"an argument is a {kind} that holds tensors of the batch, which cannot be cut; "
+                "expected tensors in lists, tuples or dicts"
+            )
+            if kind not in self._plain:
+                self._refused(kind, error)
+            return kind, False
         key = alike(each)
         is_new = key not in self._traced
         if is_new:
@@ -221,7 +233,7 @@ class SlicedCalls:
         self._plain.add(key)
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
-            warnings.warn(f"overlapc runs the batch uncut: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"overlapc runs the batch uncut: {error}", RuntimeWarning, stacklevel=6)
 
 
 def _outside_inference() -> ExitStack:
@@ -269,6 +281,7 @@ class _Batch:
                 state[owner_of(name)] = replace(owner, tensor=mine[k if cut else 0])
         return owners
 
+    @untraced
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the owners."""
         states, self.states = self.states, None

@@ -28,12 +28,14 @@ from overlapc.passes.joint import Joint, Stop, mark
 from overlapc.passes.parts import Parts, cut, join
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
+from overlapc.runtime.objects import alike as equal
+from overlapc.runtime.objects import is_held
 from overlapc.runtime.program import Flight, Program, State
 from overlapc.stages import turns
 
 # How a result of the batch is made of its slices': put together along this dimension, their mean
-# (a loss), or any of them, because they are alike.
-Way = int | Literal["mean", "alike"]
+# (a loss), any of them, because they are alike, or an object with the tensors of all in it.
+Way = int | Literal["mean", "alike", "inside"]
 
 
 def cut_batch(arguments: Any, count: int, gradients: bool = False) -> list[Any]:
@@ -67,6 +69,8 @@ def cut_batch(arguments: Any, count: int, gradients: bool = False) -> list[Any]:
 
 def way_of(name: str, whole: Any, part: Any, count: int) -> Way:
     """How the batch's result is made of its slices', of which `part` is one."""
+    if is_held(whole) and type(whole) is type(part):
+        return "inside"
     if not isinstance(whole, Tensor) or not isinstance(part, Tensor) or whole.shape == part.shape:
         return "mean" if isinstance(whole, Tensor) and whole.requires_grad else "alike"
     differ = [d for d, size in enumerate(whole.shape) if part.shape[d : d + 1] != (size,)]
@@ -85,14 +89,13 @@ def together(name: str, parts: Sequence[Any], way: Way) -> Any:
         return torch.cat(tuple(parts), way)
     if way == "mean":
         return sum(part / len(parts) for part in parts)
-    if all(_equal(part, parts[0]) for part in parts):
+    if all(equal(part, parts[0]) for part in parts):
         return parts[0]
     is_number = isinstance(parts[0], Tensor | int | float | complex | str | None)
     kind = "a number" if is_number else f"a {type(parts[0]).__name__}"
     raise OptionError(
         f"slices={len(parts)}: {name} is {kind} that is another for each slice; expected the "
-        "loss, numbers that are alike, and tensors of which a dimension is the batch, in lists, "
-        "tuples or dicts"
+        "loss, numbers that are alike, and tensors of which a dimension is the batch"
     )
 
 
@@ -101,12 +104,6 @@ def apart(value: Tensor, way: Way, count: int) -> Sequence[Tensor]:
     if isinstance(way, int):
         return [part.contiguous() for part in value.chunk(count, way)]
     return [value / count] * count
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
 
 
 def marked(results: Any, arguments: Any, loss: Tensor | None = None) -> Any:

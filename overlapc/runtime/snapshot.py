@@ -11,22 +11,21 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_WHOLE = (Tensor, type, ModuleType, FunctionType, MethodType)  # objects that are not looked into
-_TORCHS = ("torch", "builtins", "numpy")  # so are those of these packages, but for modules
+from overlapc.runtime.objects import is_looked_into
+
 _Restore = Callable[[], None]
 
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Clear gradients for the block; afterwards restore the model and the random states."""
-    tensors, restores = _state(model)
+    tensors, restores = _state([model])
     restores += [_restore_value(tensor) for tensor in tensors]
     restores += _random_states()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -36,6 +35,18 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         finally:
             for restore in restores:
                 restore()
+
+
+@contextlib.contextmanager
+def left_alone(objects: Sequence[Any]) -> Iterator[None]:
+    """Afterwards restore what these objects hold."""
+    tensors, restores = _state(objects)
+    restores += [_restore_value(tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
 
 
 @contextlib.contextmanager
@@ -51,13 +62,13 @@ def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
             tensor.grad = gradient
 
 
-def _state(model: nn.Module) -> tuple[list[Tensor], list[_Restore]]:
-    """Find the tensors that the model's attributes and their containers hold, and what puts these
-    back as they are now."""
+def _state(objects: Sequence[Any]) -> tuple[list[Tensor], list[_Restore]]:
+    """Find the tensors in these objects' attributes and their containers, and what puts these back
+    as they are now."""
     tensors: list[Tensor] = []
     restores: list[_Restore] = []
     seen: dict[int, Any] = {}
-    left: list[Any] = [model]
+    left: list[Any] = [*objects]
     while left:
         value = left.pop()
         if id(value) in seen:
@@ -75,16 +86,9 @@ def _state(model: nn.Module) -> tuple[list[Tensor], list[_Restore]]:
             restores.append(_restore_items(value, list(value), value.update))
         elif isinstance(value, tuple):
             left += value
-        elif _is_looked_into(value):
+        elif is_looked_into(value):
             left.append(vars(value))
     return tensors, restores
-
-
-def _is_looked_into(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return True
-    package = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not isinstance(value, _WHOLE) and package not in _TORCHS
 
 
 def _restore_items(

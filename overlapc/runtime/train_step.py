@@ -32,7 +32,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade
+from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
 from overlapc.runtime.given import Given, alike, givens
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
@@ -115,12 +115,13 @@ class TrainStep:
         self._compared: dict[tuple[Any, str], Compared] = {}
         self.report: Report | None = None
 
+    @untraced
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Add the gradients of all microbatches to `.grad`; return the model's results for each,
         detached."""
         each = givens(microbatches)
         if not self._traced and (what := unmade(self.model)):
-            warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 2)
+            warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 3)
             return [plainly(self._whole(*given.args, **given.kwargs)) for given in each]
         if self._options.slices > 1:
             return [self._in_slices(given, len(each)) for given in each]
@@ -310,7 +311,7 @@ class TrainStep:
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
             warnings.warn(
-                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=4
+                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=5
             )
 
     def _adopt(self, joint: Joint) -> Run:

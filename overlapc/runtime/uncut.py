@@ -7,7 +7,7 @@ shows when eager runs a first batch both ways (`compared`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,13 +23,15 @@ from overlapc.passes.joint import Joint
 from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import Captured, changed_inputs
 from overlapc.runtime.exchange import Exchange
+from overlapc.runtime.objects import alike, inside, is_held, joined, objects_in
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, way_of
-from overlapc.runtime.snapshot import as_it_was
+from overlapc.runtime.snapshot import as_it_was, left_alone
 
 # How far slices may be from the uncut batch, relative to a tensor's largest number, by the coarsest
 # type that the graph works with.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+SAID = {"mean": "mean", "alike": "alike", "inside": "each tensor in it along dimension 0"}
 _NOISE = 0.01  # of the largest number of all gradients: what is smaller is compared with that
 Forward = Callable[[Any], list[Any]]  # part of a batch -> the model's results, in a list
 
@@ -46,7 +48,7 @@ class Compared:
 
     def __str__(self) -> str:
         made = [
-            f"result {i} {f'along dimension {way}' if isinstance(way, int) else way}"
+            f"result {i} {f'along dimension {way}' if isinstance(way, int) else SAID[way]}"
             for i, way in enumerate(self.ways)
         ]
         return (
@@ -136,7 +138,7 @@ class _BothWays:
         draws: Sequence[Draw],
     ) -> None:
         self.draws = draws
-        self.model, self.forward, self.batch, self.each = model, forward, batch, each
+        self.model, self._forward, self.batch, self.each = model, forward, batch, each
         self.tolerance, self.backward = tolerance_of(joint.captured), bool(joint.tangents)
         self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
         self.ways: tuple[Way, ...] = ()
@@ -145,32 +147,44 @@ class _BothWays:
             expected = self.uncut()
         try:
             with as_it_was(model):
-                found = self.in_slices(expected)
+                found = self.in_slices()
         except OptionError as error:  # the other ranks wait
             self.different = str(error).partition(": ")[2]
         else:
             self.apart, self.different = farthest(expected, found, self.tolerance)
 
+    def forward(self, part: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The model's results, and what the objects among them hold. Objects among the arguments,
+        which all slices get, are left as they were."""
+        with left_alone(objects_in((part.args, part.kwargs))):
+            results = self._forward(part)
+            held = [inside(f"result {i}", x) for i, x in enumerate(results) if is_held(x)]
+        return results, {name: x for each in held for name, x in each.items()}
+
     def uncut(self) -> dict[str, Any]:
         before = _attributes(self.model)
-        (results,) = self.ran([self.batch], lambda _, batch: self.forward(batch))
+        ((results, held),) = self.ran([self.batch], lambda _, batch: self.forward(batch))
         # (Of slices beside each other nobody knows which one has set an attribute.)
         self.kept = {} if self.totals else _set_since(before, self.model)
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
-        return _named(results) | self.kept | self.gradients([self.batch])
+        self.results, self.held = _named(results), held
+        found = {name: x for name, x in self.results.items() if not is_held(x)}
+        return found | held | self.kept | self.gradients([self.batch])
 
-    def in_slices(self, expected: dict[str, Any]) -> dict[str, Any]:
+    def in_slices(self) -> dict[str, Any]:
         """One slice after the other, each with what those before it counted; or beside each other,
         if they ask for totals."""
+        self.refuse_inputs(self.held | self.kept)
         count = len(self.each)
-        uncut = list(expected.items())[: len(self.cotangents)]
+        uncut = [*self.results.items()]
         kept: list[dict[str, Tensor]] = []
+        held: list[dict[str, Any]] = [{} for _ in self.each]
 
         def run(k: int, part: Any) -> list[Any]:
             before = _attributes(self.model)
-            results = self.forward(part)
+            results, held[k] = self.forward(part)
             kept.append(_set_since(before, self.model))
             if not k:
                 self.ways = tuple(
@@ -195,9 +209,24 @@ class _BothWays:
         found = {
             name: together(name, column, way)
             for (name, _), column, way in zip(uncut, columns, self.ways, strict=True)
+            if way != "inside"
         }
+        names = dict.fromkeys(name for each in (self.held, *held) for name in each)
+        found |= {name: joined(name, [each.get(name) for each in held]) for name in names}
         found |= {name: _end_to_end([each.get(name) for each in kept]) for name in self.kept}
         return found | self.gradients(self.each)
+
+    def refuse_inputs(self, set_or_held: Mapping[str, Any]) -> None:
+        """Raise for a part of an input in an attribute or object: of an input nothing is made that
+        could be put together."""
+        inputs = _tensors_in((self.batch.args, self.batch.kwargs))
+        storages = {_storage(tensor) for tensor in inputs if tensor.dim()} - {None}
+        for name, value in set_or_held.items():
+            if isinstance(value, Tensor) and _storage(value) in storages:
+                raise OptionError(
+                    f"slices={len(self.each)}: {name} is an input or a view of one, so "
+                    "it would be the last slice's: clone it"
+                )
 
     def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
         """What `run` returns for each part of the batch."""
@@ -385,8 +414,7 @@ def _distance(one: Any, other: Any, least: float = 0.0) -> tuple[float, str]:
         said = [
             f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (one, other)
         ]
-        is_same = not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
-        return (0.0 if is_same else float("inf")), f"{said[1]} for {said[0]}"
+        return (0.0 if alike(one, other) else float("inf")), f"{said[1]} for {said[0]}"
     if one.shape != other.shape:
         return float("inf"), f"of shape {tuple(other.shape)} for {tuple(one.shape)}"
     if torch.equal(one, other):
@@ -402,10 +430,15 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _tensors(values: Any) -> list[Any]:
-    def found() -> Iterator[Tensor]:
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor):
-                yield leaf.detach().clone()
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
-    return list(found())
+
+def _tensors(values: Any) -> list[Any]:
+    return [tensor.detach().clone() for tensor in _tensors_in(values)]
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """What all views of a tensor have in common."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else None

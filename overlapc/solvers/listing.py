@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapc.errors import InvalidProblem
@@ -40,24 +39,6 @@ def list_schedule(work: Work, limit: int, style: Style) -> tuple[str, ...]:
     """Return an order of all nodes of the work. It aims at `limit` bytes; only `simulate` says how
     many it takes."""
     return work.text(Listing(work, limit, style).run())
-
-
-def along(work: Work, chain: Sequence[int]) -> tuple[dict[int, float], dict[int, int]]:
-    """For each node of a chain, return the share of the chain's compute that comes before it, and
-    the compute until the chain's next collective, in ns."""
-    share: dict[int, float] = {}
-    distance: dict[int, int] = {}
-    took = {n: work.compute[n % work.count] for n in chain}
-    total, before, left = sum(took.values()) or 1, 0, NEVER
-    for n in chain:
-        share[n] = before / total
-        before += took[n]
-    for n in reversed(chain):
-        if work.ops[n % work.count].role == "start":
-            left = 0
-        left = min(NEVER, left + (0 if work.deadline[n] == NEVER else took[n]))
-        distance[n] = left
-    return share, distance
 
 
 class Listing:
@@ -277,16 +258,7 @@ class _Ahead:
     may run ahead."""
 
     def __init__(self, work: Work) -> None:
-        self.at: list[int] = []  # place in the trace of each backward op
-        self.need: list[int] = []  # most bytes between the op before and this one
-        most = 0
-        for text, held in work.plain:
-            most = max(most, held)
-            n = work.index.get(text)
-            if n is not None and not work.ops[n].is_forward:
-                self.at.append(n)
-                self.need.append(most)
-                most = 0
+        self.at, self.need = work.needed
         self.here = dict(zip(self.at, self.need, strict=True))
         self.passed = self.at[0] if self.at else 0  # the op issued last
         self.starts = [n for n in self.at if work.ops[n].role == "start"]

@@ -22,7 +22,7 @@ from overlapc.solvers.bounds import Least
 from overlapc.solvers.choice import Choice, plan_of
 from overlapc.solvers.constants import FEW, GAP, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
-from overlapc.solvers.listing import Listing, Style, along
+from overlapc.solvers.listing import Listing, Style
 from overlapc.solvers.room import Room
 from overlapc.solvers.work import NEVER, Work, merged_work
 
@@ -225,7 +225,7 @@ class _Merging(Listing):
         self.share: dict[int, float] = {}
         self.distance: dict[int, int] = {}
         for chain in work.chains:
-            share, distance = along(work, chain)
+            share, distance = work.along(chain)
             self.share |= share
             self.distance |= distance
         self.room = Room(work, *work.chains) if limit < NEVER else None

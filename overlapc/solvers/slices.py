@@ -24,7 +24,7 @@ from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RU
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import thrifty
 from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.listing import Listing, Style, along
+from overlapc.solvers.listing import Listing, Style
 from overlapc.solvers.merging import LEFT
 from overlapc.solvers.period import Periodic
 from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
@@ -63,17 +63,9 @@ class _TakingTurns(Listing):
         super().__init__(work, limit, style)
         self.turns = turns
         self.slice = [op.piece.microbatch for op in work.ops]
-        count = 1 + max(self.slice)
-        self.queues: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self.share, self.distance = work.paces
+        self.queues: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(self.slice))]
         self.current = 0
-        self.share: dict[int, float] = {}
-        self.distance: dict[int, int] = {}
-        number = dict(zip(work.text(work.nodes), work.nodes, strict=True))
-        plain = [number[text] for text, _ in work.plain if text in number]
-        for k in range(count):
-            share, distance = along(work, [n for n in plain if self.slice[n % work.count] == k])
-            self.share |= share
-            self.distance |= distance
 
     def arrive(self, n: int) -> None:
         super().arrive(n)
@@ -163,6 +155,7 @@ class _SliceSearch:
         self.best, self.best_ns, self.offered = plain, step_ns(problem, plain), 1
         self.forward = forward_work(problem)
         self.backward: dict[Choice, Work] = {}
+        self.tried: dict[tuple[Choice, Style, Turns, float], int] = {}
 
     def judged(self, plan: Plan, below_ns: int) -> tuple[int, bool, bool]:
         """What the plan takes, whether it is faster than that and fits, and if not, whether other
@@ -227,8 +220,11 @@ class _SliceSearch:
                 if self.is_done(self.reserve) or least_ns >= min(best_ns, self.best_ns):
                     return best_ns
                 limit = NEVER if self.budget == NEVER else int(self.budget * share)
-                order = slice_order(self.backward[choice], limit, style, turn)
-                found_ns = self.behind_forwards(choice, order, str(turn), best_ns)
+                key = choice, style, turn, share
+                if key not in self.tried:
+                    order = slice_order(self.backward[choice], limit, style, turn)
+                    self.tried[key] = self.behind_forwards(choice, order, str(turn), best_ns)
+                found_ns = self.tried[key]
                 best_ns = min(best_ns, found_ns)
                 if found_ns < NEVER:
                     break

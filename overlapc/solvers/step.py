@@ -13,6 +13,8 @@ behind; one more microbatch is held for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from itertools import chain
 
 from overlapc.ir import Plan, Problem
 from overlapc.merge import held_in_pairs, in_pairs, merge, of_slice, one_by_one
@@ -62,9 +64,12 @@ class _Step:
 
     def __init__(self, problem: Problem, microbatches: int, lag: int) -> None:
         self.problem, self.microbatches, self.lag = problem, microbatches, lag
-        self.periodic = Periodic(problem)
         # Is there something to merge with, and something to hide?
         self.may_merge = microbatches > lag and bool(problem.trace.lanes)
+
+    @cached_property
+    def periodic(self) -> Periodic:
+        return Periodic(self.problem)
 
     def solve(
         self,
@@ -75,7 +80,7 @@ class _Step:
         problem, microbatches = self.problem, self.microbatches
         if solver != "overlap" or not self.may_merge:
             return self.merged(alone())
-        start = self.start()
+        start = quick_start(problem, periodic=self.periodic)
         quick = self.merged(start) if start else ()
         if len(quick) < 2:
             return self.merged(alone())
@@ -86,11 +91,6 @@ class _Step:
         if known is None or took <= microbatches * step_ns(problem, known):
             return quick
         return self.merged(known)
-
-    def start(self) -> Plan | None:
-        """HEU's plan of one microbatch, found with little effort; None if nothing it tries fits."""
-        plans = heu_plans(self.problem, thorough=False, periodic=self.periodic)
-        return _fastest(self.problem, plans)
 
     def merged(self, lone: Plan) -> Plans:
         """The lone plan, or plans of merged microbatches if these are faster."""
@@ -123,9 +123,13 @@ def _took(problem: Problem, plans: Plans, microbatches: int, lag: int) -> int:
     return lag * step_ns(problem, lone) + (microbatches - lag) * steady_ns
 
 
-def _fastest(problem: Problem, plans: Iterable[Plan]) -> Plan | None:
-    """The fastest plan that fits."""
+def quick_start(
+    problem: Problem, others: Iterable[Plan] = (), periodic: Periodic | None = None
+) -> Plan | None:
+    """HEU's plan of one microbatch or slice, found with little effort, or one of the `others` if
+    that is faster; None if nothing fits."""
     limit = problem.budget_bytes if problem.budget_bytes is not None else NEVER
+    plans = chain(others, heu_plans(problem, thorough=False, periodic=periodic))
     fit = [plan for plan in plans if peak_bytes(problem, plan) <= limit]
     return min(fit, key=lambda plan: step_ns(problem, plan), default=None)
 

@@ -127,6 +127,54 @@ class Work:
         curve = memory_curve(self.problem, Plan("", "", self.choice.saved, order))
         return list(zip(order, curve, strict=True))
 
+    @cached_property
+    def needed(self) -> tuple[list[int], list[int]]:
+        """The backward's ops in the plain order, and for each the most bytes between the op before
+        and it."""
+        places: list[int] = []
+        needed: list[int] = []
+        most = 0
+        for text, held in self.plain:
+            most = max(most, held)
+            n = self.number.get(text)
+            if n is not None and not self.ops[n % self.count].is_forward:
+                places.append(n)
+                needed.append(most)
+                most = 0
+        return places, needed
+
+    def along(self, chain: Sequence[int]) -> tuple[dict[int, float], dict[int, int]]:
+        """For each node of a chain, the share of the chain's compute that comes before it, and the
+        compute until the chain's next collective, in ns."""
+        share: dict[int, float] = {}
+        distance: dict[int, int] = {}
+        took = {n: self.compute[n % self.count] for n in chain}
+        total, before, left = sum(took.values()) or 1, 0, NEVER
+        for n in chain:
+            share[n] = before / total
+            before += took[n]
+        for n in reversed(chain):
+            if self.ops[n % self.count].role == "start":
+                left = 0
+            left = min(NEVER, left + (0 if self.deadline[n] == NEVER else took[n]))
+            distance[n] = left
+        return share, distance
+
+    @cached_property
+    def paces(self) -> tuple[dict[int, float], dict[int, int]]:
+        """The same for all slices, each along its plain order."""
+        each: dict[int, list[int]] = {}
+        for text, _ in self.plain:
+            if (n := self.number.get(text)) is not None:
+                each.setdefault(self.ops[n % self.count].piece.microbatch, []).append(n)
+        shares: dict[int, float] = {}
+        distances: dict[int, int] = {}
+        for chain in each.values():
+            share, distance = self.along(chain)
+            shares |= share
+            distances |= distance
+        return shares, distances
+
 
 def forward_work(problem: Problem) -> Work:
     """The forward of a problem."""

@@ -15,6 +15,7 @@ from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_slices, of_slice, 
 from overlapc.planning import road
 from overlapc.planning.options import Options
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulate, step_ns
+from overlapc.solvers import BASELINES
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
 from overlapc.solvers.slices import TURNS, slice_order, solve_slices
@@ -199,6 +200,21 @@ def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, ro
     assert budget is None or peak_bytes(problem, plan) <= budget
     for k in range(count):
         check(lone, of_slice(plan, k, lone.trace.digest))
+
+
+@settings(max_examples=30)
+@given(st.randoms(use_true_random=False), st.integers(2, 3), st.floats(0.0, 1.0))
+def test_heu_in_slices_is_never_slower_than_a_baseline_in_slices(rng, count, share):
+    """Although a slice's own plan is found with little effort."""
+    lone = lone_problem(rng, count)
+    problem = in_slices(replace(lone, in_flight=1), count, draws=draws_of(lone))
+    plans = [make(lone) for make in BASELINES.values()]
+    peaks = [max(peak_bytes(lone, p), peak_bytes(problem, one_by_one(problem, p))) for p in plans]
+    budget = min(peaks) + int((max(peaks) - min(peaks)) * share)
+    problem, lone = (replace(each, budget_bytes=budget) for each in (problem, lone))
+    (plan,) = road._sliced(problem, lone, Options(solver="heu"), tuple)
+    fitting = [p for p, peak in zip(plans, peaks, strict=True) if peak <= budget]
+    assert step_ns(problem, plan) <= min(step_ns(problem, one_by_one(problem, p)) for p in fitting)
 
 
 @settings(max_examples=20)

@@ -318,25 +318,6 @@ def test_results_that_are_no_tensors_of_their_own_run_uncut(kept, said):
         assert torch.equal(one, other)
 
 
-def test_an_object_among_the_results_is_refused_by_its_type():
-    class Cache:
-        def __init__(self, keys: Tensor) -> None:
-            self.keys = keys
-
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(16, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            out = self.inner(x)
-            return out, Cache(out * 2)
-
-    twin = optimize(Caching(), slices=2, profile="estimate")
-    with torch.no_grad(), pytest.raises(OptionError, match="result 1 is a Cache that is another"):
-        twin(randn(8, 16))
-
-
 class Checkpointed(nn.Module):
     """Drops within and between blocks that eager runs again in its backward."""
 

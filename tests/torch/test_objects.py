@@ -1,0 +1,218 @@
+"""Objects that hold tensors, among a sliced model's results and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from overlapc import optimize
+from overlapc.errors import OptionError
+from overlapc.runtime.objects import inside, joined
+from tests.torch.exact import DYNAMO_WARNINGS, randn
+
+pytestmark = DYNAMO_WARNINGS
+
+
+class Held:
+    """Holds what it is given."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Layers(Held):
+    def add(self, key: Tensor) -> None:
+        self.layers.append(Held(key=key, length=key.shape[1]))
+
+
+class Returns(nn.Module):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.call = nn.Linear(16, 8), call
+
+    def forward(self, x: Tensor, **more: Any) -> Any:
+        return self.call(self, x, self.inner(x), **more)
+
+
+def made(call: Callable[..., Any]) -> tuple[Returns, Any, Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = Returns(call)
+    return model, optimize(model, slices=2, profile="estimate"), randn(8, 16)
+
+
+def compare(found: Any, model: nn.Module, x: Tensor) -> None:
+    """Is this what the slices hold, put together, and what the batch holds?"""
+    whole, parts = inside("", model(x)), [inside("", model(each)) for each in x.chunk(2)]
+    mine = inside("", found)
+    assert mine.keys() == whole.keys()
+    for name, value in mine.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(value, whole[name])
+            shared = not value.dim() or value.shape[0] != x.shape[0] or value.requires_grad
+            each = [part[name] for part in parts]
+            assert torch.equal(value, each[0] if shared else torch.cat(each))
+        else:
+            assert value == whole[name]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, x, y: (y, Held(keys=y * 2, kind=y.dtype, length=x.shape[1])),
+        lambda m, x, y: Held(out=y, layers=[Held(k=y + i, v=y - i) for i in range(3)]),
+        lambda m, x, y: {"out": y, "cache": Held(by_name={"k": y.relu(), "n": (1, "a", None)})},
+        lambda m, x, y: (y * 2, Held(one=y, again=y, view=y[:, 1:], of_input=x + 1)),
+        lambda m, x, y: (y, Held(weight=m.inner.weight, two=torch.tensor(2.0), at=x.device)),
+        lambda m, x, y: (y, Held()),
+    ],
+)
+def test_tensors_in_objects_are_put_together(call):
+    model, twin, x = made(call)
+    with torch.no_grad():
+        for i in range(2):
+            compare(twin(x + i), model, x + i)
+    assert "each tensor in it along dimension 0" in twin.explain()
+    assert twin.unchanged == []
+
+
+class Pair:
+    def __init__(self, key: Tensor, turned: Tensor) -> None:
+        self.key, self.turned = key, turned
+
+
+def test_a_registered_class_has_its_own_dimension_for_each_tensor():
+    def call(m: Any, x: Tensor, y: Tensor) -> Any:
+        return y, Pair(y * 2, y.t() * 3)
+
+    pytree.register_pytree_node(
+        Pair, lambda p: ([p.key, p.turned], None), lambda parts, _: Pair(*parts)
+    )
+    try:
+        model, twin, x = made(call)
+        with torch.no_grad():
+            for _ in range(2):
+                out, pair = twin(x)
+                expected, whole = model(x)
+                torch.testing.assert_close(out, expected)
+                torch.testing.assert_close(pair.key, whole.key)
+                torch.testing.assert_close(pair.turned, whole.turned)
+        assert "result 2 along dimension 1" in twin.explain()
+    finally:
+        pytree._deregister_pytree_node(Pair)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m, x, y: (y, Held(rows=y.shape[0])), r"result 1\.rows is another .*\(4 for 8"),
+        (lambda m, x, y: (y, Held(turned=y.t() + 1)), r"result 1\.turned is another in slices"),
+        (lambda m, x, y: (y, Held(a=[{"b": x}])), r"result 1\.a\[0\]\['b'\] is an input"),
+        (lambda m, x, y: (y, Held(a=x[:, 1:])), r"result 1\.a is an input or a view of one"),
+        (lambda m, x, y: (y, Held(total=y.sum())), r"result 1\.total is .* for slices"),
+        (lambda m, x, y: (y, Held(places=torch.arange(3))), r"result 1\.places is another"),
+        (lambda m, x, y: (y, Held(l=Held(mean=y - y.mean(0)))), r"result 1\.l\.mean is another"),
+    ],
+)
+def test_what_an_object_holds_is_refused_by_its_place(call, said):
+    _, twin, x = made(call)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(OptionError, match=rf"slices=2: {said}"):
+            twin(x)
+    assert twin.unchanged == []
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, None)])
+def test_an_input_as_an_attribute_is_refused_by_its_name(part):
+    """It was the last slice's input, without a word."""
+
+    def call(m: Any, x: Tensor, y: Tensor) -> Any:
+        m.seen = x[:, part] if part.start else x
+        return y
+
+    _, twin, x = made(call)
+    with pytest.raises(OptionError, match=r"seen, which the forward sets, is an input"):
+        twin(x)
+
+
+def test_an_object_that_is_given_is_filled_once_and_one_that_holds_the_batch_runs_uncut():
+    def call(m: Any, x: Tensor, y: Tensor, cache: Any) -> Any:
+        if cache.layers:
+            y = y + cache.layers[0].key
+        cache.add(y * 2)
+        return y, cache
+
+    model, twin, x = made(call)
+    with torch.no_grad():
+        for i in range(2):
+            mine, others = Layers(layers=[]), Layers(layers=[])
+            out, found = twin(x + i, cache=mine)
+            expected, _ = model(x + i, cache=others)
+            assert found is mine
+            assert len(mine.layers) == 1
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(mine.layers[0].key, others.layers[0].key)
+        assert twin.unchanged == []
+        with pytest.warns(RuntimeWarning, match="uncut: an argument is a Layers that holds tensor"):
+            out, _ = twin(x, cache=mine)
+        expected, _ = model(x, cache=others)
+        torch.testing.assert_close(out, expected)
+        assert [len(mine.layers), len(others.layers)] == [2, 2]
+        twin(x, cache=mine)  # warned of once
+        twin(x, cache=Layers(layers=[]))
+    assert len(twin.reports) == 1
+
+
+LEAVES = st.sampled_from(["batched", "number", "text", "none", "scalar"])
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(lambda d: Held(**d))
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tree=TREES, count=st.integers(2, 4))
+def test_any_object_is_joined_place_by_place(tree, count):
+    """What is joined from the slices' objects is what the batch's holds."""
+    numbers = torch.arange(12.0 * count).reshape(4 * count, 3)
+
+    def filled(tree: Any, rows: Tensor) -> Any:
+        if isinstance(tree, str):
+            return {
+                "batched": rows * 2,
+                "number": 3,
+                "text": "x",
+                "none": None,
+                "scalar": torch.tensor(1.5),
+            }[tree]
+        if isinstance(tree, dict):
+            return {key: filled(part, rows) for key, part in tree.items()}
+        if isinstance(tree, Held):
+            return Held(**filled(vars(tree), rows))
+        return type(tree)(filled(part, rows) for part in tree)
+
+    whole = inside("it", Held(tree=filled(tree, numbers)))
+    parts = [inside("it", Held(tree=filled(tree, rows))) for rows in numbers.chunk(count)]
+    assert all(part.keys() == whole.keys() for part in parts)
+    for name, value in whole.items():
+        found = joined(name, [part[name] for part in parts])
+        assert torch.equal(found, value) if isinstance(value, Tensor) else found == value
+
+
+def test_an_object_within_itself_is_opened_once():
+    ring = Held(x=torch.ones(2))
+    ring.again, ring.more = ring, [ring]
+    assert [*inside("it", ring)] == ["it.x"]
