@@ -35,10 +35,12 @@ class Chosen:
             slices=chosen.slices,
         )
 
-    or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`, or, where
-    microbatches are `merged`, `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`. If
-    the search planned the model whole (`Repeats` with its ends), these predict the same step as the
-    search, given its hardware and costs, with `profile="estimate"`.
+    or, without a pipeline and replicas,
+    `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`. If the search planned the
+    model whole (`Repeats` with its ends), these predict the same step as the search, given its
+    hardware and costs, with `profile="estimate"`. For one microbatch there is also
+    `optimize(model, memory_budget=chosen.memory_budgets[0])`, which does not count the time of
+    adding gradients up.
     """
 
     tp: int
