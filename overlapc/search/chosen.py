@@ -69,11 +69,11 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])
         layout, layers = found.layout, found.layers
+        if len(layers) != layout.stages:
+            raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         schedule = found.asked
         if (len(schedule.rows), schedule.stages) != (layout.pp, layout.stages):
             raise ValueError(f"rows of {schedule.stages} stages, expected {layout.stages}")
-        if len(layers) != layout.stages:
-            raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         budgets = tuple(map(int, document["memory_budgets"]))
         if not isinstance(document["model"], dict):
             raise ValueError("found no shapes of the model")
