@@ -9,6 +9,8 @@ By default Dynamo assumes that
 
 Dynamo also freezes the numbers drawn from a `random.Random`. So a graph ends where the code draws
 from a generator that existed before the call (`_generators`).
+
+`hands_on` tells whether what a call does depends on the calls before it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,8 +28,12 @@ from torch import nn
 from torch._dynamo.exc import ObservedAttributeError, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, GlobalSource, Source
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+from torch._dynamo.variables.base import (
+    AttributeMutationExisting,
+    ValueMutationExisting,
+    VariableTracker,
+)
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import RandomVariable
@@ -55,6 +62,33 @@ def _changes() -> Iterator[None]:
 
 
 guarding = Shared(_changes)
+
+
+def hands_on() -> bool:
+    """Within a backend of `torch.compile`: does the traced function read Python state that it
+    changes, or draw Python's random numbers? Then its calls have an order.
+
+    An attribute is read if a guard names it. That its name is free is asked by setting it, too.
+    """
+    output = InstructionTranslator.current_tx().output
+    effects = output.side_effects
+    read = " ".join(
+        f"{guard.name} {getattr(guard.create_fn, 'keywords', '')}"
+        for guard in output.guards
+        if _function_of(guard) is not GuardBuilder.DICT_NOT_CONTAINS
+    )
+    for held in effects.id_to_variable.values():
+        if not isinstance(held.mutation_type, (AttributeMutationExisting, ValueMutationExisting)):
+            continue
+        if effects.is_modified(held):
+            names = effects.store_attr_mutations.get(held)
+            if not names or any(re.search(rf"\b{re.escape(name)}\b", read) for name in names):
+                return True
+    return bool(output.random_calls)
+
+
+def _function_of(guard: Guard) -> Any:
+    return getattr(guard.create_fn, "func", guard.create_fn)
 
 
 @contextlib.contextmanager

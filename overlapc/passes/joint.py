@@ -35,7 +35,7 @@ from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.passes.aot import as_boxed, export, lasting, metas_of, views_of, without_backward
 from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
 from overlapc.passes.differences import asked, differences
-from overlapc.passes.guarding import guarding
+from overlapc.passes.guarding import guarding, hands_on
 from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.places import is_models
@@ -105,6 +105,7 @@ class Joint:
     marks: tuple[int | None, ...]  # by result of Dynamo's graph: the number from `mark`
     views: tuple[bool, ...] = ()  # by result of Dynamo's graph: a view of another or of an input?
     arguments: Sequence[Any] = ()  # of Dynamo's graph; set only during `adopt`
+    hands_on: bool = False  # does what a call does depend on the calls before it?
 
     def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
         """Return the values that the parts of the graph read, from the arguments of one call."""
@@ -196,7 +197,7 @@ class Traced:
             nonlocal run, joint
             captured = trace_joint(traced, results, inner_places(traced, static))
             joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
-            joint.arguments = arguments
+            joint.arguments, joint.hands_on = arguments, has_order
             run, joint.arguments = self._adopt(joint), ()
             return joint
 
@@ -218,6 +219,7 @@ class Traced:
 
         refuse_subclasses(arguments)
         self.differences += differences(graph)
+        has_order = hands_on()
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))

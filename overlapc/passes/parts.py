@@ -75,13 +75,11 @@ class Parts:
         of `plan`; the first state is the forward's, the second the backward's."""
         return join((self.forward, self.backward), plan.order)
 
-    def pair(self, plan: Plan) -> tuple[Part, Part]:
+    def pair(self, plan: Plan, second: Parts) -> tuple[Part, Part]:
         """Join the forwards of two microbatches to one graph, and their backwards to another, in
-        the order of `plan`."""
-        forward, backward = (
-            join((part, part), plan.order, at, apart=True) for part in (self.forward, self.backward)
-        )
-        return forward, backward
+        the order of `plan`; `second` has the parts of the second microbatch."""
+        forward = join((self.forward, second.forward), plan.order, at, apart=True)
+        return forward, join((self.backward, second.backward), plan.order, at, apart=True)
 
     def pieces(self) -> dict[str, Part]:
         """Cut the backward into R, I and W: three parts that run in this order, at any time. (R

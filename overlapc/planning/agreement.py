@@ -33,8 +33,8 @@ def agreed(
     exchange: Exchange | None,
 ) -> tuple[Captured, TrainingStep, list[Profile]]:
     """Agree with the other ranks on graph and options. Return the graph with measured sizes in its
-    trace, the step with the mean of the ranks' costs of adding gradients, and each rank's
-    profile."""
+    trace, the step with the mean of the ranks' costs of adding gradients (in pairs only if it may
+    be on every rank), and each rank's profile."""
     from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
@@ -45,7 +45,7 @@ def agreed(
         )
         exchange.agree(
             "options",
-            f"{options.text(ALIKE)} {step.microbatches} {step.lag} {step.in_flight} {step.pairs}",
+            f"{options.text(ALIKE)} {step.microbatches} {step.lag} {step.in_flight}",
             "pass the same options on every rank",
         )
     profiles, all_sizes = _profiles(captured, options, primals, exchange)
@@ -55,8 +55,9 @@ def agreed(
             captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
         )
     if exchange is not None and step.gradients is not None:
-        told = exchange.gather("adding", repr(step.add_ns_per_kib).encode())
-        step = replace(step, add_ns_per_kib=sum(map(float, told)) / len(told))
+        mine = json.dumps([step.add_ns_per_kib, step.pairs]).encode()
+        adding, pairs = zip(*map(json.loads, exchange.gather("adding", mine)), strict=True)
+        step = replace(step, add_ns_per_kib=sum(adding) / len(adding), pairs=all(pairs))
     return captured, step, profiles
 
 

@@ -37,8 +37,8 @@ class Program:
         self.merged: Part | None = None
         if report.merged is not None:
             self.merged = self._parts.merged(report.merged.plan)
-        self._pair = None if report.pair is None else self._parts.pair(report.pair.plan)
         self._with: WeakKeyDictionary[Program, Part] = WeakKeyDictionary()
+        self._beside: WeakKeyDictionary[Program, tuple[Part, Part]] = WeakKeyDictionary()
         self.shared: State = loss_gradient(joint) if whole else {}  # read by all microbatches
         self.free = {  # gradients that the graph does not add to `.grad` itself
             f"gradient{i}": owner_of(name)
@@ -73,22 +73,17 @@ class Program:
     @property
     def pairs(self) -> bool:
         """Do the first two forwards of a step run as one graph, and its last two backwards?"""
-        return self._pair is not None
+        return self.report.pair is not None
 
-    def begin_pair(self, states: Sequence[State]) -> list[Flight]:
-        """Run F of two microbatches."""
-        assert self._pair is not None
-        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
-            self._pair[0].run(self.shared, *states)
-        return [Flight(self, state) for state in states]
-
-    def end_pair(self, flights: Sequence[Flight]) -> None:
-        """Run B of two microbatches, of which nothing of the backward has run."""
-        assert self._pair is not None
-        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
-            self._pair[1].run(self.shared, *(flight.state for flight in flights))
-        for flight in flights:
-            flight.end()
+    def pair_with(self, second: Program) -> tuple[Part, Part] | None:
+        """F of two microbatches as one graph, and B: of this graph, and of this or another one that
+        has the same plan. None if there is no such plan."""
+        mine, theirs = self.report.pair, second.report.pair
+        if mine is None or theirs is None or mine.plan.order != theirs.plan.order:
+            return None
+        if second not in self._beside:
+            self._beside[second] = self._parts.pair(mine.plan, second._parts)
+        return self._beside[second]
 
     def _merged_with(self, before: Program) -> Part | None:
         """Merge F of this graph with B of a graph of other shapes."""
@@ -109,6 +104,29 @@ class Program:
         if kind == "I" and not again:
             return [self._pieces["R"], self._pieces["I"]]
         return [self._pieces[kind]]
+
+
+def begin_pair(programs: Sequence[Program], states: Sequence[State]) -> list[Flight]:
+    """Run F of two microbatches as one graph; nothing, if there is none."""
+    first, second = programs
+    if (pair := first.pair_with(second)) is None:
+        return []
+    with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+        pair[0].run(first.shared, *states)
+    return [Flight(program, state) for program, state in zip(programs, states, strict=True)]
+
+
+def end_pair(flights: Sequence[Flight]) -> bool:
+    """Run B of two microbatches as one graph, if there is one; is there? Nothing of the backward
+    has run."""
+    first, second = (flight.program for flight in flights)
+    if (pair := first.pair_with(second)) is None:
+        return False
+    with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+        pair[1].run(first.shared, *(flight.state for flight in flights))
+    for flight in flights:
+        flight.end()
+    return True
 
 
 @dataclass

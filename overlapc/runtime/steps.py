@@ -2,8 +2,8 @@
 
 In pairs the first two forwards are one graph, so the first needs the inputs of the second before it
 has run. Both calls are begun and stopped where the graph would run (`gathers`), the graph runs, and
-then both calls are made in full, which take their results from it. If the second call is found to
-read what the first one changes, its forward runs again.
+then both calls are made in full, which take their results from it. A graph is paired only if a call
+does not depend on the one before it (`guarding.hands_on`, `draws.may_pair`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlapc.errors import OptionError
 from overlapc.passes.joint import Owner, Stop
 from overlapc.runtime.given import Given
-from overlapc.runtime.program import Flight, Program, State
+from overlapc.runtime.program import Flight, Program, State, begin_pair, end_pair
 
 
 @dataclass
@@ -27,7 +28,6 @@ class Step:
     each: Sequence[Given]
     runs: bool = True
     gathers: bool = False  # may the first two forwards be a pair?
-    missed: bool = False  # did the second microbatch read what the first one changed?
     pending: list[Flight] = field(default_factory=list)
     _early: list[tuple[Program, State]] = field(default_factory=list)
     _begun: list[tuple[Flight, State]] = field(default_factory=list)  # with what they have read
@@ -49,12 +49,13 @@ class Step:
         return flight.results()
 
     def begin_pair(self) -> None:
-        """Run the two forwards that were gathered, if they are of one graph."""
+        """Run the two forwards that were gathered, if they may be one graph."""
         early, self._early, self.gathers = self._early, [], False
         programs, states = zip(*early, strict=True)
-        if len(early) == 2 and programs[0] is programs[1]:
+        if len(early) == 2:
             read = [dict(state) for state in states]
-            self._begun = list(zip(programs[0].begin_pair(states), read, strict=True))
+            flights = begin_pair(programs, states)
+            self._begun = list(zip(flights, read[: len(flights)], strict=True))
 
     def finish_alone(self) -> None:
         """Run the pending backward now, if no graph has it together with another."""
@@ -64,8 +65,7 @@ class Step:
     def finish(self) -> None:
         """Run all backwards that are left."""
         left, self.pending, self._early, self.gathers = self.pending, [], [], False
-        if len(left) == 2 and left[0].program is left[1].program and left[0].program.pairs:
-            left[0].program.end_pair(left)
+        if len(left) == 2 and end_pair(left):
             return
         for flight in left:
             _end(flight)
@@ -77,8 +77,10 @@ class Step:
         flight, read = self._begun.pop(0)
         if flight.program is program and all(_same(read[name], state[name]) for name in read):
             return flight
-        self.missed = True
-        return None
+        raise OptionError(
+            f"pairs: microbatch {1 - len(self._begun)} reads other values than when its call was "
+            "begun; expected calls that do not depend on each other: give TrainStep pairs=False"
+        )
 
     def _begin(self, program: Program, state: State) -> Flight:
         lag = max(1, program.report.lag)
@@ -98,16 +100,16 @@ def _end(flight: Flight) -> None:
 
 def _same(one: Any, other: Any) -> bool:
     """Are two inputs of a graph the same? Tensors are if they are the same memory, or one number
-    that is equal."""
+    that is equal (NaN is)."""
     if isinstance(one, Owner) and isinstance(other, Owner):
         return one.tensor is other.tensor
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other)
+        return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
     if one is other:
         return True
     if one.layout != torch.strided or other.layout != torch.strided or one.dtype != other.dtype:
         return False
     if one.numel() == 1 and other.numel() == 1 and one.device == other.device:
-        return torch.equal(one.reshape(()), other.reshape(()))
+        return torch.allclose(one.reshape(()), other.reshape(()), 0, 0, equal_nan=True)
     place = (one.data_ptr(), one.shape, one.stride())
     return place == (other.data_ptr(), other.shape, other.stride())

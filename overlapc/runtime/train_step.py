@@ -105,7 +105,6 @@ class TrainStep:
         self._traced: dict[Any, Traced] = {}  # by the key of `alike`
         self._met: set[Any] = set()  # keys of those that ran
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
-        self._apart: set[Any] = set()  # keys of those whose second microbatch reads of the first
         self._attempts = Attempts("TrainStep")
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
@@ -126,14 +125,12 @@ class TrainStep:
         if self._options.slices > 1:
             return [self._in_slices(given, len(each)) for given in each]
         key = self._key(each)
-        self._step = step = Step(each, gathers=len(each) > 1 and key not in self._apart)
+        self._step = step = Step(each, gathers=len(each) > 1)
         try:
             results = [self._forward(given, key) for given in each]
             step.finish()
         finally:
             self._step = None
-        if step.missed:
-            self._apart.add(key)
         return results
 
     def _in_slices(self, given: Given, microbatches: int) -> Any:
@@ -224,10 +221,6 @@ class TrainStep:
         parts = [self.report.explain()] if self.report is not None else []
         parts += [str(found) for found in dict.fromkeys(self._compared.values())]
         parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
-        if self._apart:
-            parts.append(
-                "the first two forwards run one by one, for the second reads what the first changes"
-            )
         parts += [f"may be not as eager: {line}" for line in self.differences]
         opaque = [reason for each in self._traced.values() for reason in each.opaques.reasons]
         parts += [f"one op, by its own autograd: {reason}" for reason in dict.fromkeys(opaque)]
@@ -342,7 +335,9 @@ class TrainStep:
         if slices > 1:
             refuse_whole(joint, state, self.model, slices)
             draws = draws_for(joint, slices, self._uncut)
-        if key not in self._reports:
+        pairs = self._pairs and may_pair(captured) and not joint.hands_on
+        known = self._reports.get(key)
+        if known is None or (known.pair is not None and not pairs):
             primals = [state[name] for name in joint.inputs]
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
@@ -350,7 +345,7 @@ class TrainStep:
                     "one microbatch" if slices == 1 else f"one microbatch in {slices} slices",
                     count,
                     lag=int(self._merge and slices == 1),
-                    pairs=self._pairs and may_pair(captured),
+                    pairs=pairs,
                     gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self._options),
                     slices=slices,

@@ -35,10 +35,12 @@ class Chosen:
             slices=chosen.slices,
         )
 
-    or, without a pipeline, `optimize(model, memory_budget=chosen.memory_budgets[0])`, or, where
-    microbatches are `merged`, `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`. If
-    the search planned the model whole (`Repeats` with its ends), these predict the same step as the
-    search, given its hardware and costs, with `profile="estimate"`.
+    or, without a pipeline and replicas,
+    `TrainStep(model, loss, memory_budget=chosen.memory_budgets[0])`. If the search planned the
+    model whole (`Repeats` with its ends), these predict the same step as the search, given its
+    hardware and costs, with `profile="estimate"`. For one microbatch there is also
+    `optimize(model, memory_budget=chosen.memory_budgets[0])`, which does not count the time of
+    adding gradients up.
     """
 
     tp: int
@@ -67,11 +69,11 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])
         layout, layers = found.layout, found.layers
+        if len(layers) != layout.stages:
+            raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         schedule = found.asked
         if (len(schedule.rows), schedule.stages) != (layout.pp, layout.stages):
             raise ValueError(f"rows of {schedule.stages} stages, expected {layout.stages}")
-        if len(layers) != layout.stages:
-            raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
         budgets = tuple(map(int, document["memory_budgets"]))
         if not isinstance(document["model"], dict):
             raise ValueError("found no shapes of the model")

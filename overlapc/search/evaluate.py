@@ -27,10 +27,11 @@ from overlapc.search.place import Place, Stage, merging, planned
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows, least_ns, placed
 from overlapc.search.units import Part, Unit
-from overlapc.solvers import FIELD
+from overlapc.solvers import FIELD, SOLVERS
 from overlapc.solvers.schedules import merged as merged_rows
 
 _SHOWN = 8  # microbatches that are drawn of a step without a pipeline
+_MOST = 1_000_000  # of ranks and of microbatches in a file that `Found.parse` believes
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,12 @@ class Found:
         sizes = *lists["peak_bytes"], *lists["layers"], *dict(parsed.exposed_ns).values()
         if not all(isinstance(size, int) for size in sizes):
             raise ValueError(f"found {sizes}, expected whole numbers")
+        ranks = layout.tp, layout.pp, layout.dp, layout.cp, layout.chunks
+        counts = *ranks, layout.microbatch, parsed.microbatches, parsed.slices
+        if not all(isinstance(count, int) and 1 <= count <= _MOST for count in counts):
+            raise ValueError(f"found {counts}, expected whole numbers from 1 to {_MOST:,}")
+        if parsed.solver not in SOLVERS:
+            raise ValueError(f"found solver {parsed.solver!r}, expected one of {SOLVERS}")
         return parsed
 
 

@@ -152,7 +152,7 @@ def _planned(
         add_ns_per_kib=machine.add_ns_per_kib,
         slices=slices,
         draws=whole.draws,
-        pairs=found.merged and whole.may_pair,
+        pairs=found.merged and whole.may_pair and layout.dp == 1,  # else `Pipeline` runs it
     )
     rank = schedule.rank_of[stage]
     near = 1 if layout.tp * layout.dp >= cluster.gpus_per_node else 2

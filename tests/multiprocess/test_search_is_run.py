@@ -58,15 +58,18 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], har
     """The step that a rank predicts of this layout; the rows it runs."""
     merging.MERGED = slices_solver.MERGED = EFFORT
     dist.init_process_group("gloo")
-    alone = [dist.new_group([each]) for each in range(ranks)][rank]
     model, layout = find_model(WHERE), found.layout
+    tp = layout.tp
+    alone = [dist.new_group([each]) for each in range(ranks)][rank]
+    tensor = [dist.new_group([*range(i, i + tp)]) for i in range(0, ranks, tp)][rank // tp]
+    others = [dist.new_group([*range(i, ranks, tp)]) for i in range(tp)][rank % tp]
     torch.manual_seed(0)
     drawn = torch.randint(0, SIZE.vocab, (found.microbatches, layout.microbatch, SIZE.max_seq))
     batches = list(drawn)
     how: Any = {"solver": found.solver, "profile": "estimate", "timeout_s": 30}
     how["hardware"] = hardware
-    if layout.tp == 2:
-        part, _ = model.stage(SIZE.layers, True, True, drawn[0], dist.group.WORLD, None)
+    if tp == ranks:
+        part, _ = model.stage(SIZE.layers, True, True, drawn[0], tensor, None)
         step = TrainStep(part, memory_budget=budgets[0], slices=found.slices, **how)
         report = step.plan([(batch, batch) for batch in batches])
         assert report is not None
@@ -74,15 +77,16 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], har
         return report.step_ns, report.pair is not None, report.merged is not None
     stage = rank if layout.pp == 2 else 0
     last = stage == layout.pp - 1
-    part, _ = model.stage(found.layers[stage], stage == 0, last, drawn[0], None, None)
+    own = tensor if tp > 1 else None
+    part, _ = model.stage(found.layers[stage], stage == 0, last, drawn[0], own, None)
     loss, part.loss = part.loss, None
     pipeline = Pipeline(
         {stage: part},
         found.asked,
         found.microbatches,
         loss,
-        group=dist.group.WORLD if layout.pp == 2 else alone,
-        data_parallel=dist.group.WORLD if layout.dp == 2 else None,
+        group=others if layout.pp == 2 else alone,
+        data_parallel=others if layout.dp == 2 else None,
         memory_budget=dict(enumerate(budgets)),
         slices=found.slices,
         **how,
@@ -91,7 +95,8 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], har
     assert pipeline.timeline is not None
     assert bool(pipeline.timeline.reductions) == (layout.dp == 2)
     dist.barrier()
-    return pipeline.timeline.step_ns, format_schedule(pipeline.schedule), False
+    merged = pipeline.reports[stage].merged is not None
+    return pipeline.timeline.step_ns, format_schedule(pipeline.schedule), merged
 
 
 @pytest.mark.parametrize(
@@ -101,9 +106,10 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], har
         (Fixed(tp=2, pp=1, dp=1, microbatch=2, sequence=False), 1, True),
         (Fixed(tp=1, pp=2, dp=1, microbatch=2, schedule="1f1b"), 1, False),
         (Fixed(tp=1, pp=1, dp=2, microbatch=2), 1, False),
+        (Fixed(tp=2, pp=1, dp=2, microbatch=1, sequence=False), 1, True),
         (Fixed(tp=2, pp=1, dp=1, microbatch=8, sequence=False), 2, True),
     ],
-    ids=["tp", "tp on a slow link", "pp", "dp", "slices"],
+    ids=["tp", "tp on a slow link", "pp", "dp", "tp and dp on a slow link", "slices"],
 )
 def test_a_search_predicts_what_is_planned_on_the_ranks(
     fixed: Fixed, slices: int, slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -113,17 +119,20 @@ def test_a_search_predicts_what_is_planned_on_the_ranks(
     for solver in (merging, slices_solver):
         monkeypatch.setattr(solver, "MERGED", EFFORT)
     (tmp_path / "slow.toml").write_text(SLOW)
-    cluster = CLUSTER if not slow else replace(CLUSTER, hardware=str(tmp_path / "slow.toml"))
+    ranks = fixed.tp * fixed.pp * fixed.dp
+    cluster = replace(CLUSTER, gpus=ranks)
+    if slow:
+        cluster = replace(cluster, hardware=str(tmp_path / "slow.toml"))
     found = found_by(fixed, cluster, (slices,))
     budgets = memory_budgets(find_model(WHERE), cluster, found)
     assert found.slices == slices  # which are faster, where they were asked for
     assert found.merged == (fixed.tp == 2 and slices == 1)
     for told_ns, how, merged in run_ranks(
-        planned_on_rank, 2, found, budgets, cluster.hardware, timeout_s=280
+        planned_on_rank, ranks, found, budgets, cluster.hardware, timeout_s=280
     ):
         assert told_ns == found.gradients_ns
         assert merged == found.merged
-        if fixed.tp == 2:
+        if fixed.tp == ranks:
             assert how == (slices == 1)  # in pairs
         else:
-            assert how == format_schedule(found.schedule)
+            assert how == format_schedule(found.asked if found.merged else found.schedule)

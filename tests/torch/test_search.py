@@ -359,8 +359,14 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys, request):
     assert chosen.microbatch * chosen.microbatches == 8
     assert all(150_000_000 < budget < 200_000_000 for budget in chosen.memory_budgets)
     document = json.loads((folder / "search.json").read_text())
-    document["best"]["layers"] = [4]
-    for broken in ({}, document):
+    best = document["best"]
+    for broken in (
+        {},
+        document | {"best": best | {"layers": [4]}},
+        document | {"best": best | {"microbatches": 10**9}},  # would take all memory
+        document | {"best": best | {"layout": best["layout"] | {"pp": 10**9}}},
+        document | {"best": best | {"solver": "greedy"}},
+    ):
         (folder / "search.json").write_text(json.dumps(broken))
         with pytest.raises(FileError, match="expected the search"):
             load_search(folder / "search.json")

@@ -1,0 +1,110 @@
+"""Steps in pairs on two ranks: both run the same collectives in the same order, whatever state of
+Python their models read."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from overlapc import TrainStep
+from overlapc.emulate import Link, init_link
+from tests.multiprocess.spawn import run_ranks
+from tests.multiprocess.test_exactness_ranks import gpt, tokens
+from tests.torch.exact import Batch
+from tests.torch.test_pairs import force
+from tests.torch.test_train_step import differences, eagerly, left_behind
+
+pytestmark = pytest.mark.multiprocess
+
+LINK = Link(alpha_s=1e-4, bytes_per_s=1e9)
+
+
+class Scales(nn.Module):
+    """A model of several ranks that scales its loss by one of two tensors, in turn if told to."""
+
+    def __init__(self, turns: bool) -> None:
+        super().__init__()
+        self.inner, self.turns = gpt(0.0), turns
+        self.scale, self.other = torch.tensor(1.5), torch.tensor(0.75)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor, targets: Tensor, how: str = "") -> Tensor:
+        found: Tensor = self.inner(x, targets) * self.scale * (2 if how == "again" else 1)
+        if self.turns:
+            self.scale, self.other = self.other, self.scale
+        self.seen = found.detach()  # which no call reads
+        return found
+
+
+class Draws(Scales):
+    def forward(self, x: Tensor, targets: Tensor, how: str = "") -> Tensor:
+        found: Tensor = self.inner(x, targets) * random.randint(2, 9)
+        return found
+
+
+def made(kind: str, rank: int) -> nn.Module:
+    torch.manual_seed(1)
+    random.seed(5)
+    if kind == "draws":
+        return Draws(False)
+    return Scales({"scales": True, "scales on one rank": rank == 0}.get(kind, False))
+
+
+def given(kind: str, rank: int, count: int) -> list[tuple[Any, ...]]:
+    batches: list[tuple[Any, ...]] = [(tokens(i), tokens(i + 50)) for i in range(count)]
+    if kind == "other graphs on one rank":  # of one digest: they differ in a number
+        hows = ["", "again"] if rank == 0 else ["", ""]
+        batches = [(*batch, hows[i % 2]) for i, batch in enumerate(batches)]
+    return batches
+
+
+def on_rank(rank: int, ranks: int, kind: str, forced: int | None, counts: list[int]) -> Any:
+    init_link(LINK)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        if forced is not None:
+            force(patch, forced)
+        how: dict[str, Any] = {"profile": "estimate", "timeout_s": 30}
+        model, twin = made(kind, rank), made(kind, rank)
+        step = TrainStep(twin, **how)
+        for count in counts:
+            batches = given(kind, rank, count)
+            both = [Batch(batch) for batch in batches]
+            state = random.getstate()
+            expected = eagerly(model, both, lambda model, *args: model(*args))
+            after, _ = random.getstate(), random.setstate(state)
+            torch.manual_seed(7)
+            got = left_behind(step.model, both, step(batches))
+            assert random.getstate() == after
+            assert step.report is not None
+            pair = step.report.pair
+            found.append((differences(expected, got), pair and pair.plan.order))
+        assert step.unchanged == []
+        assert torch.equal(model.scale, twin.scale)
+    dist.barrier()
+    dist.destroy_process_group()
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pairs"),
+    [
+        ("plain", True),
+        ("other graphs on one rank", True),
+        ("scales", False),
+        ("scales on one rank", False),
+        ("draws", False),
+    ],
+)
+def test_gradients_are_those_of_plain_accumulation(kind: str, pairs: bool) -> None:
+    both = run_ranks(on_rank, 2, kind, 4, [3, 2, 3], timeout_s=100)
+    assert both[0] == both[1]
+    for differ, order in both[0]:
+        assert differ == []
+        assert (order is not None) == pairs
