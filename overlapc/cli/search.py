@@ -40,7 +40,12 @@ def declare_search(command: Declare) -> None:
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 for each GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")
     _declare_layout(search)
-    add("--solver", default="heu", help="solver of the stages: heu, overlap, opt or a baseline")
+    add(
+        "--solver",
+        default="heu",
+        help="solver of the stages: heu, overlap, opt or a baseline, such as "
+        "megatron-selective:layernorm+moe_act, which recomputes these of Megatron's modules",
+    )
     add(
         "--compare",
         default=COMPARED,

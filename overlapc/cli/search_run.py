@@ -31,7 +31,7 @@ from overlapc.search.layouts import Cluster, Fixed, static_bytes
 from overlapc.search.models import Model, Transformer, find_model
 from overlapc.search.nearest import Nearest, Run, load_runs
 from overlapc.search.search import Progress, Result, compare, search
-from overlapc.solvers import SOLVERS
+from overlapc.solvers import PREFIX, SOLVERS
 
 
 def run(args: argparse.Namespace, memory: int | str | None) -> bool:
@@ -130,9 +130,9 @@ def _compared(args: argparse.Namespace) -> list[str]:
     """The solvers that the winner is compared with."""
     compared = [name for name in args.compare.split(",") if name]
     for name in (args.solver, *compared):
-        if name not in SOLVERS or name == "torch":
+        if name == "torch" or not (name in SOLVERS or name.startswith(PREFIX)):
             names = ", ".join(known for known in SOLVERS if known != "torch")
-            raise OptionError(f"solver {name!r}: expected one of {names}")
+            raise OptionError(f"solver {name!r}: expected one of {names}, {PREFIX}MODULES")
     return compared
 
 

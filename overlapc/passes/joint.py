@@ -179,7 +179,7 @@ class Traced:
     def _begin(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`."""
         run: Run | None = None
-        joint: Joint | None = None
+        joint: Joint
         flat: Sequence[Any] = ()
 
         def partition(
@@ -209,7 +209,6 @@ class Traced:
             return as_boxed(boxed)
 
         def boxed(inner: list[Any]) -> list[Any]:
-            assert joint is not None
             assert run is not None
             state = joint.state(flat, inner)
             inner.clear()

@@ -14,7 +14,7 @@ from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
-from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments
+from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments, recompute_arguments
 from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
 from overlapc.search.nearest import Nearest
@@ -116,7 +116,12 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
     experts = expert_ranks(model, best.layout.replicas)
     where = best.layout, best.layers, best.microbatches, experts
-    said = " ".join(megatron_arguments(*where, cluster.fp8, model.experts > 0))
+    said = " ".join(
+        [
+            *megatron_arguments(*where, cluster.fp8, model.experts > 0),
+            *recompute_arguments(best.solver),
+        ]
+    )
     return textwrap.wrap(
         f"Megatron: {said}",
         100,

@@ -27,7 +27,7 @@ from overlapc.search.place import Place, Stage, merging, planned
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows, least_ns, placed
 from overlapc.search.units import Part, Unit
-from overlapc.solvers import FIELD, SOLVERS
+from overlapc.solvers import SOLVERS, is_of_field
 from overlapc.solvers.schedules import merged as merged_rows
 
 _SHOWN = 8  # microbatches that are drawn of a step without a pipeline
@@ -107,7 +107,7 @@ class Found:
         counts = *ranks, layout.microbatch, parsed.microbatches, parsed.slices
         if not all(isinstance(count, int) and 1 <= count <= _MOST for count in counts):
             raise ValueError(f"found {counts}, expected whole numbers from 1 to {_MOST:,}")
-        if parsed.solver not in SOLVERS:
+        if parsed.solver not in SOLVERS and not is_of_field(parsed.solver):
             raise ValueError(f"found solver {parsed.solver!r}, expected one of {SOLVERS}")
         return parsed
 
@@ -233,11 +233,11 @@ def evaluate(
             refused = Found(layout, solver, smallest_bytes=smallest, blocking_stage=place.rank)
             return Outcome(replace(refused, layers=layers, microbatches=count))
     update = Update.of(model, cluster, layout, layers)
-    bound = lower_bound(model, cluster, layout, unit, layers, solver not in FIELD)
+    bound = lower_bound(model, cluster, layout, unit, layers, not is_of_field(solver))
     may_take = 0  # least time if rows are placed or microbatches merged
-    if layout.pp > 1 and solver not in FIELD:
+    if layout.pp > 1 and not is_of_field(solver):
         may_take = least_ns(layout, _by_stage(layout, ranks), count) + update.least_ns
-    elif count > 1 and unit.problem.trace.lanes and solver not in FIELD:
+    elif count > 1 and unit.problem.trace.lanes and not is_of_field(solver):
         may_take = bound
     finish = 0 < may_take < below_ns
     if finish and layout.pp == 1:

@@ -50,11 +50,19 @@ class Framework:
     ends: tuple[int, int] = 0, 0
     scatters: bool = True  # between stages on two nodes, tensor-parallel ranks send a part each
 
-    @property
-    def plans(self) -> dict[str, str]:
-        """The solvers that plan as this framework runs, by what it recomputes."""
+    def plan(self, recompute: str) -> str:
+        """The solver that plans as this framework runs, by what it recomputes: none, selective,
+        full, or of Megatron the modules behind `selective:`."""
         first = "" if self.name == "overlapc" else "megatron-"
-        return {again: first + again for again in ("none", "selective", "full")}
+        kind, colon, _ = recompute.partition(":")
+        if kind not in ("none", "selective", "full") or (
+            colon and not (first and kind == "selective")
+        ):
+            more = ", selective:MODULES" if first else ""
+            raise OptionError(
+                f"recompute {recompute!r}: expected one of none, selective, full{more}"
+            )
+        return first + recompute
 
     def layers_of(self, layers: int, stages: int) -> tuple[int, ...] | None:
         """How many layers each stage gets; None where ends do not count."""

@@ -1,10 +1,14 @@
-"""`megatron_arguments` writes a chosen layout as arguments of Megatron's scripts."""
+"""`megatron_arguments` writes a chosen layout as arguments of Megatron's scripts;
+`recompute_arguments` writes what a solver named after Megatron recomputes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from overlapc.errors import OptionError
 from overlapc.search.layouts import Layout
+from overlapc.search.models import Model, Transformer
+from overlapc.solvers import PREFIX, modules_of
 from overlapc.solvers.partition import layout as layer_layout
 
 RUN_BY_MEGATRON = ("1f1b", "interleaved")  # schedules that Megatron runs
@@ -39,3 +43,37 @@ def megatron_arguments(
         yield "--fp8-recipe tensorwise"
     yield f"--micro-batch-size {layout.microbatch}"
     yield f"--global-batch-size {layout.microbatch * microbatches * layout.dp}"
+
+
+def recompute_arguments(solver: str) -> Iterator[str]:
+    """Return the arguments with which Megatron recomputes what the plans of this solver recompute;
+    none if they are not Megatron's."""
+    if solver == "megatron-full":
+        yield "--recompute-granularity full"
+        yield "--recompute-method uniform"
+        yield "--recompute-num-layers 1"
+    elif solver == "megatron-selective":
+        yield "--recompute-granularity selective"
+    elif solver.startswith(PREFIX):
+        yield "--recompute-granularity selective"
+        yield f"--recompute-modules {' '.join(modules_of(solver))}"
+
+
+def check_modules(model: Model, solver: str) -> None:
+    """Raise OptionError if the model has none of a kind of module that the solver recomputes."""
+    if not solver.startswith(PREFIX):
+        return
+    there = {"core_attn", "layernorm"}
+    if isinstance(model, Transformer):
+        there |= {"mla_up_proj"} if model.kv_rank else set()
+        there |= {"mlp"} if model.moe_layers < model.layers else set()
+        there |= {"moe", "moe_act"} if model.moe_layers else set()
+        there |= {"shared_experts"} if model.moe_layers and model.shared_width else set()
+    else:
+        there = set()
+    for name in modules_of(solver):
+        if name not in there:
+            raise OptionError(
+                f"solver {solver!r}: {model.name} has no {name} that the search knows; expected "
+                f"{'some of ' + ', '.join(sorted(there)) if there else 'a preset or a config.json'}"
+            )

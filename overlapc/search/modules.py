@@ -248,9 +248,9 @@ class Block(nn.Module):
         attention = LatentAttention if model.kv_rank else Attention
         self.attn_norm, self.attn = Norm(model), attention(model, tensor, context or Ranks(None))
         self.norm = Norm(model)
-        self.rest = (
-            Experts(model, expert, sharing) if has_experts else MLP(model, tensor, model.ffn)
-        )
+        self.kind = "moe" if has_experts else "mlp"  # by these names Megatron recomputes them
+        rest = Experts(model, expert, sharing) if has_experts else MLP(model, tensor, model.ffn)
+        self.add_module(self.kind, rest)
         shared = has_experts and model.shared_width
         self.shared = MLP(model, tensor, model.shared_width) if shared else None
         self.post = nn.ModuleList(Norm(model) for _ in range(2 * model.post_norms))
@@ -260,7 +260,8 @@ class Block(nn.Module):
         first, last = self.post or (nn.Identity(), nn.Identity())
         x = x + _dropped(first(self.attn(self.attn_norm(x))), self.drop)
         given = self.norm(x)
-        made = self.rest(given) if self.shared is None else self.rest(given) + self.shared(given)
+        made = self.get_submodule(self.kind)(given)
+        made = made if self.shared is None else made + self.shared(given)
         return x + _dropped(last(made), self.drop)
 
 

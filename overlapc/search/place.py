@@ -25,7 +25,7 @@ from overlapc.search.layouts import Cluster, Layout, dense_layers, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import copies_bytes, simulate
-from overlapc.solvers import ONE_PLAN, bound_ns, solve
+from overlapc.solvers import bound_ns, has_one_plan, solve
 from overlapc.solvers.step import solve_step
 from overlapc.stages import in_parts, stage_cost
 
@@ -179,7 +179,7 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
 
     def stage(part: Place, of: Unit) -> Stage:
         problem = part.problem(of)
-        if solver in ONE_PLAN:
+        if has_one_plan(solver):
             return _blocks(part, of, _planned_once(problem, of, solver, part.head is not None))
         plan = solve(problem, solver, time_limit_s=time_limit_s)
         return _blocks(part, of, judged(_NAME, problem, plan))
@@ -279,7 +279,7 @@ def _blocks(place: Place, unit: Unit, report: Report) -> Stage:
     if place.in_pieces:
         ran = simulate(problem, in_parts(problem.trace, plan))
     received = unit.received if layout.pp > 1 else ()
-    if plan.solver in ONE_PLAN:
+    if has_one_plan(plan.solver):
         which = "costs", plan.solver, place.head is not None, received
         cost = unit.once(which, lambda: stage_cost(problem, plan, received))
     else:

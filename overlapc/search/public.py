@@ -25,6 +25,7 @@ from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import Interval, interval
 from overlapc.search.layouts import Cluster, Layout, static_bytes
+from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
 from overlapc.search.units import Unit, make_unit
@@ -197,9 +198,8 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     framework = find_framework(cells["framework"])
     if not framework.of(model).splits_sequence(cp):
         raise ValueError(f"cp={cp} does not divide sequences of {model.seq} in fused attention")
-    if cells["recompute"] not in framework.plans:
-        expected = ", ".join(framework.plans)
-        raise ValueError(f"recompute {cells['recompute']!r}: expected one of {expected}")
+    recompute = framework.plan(cells["recompute"])
+    check_modules(model, recompute)
     hardware = cells["hardware"]
     if hardware.endswith(".toml"):
         hardware = str(path.parent / hardware)
@@ -210,7 +210,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         model,
         Cluster(hardware, gpus, *where, framework=framework.name),
         layout,
-        framework.plans[cells["recompute"]],
+        recompute,
         _measured(cells, "step_ms", 1e6),
         _measured(cells, "peak_gb", 1e9),
         cells.get("fits", "true").lower() in _TRUE,

@@ -18,7 +18,7 @@ from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried, warn_of_uncut
 from overlapc.search.units import Unit, make_units
-from overlapc.solvers import FIELD, ONE_PLAN
+from overlapc.solvers import has_one_plan, is_of_field
 
 _LESS = (0.85, 0.7, 0.55)  # shares of the best layout's memory that are tried
 _TRIES = 60  # layouts to try for the least memory that works
@@ -143,7 +143,7 @@ class Running:
         unit = self.units[key]
         if key not in self.least:
             self.least[key] = unit.planned_by(self.solver)
-        placed = self.solver not in FIELD
+        placed = not is_of_field(self.solver)
         finer = lower_bound(self.model, self.cluster, layout, self.least[key], placed=placed)
         if finer > bound:
             heapq.heappush(self.heap, (finer, layout))
@@ -159,7 +159,7 @@ class Running:
     def in_order(self) -> bool:
         """Do layouts wait by what their memory forces before they are planned? Some solvers bound
         them by their one plan already."""
-        return self.shown is not None and self.solver not in ONE_PLAN
+        return self.shown is not None and not has_one_plan(self.solver)
 
     @property
     def worth_ns(self) -> float:
@@ -218,7 +218,7 @@ class Running:
         """Plan the best layout whole, if the model has its ends and it fits; so far a few blocks
         stood for all."""
         assert self.best is not None
-        if self.model.whole and self.solver not in FIELD:
+        if self.model.whole and not is_of_field(self.solver):
             outcome = pool.submit(as_it_runs_or_none, self.model, self.cluster, self.best).result()
             if outcome is not None:
                 self.improve(outcome)

@@ -20,12 +20,13 @@ from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, Outcome
 from overlapc.search.layouts import ANY, Cluster, Fixed, layouts, stage_layers
+from overlapc.search.megatron import check_modules
 from overlapc.search.models import Model
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.running import Progress, Running, rank, together
 from overlapc.search.tasks import evaluated
 from overlapc.search.units import Unit
-from overlapc.solvers import FIELD, ONE_PLAN
+from overlapc.solvers import has_one_plan, is_of_field
 
 _OPT_SECONDS = 10.0  # time of opt for all stages, where it is only compared
 
@@ -69,8 +70,7 @@ def search(
     the best layout meanwhile. Ctrl-C or SIGTERM ends the search with the best so far. `cache` is a
     folder that keeps planned layouts for later searches. In these numbers of `slices` the layouts
     that are shown are planned whole, too; the fastest is the best."""
-    if slices and (not model.whole or solver in FIELD):
-        raise _uncut(model, solver, slices)
+    _refuse(model, solver, rivals, slices)
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
@@ -79,7 +79,9 @@ def search(
     run = Running(model, cluster, solver, known, shown if prune else None)
     run.add_all(every)
     against = [
-        _rival(run, name, Cache(cache, model, cluster, name)) for name in rivals if name in FIELD
+        _rival(run, name, Cache(cache, model, cluster, name))
+        for name in rivals
+        if is_of_field(name)
     ]
     planned: list[Found] = []  # by other solvers
     unit: Unit | None = None
@@ -98,7 +100,7 @@ def search(
                     run.cut(pool, slices, shown)
                     run.complete = True
                     unit = run.unit(run.key(run.best.layout), pool)
-                    others = [name for name in rivals if name not in FIELD]
+                    others = [name for name in rivals if not is_of_field(name)]
                     tasks = _by_others(pool, model, cluster, run.best, unit, others)
                     less = run.squeeze(pool)
                     for rival in against:
@@ -139,15 +141,19 @@ def _rival(run: Running, solver: str, known: Cache) -> Running:
 
 
 def _is_quick(rival: Running) -> bool:
-    return rival.solver in ONE_PLAN
+    return has_one_plan(rival.solver)
 
 
-def _uncut(model: Model, solver: str, slices: Sequence[int]) -> OptionError:
-    return OptionError(
-        f"slices={','.join(map(str, slices))} with {model.name} and solver {solver!r}; "
-        "expected a model of your own with what is before and behind its blocks, which is "
-        "planned whole, and no baseline"
-    )
+def _refuse(model: Model, solver: str, rivals: Sequence[str], slices: Sequence[int]) -> None:
+    """Raise OptionError for what these solvers cannot do with the model."""
+    if slices and (not model.whole or is_of_field(solver)):
+        raise OptionError(
+            f"slices={','.join(map(str, slices))} with {model.name} and solver {solver!r}; "
+            "expected a model of your own with what is before and behind its blocks, which is "
+            "planned whole, and no baseline"
+        )
+    for name in (solver, *rivals):
+        check_modules(model, name)
 
 
 def _none(model: Model, cluster: Cluster, fixed: Fixed) -> OptionError:

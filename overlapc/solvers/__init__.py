@@ -6,7 +6,7 @@
               depth, and a few schedules of what it chose: the quickest
     opt       the best plan that can be found, with a proven bound: up to a minute
     torch     what PyTorch's own partitioner would save
-    ...       what others would run: `baselines`
+    ...       what others would run: `baselines`, `modules`
 
 `solve(problem, name)` returns the fastest plan found that fits the budget. overlap, heu and opt
 never return a plan predicted slower than the baselines none, full and selective; opt, and heu
@@ -31,6 +31,7 @@ from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMAL
 from overlapc.solvers.heu import heu_plans, ordered
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.merging import merged_plans
+from overlapc.solvers.modules import PREFIX, by_module, modules_of
 from overlapc.solvers.opt import Progress, opt
 from overlapc.solvers.overlap import overlap_plans, steady_plans
 
@@ -38,13 +39,17 @@ __all__ = [
     "BASELINES",
     "FIELD",
     "ONE_PLAN",
+    "PREFIX",
     "SOLVERS",
     "Progress",
     "best_baseline",
     "bound_ns",
     "faster",
     "generators",
+    "has_one_plan",
+    "is_of_field",
     "menu",
+    "modules_of",
     "simple_plans",
     "smallest_bytes",
     "solve",
@@ -69,6 +74,17 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
 # These have one plan, however much memory there is and however many microbatches are in flight.
 ONE_PLAN = (*BASELINES, "megatron-none", "megatron-selective", "megatron-full")
 SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
+
+
+def is_of_field(solver: str) -> bool:
+    """Is this what others would run: one of `FIELD`, or Megatron's recompute of some modules?"""
+    return solver in FIELD or solver.startswith(PREFIX)
+
+
+def has_one_plan(solver: str) -> bool:
+    return solver in ONE_PLAN or solver.startswith(PREFIX)
+
+
 _QUICK = ("uniform", "block", "megatron", "lancet")  # found in tenths of a second
 
 
@@ -87,7 +103,7 @@ def solve(
     and more candidates for "opt". Only "opt" reads `time_limit_s`, `gap` (it stops when this gap is
     proven) and `progress`. If nothing fits, Infeasible names the smallest budget that works.
     """
-    if solver not in SOLVERS:
+    if solver not in SOLVERS and not solver.startswith(PREFIX):
         raise OptionError(f"solver={solver!r}: expected one of {', '.join(SOLVERS)}")
     if problem.trace.ahead:
         return _merged(problem, solver)
@@ -99,8 +115,9 @@ def solve(
                 'found none: pass torch_choices, or use "overlap"'
             )
         return _best(problem, theirs)
-    if solver in FIELD:
-        return _best(problem, [FIELD[solver](problem)])
+    if is_of_field(solver):
+        plan = FIELD[solver](problem) if solver in FIELD else by_module(problem, solver)
+        return _best(problem, [plan])
     best = _Best(problem)
     if solver == "overlap":
         return _overlap(problem, best).plan()

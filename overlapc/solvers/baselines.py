@@ -14,7 +14,7 @@ other parts again for the weight gradient, while the input gradient is computed:
 megatron-none, megatron-selective, megatron-full
             recompute nothing, the core of attention, or each layer from its first op to its last,
             as Megatron does: also what nobody needs. A weight gradient runs under the collective
-            before it
+            before it. `megatron-selective:mlp+moe` recomputes other modules (`modules.py`)
 selective   recompute the core of attention
 uniform     recompute groups of layers, as small as fit: only the groups' inputs are kept
 block       recompute the first layers, as few as fit; the rest keep what Megatron keeps
@@ -68,10 +68,10 @@ def full(problem: Problem) -> Plan:
 
 def selective(problem: Problem) -> Plan:
     """Recompute scores, softmax and dropout of attention."""
-    return _megatron_without(problem, _core_attention(problem), "selective")
+    return megatron_without(problem, core_attention(problem), "selective")
 
 
-def _megatron_without(problem: Problem, dropped: set[str], solver: str) -> Plan:
+def megatron_without(problem: Problem, dropped: set[str], solver: str) -> Plan:
     """Megatron's plan that recomputes these storages. It keeps the parts that it gathers, unless
     they are recomputed, too."""
     gathered, parts = _gathered(problem.trace)
@@ -79,11 +79,11 @@ def _megatron_without(problem: Problem, dropped: set[str], solver: str) -> Plan:
     return _gather_early(problem, plan_on_demand(problem, kept, solver))
 
 
-def _core_attention(problem: Problem) -> set[str]:
+def core_attention(problem: Problem) -> set[str]:
     trace = problem.trace
     dropped: set[str] = set()
     for op in trace.ops:
-        if op.is_forward and _is_core_attention(op):
+        if op.is_forward and is_core_attention(op):
             dropped |= {trace.value[name].storage for name in op.outputs}
             if "_softmax" in op.signature:
                 dropped |= _around_softmax(problem, op)
@@ -96,7 +96,7 @@ def _outputs_of(problem: Problem, *targets: str) -> set[str]:
     return {
         trace.value[name].storage
         for op in trace.ops
-        if op.is_forward and _target(op) in targets
+        if op.is_forward and target(op) in targets
         for name in op.outputs
     }
 
@@ -109,24 +109,24 @@ def _gathered(trace: Trace) -> tuple[set[str], set[str]]:
     for gather in trace.ops:
         if not (gather.is_forward and _is_gather(gather)):
             continue
-        there = _storages(trace, gather.outputs)
+        there = storages_of(trace, gather.outputs)
         front = [op for name in gather.outputs for op in trace.users[name]]
         is_factor = False
         while front:
             op = front.pop()
             if not op.is_forward:
                 continue
-            made, target = _storages(trace, op.outputs), _target(op)
-            if target.endswith("mm"):  # its last input is the weight, the one before is weighed
+            made, kind = storages_of(trace, op.outputs), target(op)
+            if kind.endswith("mm"):  # its last input is the weight, the one before is weighed
                 is_factor |= trace.value[op.inputs[-2]].storage in there
             elif made <= there or (
-                target in _MOVES and _storages(trace, op.inputs) <= there | trace.resident
+                kind in _MOVES and storages_of(trace, op.inputs) <= there | trace.resident
             ):
                 there |= made
                 front += [user for name in op.outputs for user in trace.users[name]]
         if is_factor:
             gathered |= there
-            parts |= _storages(trace, gather.inputs)
+            parts |= storages_of(trace, gather.inputs)
     return gathered, parts - trace.resident
 
 
@@ -134,18 +134,18 @@ def _is_gather(op: Op) -> bool:
     return op.signature.startswith(f"_c10d_functional.{_GATHER}.")
 
 
-def _storages(trace: Trace, names: Iterable[str]) -> set[str]:
+def storages_of(trace: Trace, names: Iterable[str]) -> set[str]:
     return {trace.value[name].storage for name in names}
 
 
-def _target(op: Op) -> str:
+def target(op: Op) -> str:
     """`mm` of `aten.mm.default bfloat16[8,8] > ...`."""
     return op.signature.split(" ", 1)[0].partition(".")[2].split(".")[0]
 
 
-def _is_core_attention(op: Op) -> bool:
-    target = op.signature.split(" ", 1)[0]
-    return "scaled_dot_product" in target or target.startswith("aten._softmax.")
+def is_core_attention(op: Op) -> bool:
+    called = op.signature.split(" ", 1)[0]
+    return "scaled_dot_product" in called or called.startswith("aten._softmax.")
 
 
 def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
@@ -182,21 +182,21 @@ def _around_softmax(problem: Problem, softmax: Op) -> set[str]:
 
 def megatron_none(problem: Problem) -> Plan:
     """Megatron's plan without recompute."""
-    return _hide_weights(problem, _megatron_without(problem, set(), "megatron-none"), at_most=1)
+    return hide_weights(problem, megatron_without(problem, set(), "megatron-none"), at_most=1)
 
 
 def megatron_selective(problem: Problem) -> Plan:
     """Megatron's plan that recomputes the core of attention."""
-    plan = _megatron_without(problem, _core_attention(problem), "megatron-selective")
-    return _hide_weights(problem, plan, at_most=1)
+    plan = megatron_without(problem, core_attention(problem), "megatron-selective")
+    return hide_weights(problem, plan, at_most=1)
 
 
 def megatron_full(problem: Problem) -> Plan:
     """Megatron's plan that recomputes every layer whole."""
     trace = problem.trace
     spans = layers(trace)
-    plan = _megatron_without(problem, made_inside(trace, spans), "megatron-full")
-    return _hide_weights(problem, _layers_whole(trace, spans, plan), at_most=1)
+    plan = megatron_without(problem, made_inside(trace, spans), "megatron-full")
+    return hide_weights(problem, _layers_whole(trace, spans, plan), at_most=1)
 
 
 def _layers_whole(trace: Trace, spans: Sequence[range], plan: Plan) -> Plan:
@@ -213,7 +213,7 @@ def _layers_whole(trace: Trace, spans: Sequence[range], plan: Plan) -> Plan:
             continue
         if again and name in span_of:
             whole = [forward[i] for i in span_of[name]]
-            texts = [issue(op.name, True) for op in whole if _reruns(trace, op, saved)]
+            texts = [issue(op.name, True) for op in whole if reruns(trace, op, saved)]
             order += [each for each in texts if each not in done]
             done.update(texts)
         else:
@@ -221,7 +221,7 @@ def _layers_whole(trace: Trace, spans: Sequence[range], plan: Plan) -> Plan:
     return replace(plan, order=tuple(order))
 
 
-def _reruns(trace: Trace, op: Op, saved: set[str]) -> bool:
+def reruns(trace: Trace, op: Op, saved: set[str]) -> bool:
     """The issues that recompute an op. A start and its wait run again together: their result is the
     wait's."""
     start, wait = trace.start_of.get(op.name, op.name), trace.wait_of.get(op.name, op.name)
@@ -253,7 +253,7 @@ def _first_fitting(problem: Problem, again: Iterable[Sequence[range]], solver: s
     """Megatron's plan that recomputes the first of these spans of the forward with which it fits,
     or else the last."""
     for spans in again:
-        plan = _megatron_without(problem, made_inside(problem.trace, spans), solver)
+        plan = megatron_without(problem, made_inside(problem.trace, spans), solver)
         if fits(problem, plan):
             break
     return plan
@@ -294,16 +294,16 @@ def checkmate(problem: Problem) -> Plan:
 def megatron(problem: Problem) -> Plan:
     """Delay every weight gradient to the next collective and no further."""
     modules = (
-        _core_attention(problem),
+        core_attention(problem),
         _outputs_of(problem, "native_layer_norm", "_fused_rms_norm"),
         _outputs_of(problem, "gelu", "silu", "relu"),
     )
     there = [storages for storages in modules if storages]
-    plans = [_megatron_without(problem, made_inside(problem.trace, layers(problem.trace)), "full")]
+    plans = [megatron_without(problem, made_inside(problem.trace, layers(problem.trace)), "full")]
     for chosen in product((False, True), repeat=len(there)):
         dropped = set().union(*(m for m, is_in in zip(there, chosen, strict=True) if is_in))
-        plans.append(_megatron_without(problem, dropped, "megatron"))
-    ordered = [_hide_weights(problem, plan, at_most=1) for plan in plans]
+        plans.append(megatron_without(problem, dropped, "megatron"))
+    ordered = [hide_weights(problem, plan, at_most=1) for plan in plans]
     return _fastest_fitting(problem, [*plans, *ordered], "megatron")
 
 
@@ -341,7 +341,7 @@ def _fastest_fitting(problem: Problem, plans: Sequence[Plan], solver: str) -> Pl
     return replace(min(plans, key=key), solver=solver, status="baseline")
 
 
-def _hide_weights(problem: Problem, plan: Plan, at_most: int) -> Plan:
+def hide_weights(problem: Problem, plan: Plan, at_most: int) -> Plan:
     """The plan in which at most so many weight gradients before each collective's start move behind
     it."""
     trace = problem.trace

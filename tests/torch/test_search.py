@@ -397,7 +397,7 @@ def test_captures_measure_nothing_and_leave_the_default_dtype_alone():
     assert torch.get_default_dtype() == torch.float32
     modules = unit.problem.trace.modules  # of forward and backward, for `explain`
     starts = {op.piece.letter: op.name for op in unit.problem.trace.ops if op.role == "start"}
-    assert (modules[starts["F"]], modules[starts["I"]]) == ("blocks.3.rest", "blocks.0.attn")
+    assert (modules[starts["F"]], modules[starts["I"]]) == ("blocks.3.mlp", "blocks.0.attn")
 
 
 @pytest.mark.slow
