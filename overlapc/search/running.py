@@ -220,21 +220,22 @@ class Running:
         and take the fastest."""
         first = self.best
         assert first is not None
+        best = first
         if not self.model.whole or self.solver in FIELD:
             return
         others = sorted((found for found in self.tried if found.fits and found != first), key=rank)
         for found in [first, *others[: max(0, shown - 1)]]:
-            if self.best.whole and found.step_ns >= self.best.step_ns:
+            if best.whole and found.step_ns >= best.step_ns:
                 return
             outcome = pool.submit(as_it_runs_or_none, self.model, self.cluster, found).result()
             if outcome is None:
                 if found == first:
                     return
-            elif found == first or outcome.found.step_ns < self.best.step_ns:
-                self.tried[self.tried.index(found)] = self.best = outcome.found
+                continue
+            self.tried[self.tried.index(found)] = outcome.found
+            if found == first or outcome.found.step_ns < best.step_ns:
+                self.best = best = outcome.found
                 self.outcome = outcome
-            else:
-                self.tried[self.tried.index(found)] = outcome.found
 
     def cut(self, pool: ProcessPoolExecutor, slices: Sequence[int], shown: int) -> None:
         """Plan the layouts that are shown in slices, whole, and take the fastest."""
