@@ -104,7 +104,8 @@ class Found:
         if not all(isinstance(size, int) for size in sizes):
             raise ValueError(f"found {sizes}, expected whole numbers")
         ranks = layout.tp, layout.pp, layout.dp, layout.cp, layout.chunks
-        counts = *ranks, layout.microbatch, parsed.microbatches, parsed.slices
+        planned = parsed.microbatches or 1  # none, if nothing fits
+        counts = *ranks, layout.microbatch, planned, parsed.slices
         if not all(isinstance(count, int) and 1 <= count <= _MOST for count in counts):
             raise ValueError(f"found {counts}, expected whole numbers from 1 to {_MOST:,}")
         if parsed.solver not in SOLVERS and not is_of_field(parsed.solver):

@@ -214,14 +214,28 @@ class Running:
             found = replace(found, bound_ns=min(found.bound_ns, even.bound_ns))
             self.improve(replace(outcome, found=found))
 
-    def look_again(self, pool: ProcessPoolExecutor) -> None:
+    def look_again(self, pool: ProcessPoolExecutor, shown: int) -> None:
         """Plan the best layout whole, if the model has its ends and it fits; so far a few blocks
-        stood for all."""
-        assert self.best is not None
-        if self.model.whole and not is_of_field(self.solver):
-            outcome = pool.submit(as_it_runs_or_none, self.model, self.cluster, self.best).result()
-            if outcome is not None:
-                self.improve(outcome)
+        stood for all. If others of those that are `shown` may then be faster, plan them whole, too,
+        and take the fastest."""
+        first = self.best
+        assert first is not None
+        best = first
+        if not self.model.whole or is_of_field(self.solver):
+            return
+        others = sorted((found for found in self.tried if found.fits and found != first), key=rank)
+        for found in [first, *others[: max(0, shown - 1)]]:
+            if best.whole and found.step_ns >= best.step_ns:
+                return
+            outcome = pool.submit(as_it_runs_or_none, self.model, self.cluster, found).result()
+            if outcome is None:
+                if found == first:
+                    return
+                continue
+            self.tried[self.tried.index(found)] = outcome.found
+            if found == first or outcome.found.step_ns < best.step_ns:
+                self.best = best = outcome.found
+                self.outcome = outcome
 
     def cut(self, pool: ProcessPoolExecutor, slices: Sequence[int], shown: int) -> None:
         """Plan the layouts that are shown in slices, whole, and take the fastest."""

@@ -96,7 +96,7 @@ def search(
                     run.neighbours(pool)
                     if run.best.layout.stages == run.best.layout.pp > 1 and not any(fixed.ends):
                         run.divide(pool)
-                    run.look_again(pool)
+                    run.look_again(pool, shown)
                     run.cut(pool, slices, shown)
                     run.complete = True
                     unit = run.unit(run.key(run.best.layout), pool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from overlapc import TrainStep
 from overlapc.emulate import Link, init_link
-from tests.multiprocess.spawn import run_ranks
+from tests.multiprocess.spawn import RankFailed, run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt, tokens
+from tests.multiprocess.test_search_is_run import SLOW
 from tests.torch.exact import Batch
 from tests.torch.test_pairs import force
 from tests.torch.test_train_step import differences, eagerly, left_behind
@@ -23,6 +25,7 @@ from tests.torch.test_train_step import differences, eagerly, left_behind
 pytestmark = pytest.mark.multiprocess
 
 LINK = Link(alpha_s=1e-4, bytes_per_s=1e9)
+ALONE = "scales later on one rank"
 
 
 class Scales(nn.Module):
@@ -64,16 +67,22 @@ def given(kind: str, rank: int, count: int) -> list[tuple[Any, ...]]:
     return batches
 
 
-def on_rank(rank: int, ranks: int, kind: str, forced: int | None, counts: list[int]) -> Any:
+def on_rank(rank: int, ranks: int, kind: str, counts: list[int], hardware: str = "") -> Any:
+    """What differs from eager in each step, and the order of its pair; with `hardware` the solver
+    decides, else steps are in pairs if they may be."""
     init_link(LINK)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        if forced is not None:
-            force(patch, forced)
-        how: dict[str, Any] = {"profile": "estimate", "timeout_s": 30}
+        how: dict[str, Any] = {"profile": "estimate", "timeout_s": 5 if kind == ALONE else 30}
+        if hardware:
+            how |= {"hardware": hardware, "solver": "heu"}
+        else:
+            force(patch, 4)
         model, twin = made(kind, rank), made(kind, rank)
         step = TrainStep(twin, **how)
-        for count in counts:
+        for i, count in enumerate(counts):
+            if kind.startswith("scales later"):  # on one rank there is nobody to plan anew with
+                model.turns = twin.turns = i > 0 and (rank == 0 or kind == "scales later")
             batches = given(kind, rank, count)
             both = [Batch(batch) for batch in batches]
             state = random.getstate()
@@ -103,8 +112,26 @@ def on_rank(rank: int, ranks: int, kind: str, forced: int | None, counts: list[i
     ],
 )
 def test_gradients_are_those_of_plain_accumulation(kind: str, pairs: bool) -> None:
-    both = run_ranks(on_rank, 2, kind, 4, [3, 2, 3], timeout_s=100)
+    assert paired(run_ranks(on_rank, 2, kind, [3, 2, 3], timeout_s=100)) == [pairs] * 3
+
+
+def paired(both: list[Any]) -> list[bool]:
     assert both[0] == both[1]
-    for differ, order in both[0]:
-        assert differ == []
-        assert (order is not None) == pairs
+    assert all(differ == [] for differ, _ in both[0])
+    return [order is not None for _, order in both[0]]
+
+
+def test_the_solver_chooses_pairs_on_a_slow_link(tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text(SLOW)
+    both = run_ranks(on_rank, 2, "plain", [2], str(tmp_path / "slow.toml"), timeout_s=100)
+    assert paired(both) == [True]
+
+
+def test_calls_that_depend_on_each_other_later_are_planned_anew() -> None:
+    both = run_ranks(on_rank, 2, "scales later", [3, 3, 3], timeout_s=100)
+    assert paired(both) == [True, False, False]
+
+
+def test_a_model_whose_calls_depend_on_each_other_later_on_one_rank_is_an_error() -> None:
+    with pytest.raises(RankFailed, match=r"RankError|Connection"):
+        run_ranks(on_rank, 2, ALONE, [3, 3], timeout_s=100)

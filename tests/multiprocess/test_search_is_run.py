@@ -136,3 +136,26 @@ def test_a_search_predicts_what_is_planned_on_the_ranks(
             assert how == (slices == 1)  # in pairs
         else:
             assert how == format_schedule(found.asked if found.merged else found.schedule)
+
+
+def test_layouts_that_may_be_faster_than_the_winner_are_planned_whole_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("overlapc.search.search.planners", lambda count: ThreadPoolExecutor(1))
+    monkeypatch.setattr("overlapc.search.running._LESS", ())
+    fixed = Fixed(microbatch=4, sequence=False)
+    model = find_model(WHERE)
+    result = search(model, CLUSTER, fixed, workers=1)
+    best = result.best
+    assert best is not None
+    whole = [found for found in result.tried if found.whole]
+    assert best in whole
+    assert best == result.tried[0]
+    # By a few blocks another layout was the fastest: whole, averaging its many small gradients
+    # takes longer.
+    assert {found.layout.dp for found in whole} == {1, 2}
+    assert best.layout.dp == 1
+    assert all(found.step_ns >= best.step_ns for found in result.tried if found.fits)
+    alone = search(model, CLUSTER, fixed, workers=1, shown=1).best
+    assert alone is not None
+    assert alone.step_ns > best.step_ns
