@@ -19,6 +19,7 @@ from overlapc.errors import OptionError, OverlapcError
 from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, Outcome
+from overlapc.search.in_slices import InSlices
 from overlapc.search.layouts import ANY, Cluster, Fixed, layouts, stage_layers
 from overlapc.search.models import Model
 from overlapc.search.pool import WORKERS, planners, stop
@@ -67,8 +68,9 @@ def search(
     """Find the layout whose step is shortest with its stages' best plans, and so many `shown` to
     compare it with; and for each baseline among the rivals its own best layout. Other rivals plan
     the best layout meanwhile. Ctrl-C or SIGTERM ends the search with the best so far. `cache` is a
-    folder that keeps planned layouts for later searches. In these numbers of `slices` the layouts
-    that are shown are planned whole, too; the fastest is the best."""
+    folder that keeps planned layouts for later searches. In these numbers of `slices` layouts are
+    planned whole, too: those that are shown, and all that may be faster; the fastest is the
+    best."""
     if slices and (not model.whole or solver in FIELD):
         raise _uncut(model, solver, slices)
     begin = time.monotonic()
@@ -95,7 +97,7 @@ def search(
                     if run.best.layout.stages == run.best.layout.pp > 1 and not any(fixed.ends):
                         run.divide(pool)
                     run.look_again(pool)
-                    run.cut(pool, slices, shown)
+                    InSlices(run, pool, every, slices, shown).go(workers)
                     run.complete = True
                     unit = run.unit(run.key(run.best.layout), pool)
                     others = [name for name in rivals if name not in FIELD]
