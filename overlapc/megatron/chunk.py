@@ -70,7 +70,7 @@ class Chunk:
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
         self.original: Callable[..., Any] = module.forward
-        self.refused: OptionError | None = None  # in the first step: raised when it has ended
+        self.refused: OptionError | None = None  # slices: raised when the step has ended
         # Counts: planned forwards, merged ones, plain ones; recompute and weight gradients that ran
         # while Megatron waited.
         self.ran = {"planned": 0, "merged": 0, "plain": 0, "early": 0, "late": 0}
@@ -132,9 +132,13 @@ class Chunk:
             try:
                 self._planned[key] = self._planning.prepare(call, form)
             except OptionError as error:
-                if not (self._step.begins and self._step.slices != (1,)):
+                if self._step.slices == (1,):
                     raise
                 self._planned[key], self.refused = None, error
+                if not self._step.begins:  # others may have nothing to refuse
+                    self._step.refuse(error)
+                    if self._planning.joins_others():
+                        raise  # as plain Megatron it would issue other collectives than they do
         planned = self._planned[key]
         if planned is None:
             self._run_pending()

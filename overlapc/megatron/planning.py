@@ -51,6 +51,7 @@ class Step:
     slices: tuple[int, ...] = (1,)  # how many slices of a microbatch may run; the fastest do
     batch: int | None = None  # how many samples a microbatch has, if Megatron says so
     begins: bool = False  # is it the first of its models?
+    refuse: Callable[[OptionError], None] = lambda _: None  # tells all ranks, in a later step
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,12 @@ class Planning:
         apart = set(ranks_of(moved.problem.trace.lanes)) - set(self.step.peers)
         orders = [each.merged and each.merged.plan.order for each in (agreed, moved)]
         return not apart or orders[0] == orders[1]
+
+    def joins_others(self) -> bool:
+        """Do plans have collectives with ranks of other microbatches?"""
+        reports = [agreed.report for agreed in self.agreed.values() if agreed is not None]
+        ranks = {rank for report in reports for rank in ranks_of(report.problem.trace.lanes)}
+        return bool(ranks - set(self.step.peers))
 
     def _warn_if_larger(self, agreed: Report, moved: Report) -> None:
         budget = agreed.problem.budget_bytes or 0

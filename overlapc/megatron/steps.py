@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from overlapc.errors import OptionError, OverlapcError
 from overlapc.megatron import merged as ticks
 from overlapc.megatron.chunk import Chunk
+from overlapc.megatron.later import Later
 from overlapc.megatron.planning import Step
 from overlapc.megatron.refused import reason, slices_of
 from overlapc.megatron.seams import NAMES
@@ -61,6 +63,7 @@ class Steps:
         self._schedule, self._told = schedule, False
         self._searched = searched
         self._running = threading.Lock()
+        self.later = Later()
         # By the ids of models, which are kept alive here.
         self._places: dict[tuple[int, ...], tuple[Place, list[Any]]] = {}
         self.chunks: dict[int, Chunk] = {}
@@ -113,11 +116,15 @@ class Steps:
             step = self._step(name, merged, given["num_microbatches"], place, len(chunks))
             batch = given.get("micro_batch_size")
             slices = slices_of(self._options.slices, config, batch)
-            step = replace(step, slices=slices, batch=batch, begins=begins)
+            refuse = partial(self.later.tell, place.stage)
+            step = replace(step, slices=slices, batch=batch, begins=begins, refuse=refuse)
             with self._in_place(chunks, step):
                 result = ticks.run(chunks[0], real, given) if merged else real(**given)
             if begins and slices != (1,):
                 self._refused = _refused_slices(chunks, place)
+                self.later.leave()
+            elif slices != (1,):
+                self._refused = self.later.found()
             if self._refused is not None:
                 raise self._refused
             return result

@@ -16,7 +16,7 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
-from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried, warn_of_uncut
+from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried
 from overlapc.search.units import Unit, make_units
 from overlapc.solvers import has_one_plan, is_of_field
 
@@ -81,6 +81,7 @@ class Running:
         self.less: list[Found] = []
         self.interrupted = self.complete = False
         self.certain = False  # is the named least memory known to work?
+        self.bounds_in_slices: list[int] = []  # of layouts that were planned in slices
         self.least: dict[UnitKey, Unit] = {}  # with the least times of the solver's plans
 
     def add_all(self, layouts: Sequence[Layout]) -> None:
@@ -237,23 +238,6 @@ class Running:
                 self.best = best = outcome.found
                 self.outcome = outcome
 
-    def cut(self, pool: ProcessPoolExecutor, slices: Sequence[int], shown: int) -> None:
-        """Plan the layouts that are shown in slices, whole, and take the fastest."""
-        layouts = [found for found in sorted(self.tried, key=rank)[:shown] if found.fits]
-        tasks = {
-            pool.submit(as_it_runs_or_none, self.model, self.cluster, found, count): found
-            for count in slices
-            for found in layouts
-            if count > 1 and found.layout.microbatch % count == 0
-        }
-        outcomes = [(found, task.result()) for task, found in tasks.items()]
-        warn_of_uncut(slices, layouts, [each.found.slices for _, each in outcomes if each])
-        for found, outcome in outcomes:
-            if outcome and self.best and outcome.found.step_ns < self.best.step_ns:
-                if found in self.tried:
-                    self.tried.remove(found)
-                self.take(outcome.found, outcome)
-
     def squeeze(self, pool: ProcessPoolExecutor) -> dict[int, Future[Found]]:
         """Begin to plan the best layout with less memory, by bytes: what would that cost?"""
         best = self.best
@@ -319,7 +303,7 @@ class Running:
         below their steps; left-out layouts are no better than the best step found."""
         left = [bound for bound, _ in self.heap] + [bound for bound, _ in self.running.values()]
         found = [found.bound_ns for found in self.tried if found.fits]
-        return min([*left, *found], default=0)
+        return min([*left, *found, *self.bounds_in_slices], default=0)
 
     def progress(self, elapsed_s: float) -> Progress:
         waiting = sum(map(len, self.waiting.values()))

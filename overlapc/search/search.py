@@ -19,6 +19,7 @@ from overlapc.errors import OptionError, OverlapcError
 from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, Outcome
+from overlapc.search.in_slices import InSlices
 from overlapc.search.layouts import ANY, Cluster, Fixed, layouts, stage_layers
 from overlapc.search.megatron import check_modules
 from overlapc.search.models import Model
@@ -69,7 +70,7 @@ def search(
     compare it with; and for each baseline among the rivals its own best layout. Other rivals plan
     the best layout meanwhile. Ctrl-C or SIGTERM ends the search with the best so far. `cache` is a
     folder that keeps planned layouts for later searches. In these numbers of `slices` the layouts
-    that are shown are planned whole, too; the fastest is the best."""
+    that are shown or may be faster are planned whole, too; the fastest is the best."""
     _refuse(model, solver, rivals, slices)
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
@@ -97,7 +98,7 @@ def search(
                     if run.best.layout.stages == run.best.layout.pp > 1 and not any(fixed.ends):
                         run.divide(pool)
                     run.look_again(pool, shown)
-                    run.cut(pool, slices, shown)
+                    InSlices(run, pool, every, slices, shown).go(workers)
                     run.complete = True
                     unit = run.unit(run.key(run.best.layout), pool)
                     others = [name for name in rivals if not is_of_field(name)]

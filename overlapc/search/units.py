@@ -93,6 +93,18 @@ class Unit(Record):
         return (layers - dense) * least / self.blocks + first
 
     @cached_property
+    def cut(self) -> Unit:
+        """The unit with the least times of microbatches in slices. (Slices compute no less than
+        the microbatch, and communicate no less.)"""
+        forward, inputs, _ = phase_bounds_ns(
+            replace(self.problem, phases=("F", "I", "W")), cut=True
+        )
+        whole, head = (sum(phase_bounds_ns(each, cut=True)) for each in (self.problem, self.head))
+        ran = replace(self.head_ran, step_ns=min(head, self.head_ran.step_ns))
+        first = self.first and self.first.cut
+        return replace(self, least=Least(whole, forward, inputs, whole), head_ran=ran, first=first)
+
+    @cached_property
     def with_head(self) -> Problem:
         """The problem of the blocks with an op between forward and backward that takes the head's
         memory, and no time."""

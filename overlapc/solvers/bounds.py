@@ -30,9 +30,10 @@ def simple_bound_ns(problem: Problem) -> int:
     return sum(phase_bounds_ns(problem))
 
 
-def phase_bounds_ns(problem: Problem) -> list[int]:
+def phase_bounds_ns(problem: Problem, cut: bool = False) -> list[int]:
     """For each phase the largest of: all compute, each lane's communication, the longest path
-    of dependent work. No recompute, no slowdown: those only add."""
+    of dependent work. No recompute, no slowdown: those only add. If the batch is `cut` into
+    slices, which do not depend on one another, the path is a slice's, and bounds nothing."""
     trace = problem.trace
     compute = [0] * len(problem.phases)
     lanes: dict[tuple[int, str], int] = {}
@@ -56,7 +57,10 @@ def phase_bounds_ns(problem: Problem) -> list[int]:
             lanes[key] = lanes.get(key, 0) + cost.comm_ns
         path[phase] = max(path[phase], finish[op.name])
     return [
-        max([compute[phase], path[phase]] + [ns for (p, _), ns in lanes.items() if p == phase])
+        max(
+            [compute[phase], 0 if cut else path[phase]]
+            + [ns for (p, _), ns in lanes.items() if p == phase]
+        )
         for phase in range(len(problem.phases))
     ]
 

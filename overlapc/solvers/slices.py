@@ -34,16 +34,23 @@ from overlapc.solvers.work import NEVER, Work, backward_work, forward_work
 class Turns:
     """Says which slice goes on. `how`: the one at it until it waits (`on`), the one that has done
     least (`behind`), or the `first` that can. `hurry`: when a lane is about to fall idle, the slice
-    that comes to a collective first goes on."""
+    that comes to a collective first goes on; but for so many last collectives of each slice
+    (`calm`), since then one slice would have ended before the other's."""
 
     how: str = "on"
     hurry: bool = False
+    calm: int = 0
 
     def __str__(self) -> str:
-        return f"turns {self.how}{' in a hurry' if self.hurry else ''}"
+        calm = f", the last {self.calm} calmly" if self.calm else ""
+        return f"turns {self.how}{' in a hurry' if self.hurry else ''}{calm}"
 
 
-TURNS = tuple(Turns(how, hurry) for hurry, how in product((False, True), ("on", "behind", "first")))
+_CALM = Turns("on", hurry=True, calm=2)  # a layer has two collectives
+TURNS = (
+    *(Turns(how, hurry) for hurry, how in product((False, True), ("on", "behind", "first"))),
+    _CALM,
+)
 _FIRST = (Turns("on"), Turns("first"))
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True), Style(1.0, False))
 _SHARES = (1.0, 0.94)  # of the budget, which an order sometimes exceeds
@@ -63,7 +70,7 @@ class _TakingTurns(Listing):
         super().__init__(work, limit, style)
         self.turns = turns
         self.slice = [op.piece.microbatch for op in work.ops]
-        self.share, self.distance = work.paces
+        self.share, self.distance, self.coming = work.paces
         self.queues: list[list[tuple[int, int]]] = [[] for _ in range(1 + max(self.slice))]
         self.current = 0
 
@@ -83,7 +90,8 @@ class _TakingTurns(Listing):
     def next_of(self, able: list[int]) -> int:
         """Which of the slices that can go on does."""
         head = {k: self.queues[k][0][1] for k in able}
-        if self.turns.hurry and len(able) > 1:
+        calm = max(self.coming[n] for n in head.values()) <= self.turns.calm
+        if self.turns.hurry and len(able) > 1 and not calm:
             lane_ends = min([lane.free_ns for lane in self.lanes.values()], default=0)
             near = min(able, key=lambda k: self.distance[head[k]])
             if lane_ends - self.clock.free_ns <= self.distance[head[near]]:
@@ -109,7 +117,7 @@ def solve_slices(
         return plain  # there is nothing to hide
     search = _SliceSearch(problem, plain)
     turns, few, patience = (_FIRST, 1, FEW) if quick else (TURNS, FEW, 2 * RUNGS)
-    search.order_forwards(turns, patience // 2)
+    search.order_forwards(dict.fromkeys((*turns, _CALM)), patience // 2)
     found = list(_choices(lone, alone, quick)) if choices is None else choices
     search.order_each(found, turns, few)
     search.polish(patience)
@@ -172,7 +180,7 @@ class _SliceSearch:
             self.best, self.best_ns = plan, found_ns
         return found_ns, True, True
 
-    def order_forwards(self, turns: Sequence[Turns], fillings: int) -> None:
+    def order_forwards(self, turns: Iterable[Turns], fillings: int) -> None:
         """The fastest orders of the forwards first; windows of the fastest filled."""
         styles = (Style(1.0, False), Style(1.0, True))
         orders = [slice_order(self.forward, NEVER, s, t) for t, s in product(turns, styles)]

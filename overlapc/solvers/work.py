@@ -161,19 +161,25 @@ class Work:
         return share, distance
 
     @cached_property
-    def paces(self) -> tuple[dict[int, float], dict[int, int]]:
-        """The same for all slices, each along its plain order."""
+    def paces(self) -> tuple[dict[int, float], dict[int, int], dict[int, int]]:
+        """The same for all slices, each along its plain order, and how many collectives are to
+        come."""
         each: dict[int, list[int]] = {}
         for text, _ in self.plain:
             if (n := self.number.get(text)) is not None:
                 each.setdefault(self.ops[n % self.count].piece.microbatch, []).append(n)
         shares: dict[int, float] = {}
         distances: dict[int, int] = {}
+        coming: dict[int, int] = {}
         for chain in each.values():
             share, distance = self.along(chain)
             shares |= share
             distances |= distance
-        return shares, distances
+            starts = 0
+            for n in reversed(chain):
+                starts += self.roles[n] == "start"
+                coming[n] = starts
+        return shares, distances, coming
 
 
 def forward_work(problem: Problem) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from overlapc.errors import OptionError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, innermost, loss_of, set_up, twins
 from tests.megatron.test_patch import AHEAD, QUICK, SHARDED, differences
+from tests.megatron.test_shapes import given_other_shapes
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -326,6 +328,72 @@ def test_what_sees_the_whole_microbatch_is_refused_on_every_rank(version: str) -
         for name, (_, said) in REFUSED.items():
             assert said in found[name]
             assert not found[f"{name}, left"]
+
+
+LATER = Layout(layers=1, **FOUR)  # two replicas
+
+
+def refused_later(rank: int, ranks: int, version: str) -> dict[str, Any]:
+    """A replica meets another shape in the second step; the other has nothing to refuse."""
+    cpu.use(version)
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    set_up(LATER)
+    trained = given_other_shapes(Trained(LATER), {(1, 1): (4, 8)})
+    patched.patch(slices=2, solver="heu", profile="estimate")
+    trained.step(0)
+    before = [p.detach().clone() for p in trained.models[0].parameters()]
+    begun, said = time.monotonic(), []
+    for _ in range(2):  # the next step says so, too
+        try:
+            trained.step(1)
+        except OptionError as error:
+            said.append(str(error))
+    kept = all(map(torch.equal, before, trained.models[0].parameters()))
+    seconds = time.monotonic() - begun
+    patched.unpatch()
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"said": said, "kept": kept, "seconds": seconds}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "version", [pytest.param(v, marks=[pytest.mark.slow] * (v != QUICK[-1])) for v in QUICK]
+)
+def test_what_one_replica_refuses_later_is_an_error_on_every_rank(version: str) -> None:
+    if cpu.folder(version) is None:
+        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    for found in run_ranks(refused_later, 2, version, timeout_s=110):
+        assert len(found["said"]) == 2
+        for said in found["said"]:
+            assert "stage 0: slices=2: found microbatches of shapes" in said
+        assert found["kept"]
+        assert found["seconds"] < 10
+
+
+def one_step(rank: int, ranks: int, version: str) -> list[Any]:
+    """The process ends right after its first step, without a barrier."""
+    cpu.use(version)
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    layout = LAYOUTS["pp"]
+    set_up(layout)
+    trained = Trained(layout)
+    patched.patch(slices=2, solver="heu", profile="estimate")
+    trained.step(0)
+    if rank:
+        time.sleep(0.5)  # rank 0 has left
+    return [chunk.refused for chunk in patched._steps.chunks.values()]  # type: ignore[union-attr]
+
+
+@pytest.mark.timeout(120)
+def test_a_run_may_end_after_its_first_step() -> None:
+    if cpu.folder(QUICK[-1]) is None:
+        pytest.skip(f"megatron-core {QUICK[-1]} is not installed: see the Makefile")
+    assert run_ranks(one_step, 2, QUICK[-1], timeout_s=110) == [[None], [None]]
 
 
 AUTO = {

@@ -18,7 +18,7 @@ from overlapc.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulat
 from overlapc.solvers import BASELINES
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
-from overlapc.solvers.slices import TURNS, slice_order, solve_slices
+from overlapc.solvers.slices import TURNS, Turns, slice_order, solve_slices
 from overlapc.solvers.work import NEVER, backward_work, forward_work
 from tests.plain.strategies import random_problem
 from tests.plain.tiny import plan_of, tiny
@@ -163,6 +163,34 @@ def test_what_one_slice_waits_for_runs_under_the_other():
     assert timeline.step_ns == 80
     assert timeline.exposed_ns == 0
     assert "turns" in plan.found_by
+
+
+def test_slices_hurry_but_for_the_last_layer():
+    """Layers of experts: what is before the exchange may be cut in two, to hide both exchanges of
+    the other slice; but at the end nothing hides the last slice's."""
+    lines, last = [], "x"
+    for i in range(3):
+        lines.append(
+            f"long{i} F | {last} > a{i} | 110\nthere{i} F ep | a{i} > b{i} | 0 + 50\n"
+            f"wait{i}a F | b{i} > c{i}\nshort{i} F | c{i} > d{i} | 45\n"
+            f"back{i} F ep | d{i} > e{i} | 0 + 50\nwait{i}b F | e{i} > f{i}"
+        )
+        last = f"f{i}"
+    halves = [
+        line.replace(f"> a{i} | 110", f"> h{i} | 55\nmore{i} F | h{i} > a{i} | 55")
+        for i, line in enumerate(lines)
+    ]
+    lone = tiny("\n".join(halves), outputs=last)
+    problem = in_slices(replace(lone, trace=replace(lone.trace, kinds={"x": "batch"})), 2)
+    work = forward_work(problem)
+
+    def took(turns: Turns) -> int:
+        order = slice_order(work, NEVER, Style(1.0, False), turns)
+        return step_ns(problem, plan_of(problem, " ".join(order), ""))
+
+    calm = Turns("on", hurry=True, calm=2)
+    assert calm in TURNS
+    assert took(calm) < min(took(turns) for turns in TURNS if turns != calm)
 
 
 @settings(max_examples=60)
