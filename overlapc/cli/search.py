@@ -99,8 +99,8 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="K",
-        help="plan the listed layouts of a model of your own in K slices of each microbatch, too, "
-        "and take what is faster; may be given again",
+        help="plan layouts of a model of your own in K slices of each microbatch, too, the listed "
+        "ones and all that may then be the fastest, and take what is faster; may be given again",
     )
     for name in ("first", "last"):
         what = f"layers of the {name} stage of a pipeline; open by default"
