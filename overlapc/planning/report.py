@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -68,10 +69,14 @@ class Report(Record):
     @cached_property
     def bound_ns(self) -> int:
         """The least time of any plan of this problem; computed when it is first asked for."""
+        return self.bounded_by(bound_ns)
+
+    def bounded_by(self, bound: Callable[[Problem], int]) -> int:
+        """`bound_ns`, where the problem's own bound is asked of this function."""
         if self.timeline.step_ns <= (least := simple_bound_ns(self.problem)):
             return least
         proven = 0 if self.given else self.plan.bound_ns
-        return max(bound_ns(self.problem), proven)
+        return max(bound(self.problem), proven)
 
     def explain(self) -> str:
         from overlapc.report.explain import explain

@@ -151,6 +151,7 @@ class Hardware:
         return self.inter.collective_ns(kind, size_bytes, ranks, share)
 
 
+@cache
 def known_hardware() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 

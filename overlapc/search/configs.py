@@ -30,7 +30,14 @@ _NAMES = {
 _GATED = ("silu", "swish", "swiglu", "geglu")
 # families that are gated, whatever their activation is called
 _GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm")
-_TIED_TYPES = ("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt")
+_TIED_TYPES = (
+    *("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt", "cohere", "cohere2"),
+    *("falcon", "gpt_bigcode", "gpt_neo", "starcoder2", "smollm3", "ernie4_5", "ernie4_5_moe"),
+)
+# families whose tokens see those behind them: no decoders
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta-v2", "modernbert")
+# kinds of a layer's attention that are planned, as `layer_types` names them
+_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 _POST_NORMS = ("gemma2", "gemma3", "gemma3_text", "glm4")
 _QKV_BIASES = ("qwen2", "qwen2_moe", "chatglm")
@@ -109,6 +116,15 @@ class _Config:
                     f"{self.shown}: {key} is {self.found[key]!r}, which the search has no model "
                     "of; expected none: without that line the search is of a model near yours"
                 )
+        if self.kind in _ENCODERS:
+            raise FileError(f"{self.shown}: model_type is {self.kind!r}; expected a decoder")
+        kinds = self.found.get("layer_types") or []
+        for other in kinds if isinstance(kinds, list) else [kinds]:
+            if other not in _ATTENTIONS:
+                raise FileError(
+                    f"{self.shown}: layer_types has {other!r}, which the search has no model of; "
+                    f"expected some of {', '.join(_ATTENTIONS)}"
+                )
 
     def number(self, key: str, *names: str, default: int | None = None) -> int:
         for name in names:
@@ -117,6 +133,8 @@ class _Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
                 raise FileError(f"{self.shown}: {name} is {value!r}, expected a number")
+            if value == 0 and default is None:
+                raise FileError(f"{self.shown}: {name} is 0, expected a number from 1 on")
             return value
         if default is None:
             raise FileError(f"{self.shown}: no {' or '.join(names)}, expected the model's {key}")
@@ -163,6 +181,7 @@ class _Config:
         names = "num_local_experts", "n_routed_experts", "num_experts"
         experts = self.number("experts", *names, default=0)
         if not experts:
+            self.refuse_other_experts()
             return {}
         ffn = self.ends()["ffn"]
         of_one = self.number("expert width", "moe_intermediate_size", default=0)
@@ -187,6 +206,16 @@ class _Config:
             ),
             "shared_width": of_one if self.kind == "llama4_text" else shared,
         }
+
+    def refuse_other_experts(self) -> None:
+        """Raise FileError if experts have names that are not known here: no model with experts is
+        taken for one without."""
+        for key, value in self.found.items():
+            if "num_experts" in key and "per_tok" not in key and value not in (None, 0, 1):
+                raise FileError(
+                    f"{self.shown}: {key} is {value!r}, which the search does not read; expected "
+                    "num_local_experts, n_routed_experts or num_experts"
+                )
 
     def small(self) -> dict[str, Any]:
         """Parameters that are no matrices: biases, and a family's own."""

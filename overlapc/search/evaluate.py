@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from overlapc.errors import Infeasible
-from overlapc.ir import Timeline
+from overlapc.ir import Problem, Timeline
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule, parse_schedule
@@ -247,7 +247,8 @@ def evaluate(
     placing = finish and layout.pp > 1
     ran = Ran.of(cluster, layout, unit, ranks, count, static, placing, known, pinned)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
-    gap = gap_of(ranks) if bounded else 0.0
+    kinds = [place.parts(unit)[-1][1] for place in places]  # what each rank's report is of
+    gap = gap_of(ranks, [of.bound_ns for of in kinds]) if bounded else 0.0
     found = replace(found, bound_ns=bound, layers=layers, gap=gap, launching=unit.launching)
     if placing or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
@@ -373,10 +374,11 @@ def figures_of(
     )
 
 
-def gap_of(stages: Sequence[Stage]) -> float:
+def gap_of(stages: Sequence[Stage], bounds: Sequence[Callable[[Problem], int]]) -> float:
     """How far the stages' plans are above their bounds."""
     planned_ns = sum(stage.timeline.step_ns for stage in stages)
-    return planned_ns / max(1, sum(stage.report.bound_ns for stage in stages)) - 1
+    both = zip(stages, bounds, strict=True)
+    return planned_ns / max(1, sum(stage.report.bounded_by(bound) for stage, bound in both)) - 1
 
 
 def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:

@@ -41,6 +41,10 @@ class Framework:
     # Bytes that the optimizer moves for an element: float32 weight and moments read and written,
     # gradient read, bf16 weight written
     optimizer_moves: int = 2 * 12 + 4 + 2
+    # Bytes that move for an element of all gradients that a rank holds, however the optimizer is
+    # divided; and for their scaling, where there are replicas
+    held_moves: int = 0
+    scaling_moves: int = 0
     stragglers: float = 0.0  # of a step, that replicas on several nodes wait for the slowest
     slower: float = 1.0  # than its kernels alone, for reasons that nobody gave: calibrated
     host_ns: int = 0  # that the host takes for an op
@@ -81,9 +85,13 @@ class Framework:
 
 
 # What Megatron's optimizer moves for an element, counted op by op: of gradients that are in float32
-# the norm 4 and the clipping 8, Adam 28, the weight's copy 6, the gradient's zeros 4; of those in
-# half precision the copy to float32 6 and the unscaling 8 besides, and 2 for the zeros.
-_MEGATRON_FLOAT32, _MEGATRON_HALF = 4 + 8 + 28 + 6 + 4, 6 + 8 + 4 + 8 + 28 + 6 + 2
+# the norm 4 and the clipping 8, Adam 28, the weight's copy 6; of those in half precision the copy
+# to float32 6, the unscaling 8 and the zeros 2 besides.
+_MEGATRON_FLOAT32, _MEGATRON_HALF = 4 + 8 + 28 + 6, 6 + 8 + 4 + 8 + 28 + 6 + 2
+# Of all gradients that a rank holds, in float32: zeros 4, and the norm that is looked at for NaNs 4
+# (--no-check-for-nan-in-loss-and-grad is not the default); divided by the replicas, 8
+# (start_grad_sync of Megatron-LM's param_and_grad_buffer.py).
+_MEGATRON_HELD, _MEGATRON_SCALING = 4 + 4, 8
 # Of --overlap-grad-reduce (Megatron's DistributedDataParallelConfig, bucket_size).
 _MEGATRON_BUCKETS = 40_000_000, 1_000_000
 # From one to eight replicas of 280 GPUs a step went from 37.83 to 39.15 s (Korthikanti et al. 2022,
@@ -99,6 +107,8 @@ _MEGATRON: dict[str, Any] = {
     "hides_reduction": False,
     "added_moves": 0,
     "optimizer_moves": _MEGATRON_FLOAT32,
+    "held_moves": _MEGATRON_HELD,
+    "scaling_moves": _MEGATRON_SCALING,
     "stragglers": _STRAGGLERS,
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,

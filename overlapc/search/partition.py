@@ -10,8 +10,8 @@ from overlapc.errors import Infeasible
 from overlapc.search.layouts import Cluster, Layout, microbatches, stage_layers
 from overlapc.search.models import Model
 from overlapc.search.place import Place, planned
+from overlapc.search.tasks import Packed
 from overlapc.search.units import Unit
-from overlapc.solvers import bound_ns
 from overlapc.solvers.partition import TOGETHER, Partition, best_partition, even
 
 _ROUNDED = 4  # ns that rounding takes from the parts of a stage
@@ -30,7 +30,7 @@ def partitioned(
     count = microbatches(cluster, layout)
     schedule = layout.rows(min(count, 4 * layout.pp))
     periods = stage_layers(model, 1)[0] // model.period
-    head_ns = unit.head_ran.step_ns
+    head_ns, packed = unit.head_ran.step_ns, Packed.of(unit)
     too_many = [model.layers + 1] * layout.pp  # by stage: so many layers do not fit, nor do more
 
     def place(stage: int, first: int, behind: int) -> Place | None:
@@ -56,7 +56,7 @@ def partitioned(
     @cache
     def bounded(found: Place) -> int:
         parts = found.parts(unit)
-        bound = sum(bound_ns(p.problem(of)) * p.layers // of.blocks for p, of in parts)
+        bound = sum(of.bound_ns(p.problem(of)) * p.layers // of.blocks for p, of in parts)
         return bound + head_ns * (found.head is not None) - _ROUNDED
 
     def by_plan(*segment: int) -> int | None:
@@ -70,7 +70,7 @@ def partitioned(
 
     @cache
     def solved(found: Place) -> int | None:
-        return pool.submit(_microbatch_ns, found, unit, solver).result()
+        return pool.submit(_microbatch_ns, found, packed, solver).result()
 
     with ThreadPoolExecutor(TOGETHER) as threads:
         split = even(periods, layout.pp, by_plan, threads.map)
@@ -84,8 +84,8 @@ def stage_counts(model: Model, partition: Partition) -> tuple[int, ...]:
     return *counts, last + model.layers % model.period
 
 
-def _microbatch_ns(place: Place, unit: Unit, solver: str) -> int | None:
+def _microbatch_ns(place: Place, packed: Packed, solver: str) -> int | None:
     try:
-        return planned(place, unit, solver, time_limit_s=10.0).microbatch_ns
+        return planned(place, packed.unit, solver, time_limit_s=10.0).microbatch_ns
     except Infeasible:
         return None

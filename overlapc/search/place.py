@@ -25,7 +25,7 @@ from overlapc.search.layouts import Cluster, Layout, dense_layers, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.simulate import copies_bytes, simulate
-from overlapc.solvers import bound_ns, has_one_plan, solve
+from overlapc.solvers import has_one_plan, solve
 from overlapc.solvers.step import solve_step
 from overlapc.stages import in_parts, stage_cost
 
@@ -126,7 +126,8 @@ class Place:
         except Infeasible:
             if merged:
                 problem, least = _silent(problem), unit.least.merged
-            return max(0, bound_ns(problem) - least) * self.layers / unit.blocks
+            bound = unit.bound_ns(problem, silent=merged)
+            return max(0, bound - least) * self.layers / unit.blocks
         return 0.0
 
 

@@ -94,8 +94,13 @@ class Update:
         if not framework.hides_reduction:
             late_ns = max(sum(sums[s] for s in layout.stages_of(r)) for r in range(layout.pp))
             sums = [0 for _ in sums]
-        sharing = layout.replicas if shards else 1
-        moved = max(map(sum, of_rank)) * framework.optimizer_moves / sharing
+        sharing = [ranks if shards else 1 for ranks, _ in groups]
+        moves, kept = framework.optimizer_moves, framework.held_moves
+        kept += framework.scaling_moves if layout.replicas > 1 else 0
+        moved = max(
+            sum(count * (moves / by + kept) for count, by in zip(held, sharing, strict=True))
+            for held in of_rank
+        )
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
         optimizer_ns = round(machine.memory_ns(moved))
         fewest, each = framework.buckets

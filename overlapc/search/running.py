@@ -11,12 +11,12 @@ from typing import Any
 
 from overlapc.search.cache import Cache
 from overlapc.search.captures import UnitKey
-from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound, memory_bound
+from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
-from overlapc.search.tasks import as_it_runs_or_none, evaluated, tried
+from overlapc.search.tasks import Packed, as_it_runs_or_none, bounded, evaluated, tried
 from overlapc.search.units import Unit, make_units
 from overlapc.solvers import has_one_plan, is_of_field
 
@@ -68,6 +68,7 @@ class Running:
         self.model, self.cluster, self.solver = model, cluster, solver
         self.known, self.shown = known, shown
         self.units: dict[UnitKey, Unit] = {}
+        self.packed: dict[UnitKey, Packed] = {}
         self.alike: dict[UnitKey, set[UnitKey]] = {}  # by all but their microbatches
         # Layouts that wait for a capture, with their bounds
         self.waiting: dict[UnitKey, list[tuple[int, Layout]]] = {}
@@ -149,10 +150,10 @@ class Running:
         if finer > bound:
             heapq.heappush(self.heap, (finer, layout))
             return
-        where = self.model, self.cluster, layout, unit, self.solver
+        where = self.model, self.cluster, layout, self.pack(key), self.solver
         if self.in_order and layout not in self.bounded:
             self.bounded.add(layout)
-            self.running[pool.submit(memory_bound, *where[:4], placed)] = bound, layout
+            self.running[pool.submit(bounded, *where[:4], placed)] = bound, layout
             return
         self.running[pool.submit(tried, *where, below_ns=self.worth_ns)] = bound, layout
 
@@ -191,7 +192,7 @@ class Running:
         where = self.model, self.cluster
         tasks = [
             pool.submit(
-                evaluated, *where, layout, self.units[self.key(layout)], self.solver, below_ns=0
+                evaluated, *where, layout, self.pack(self.key(layout)), self.solver, below_ns=0
             )
             for _, layout in close
         ]
@@ -203,14 +204,13 @@ class Running:
         """Give the best layout its best split of layers; so far every layout had an even split."""
         even = self.best
         assert even is not None
-        unit = self.unit(self.key(even.layout), pool)
-        solver = self.quick
-        where = self.model, self.cluster, even.layout, unit
-        _, division = partitioned(*where, pool, solver)
+        unit = self.unit(key := self.key(even.layout), pool)
+        where = self.model, self.cluster, even.layout
+        _, division = partitioned(*where, unit, pool, self.quick)
         layers = stage_counts(self.model, division)
         if division.slowest_ns is None or layers == even.layers:
             return
-        found, outcome = pool.submit(tried, *where, self.solver, layers).result()
+        found, outcome = pool.submit(tried, *where, self.pack(key), self.solver, layers).result()
         if outcome is not None and found.fits and found.step_ns < even.step_ns:
             found = replace(found, bound_ns=min(found.bound_ns, even.bound_ns))
             self.improve(replace(outcome, found=found))
@@ -251,8 +251,10 @@ class Running:
                 task.set_result(known)
             else:
                 cluster = replace(self.cluster, memory_bytes=size)
-                where = self.model, cluster, best.layout, self.unit(self.key(best.layout), pool)
-                task = pool.submit(evaluated, *where, self.quick, best.layers)
+                self.unit(key := self.key(best.layout), pool)
+                packed = self.pack(key)
+                where = self.model, cluster, best.layout, packed, self.quick
+                task = pool.submit(evaluated, *where, best.layers)
             tasks[size] = task
         return tasks
 
@@ -273,6 +275,11 @@ class Running:
             (self.units[key],) = pool.submit(make_units, [key]).result()
         return self.units[key]
 
+    def pack(self, key: UnitKey) -> Packed:
+        if key not in self.packed:
+            self.packed[key] = Packed.of(self.units[key])
+        return self.packed[key]
+
     def find_smallest(self, pool: ProcessPoolExecutor) -> None:
         """Nothing fits: find the least memory that surely works. The figures so far may be too
         small: later stages may need more than the one that failed first, or the figure covers
@@ -282,9 +289,9 @@ class Running:
         for _ in range(_TRIES):
             size, layout = heapq.heappop(sizes)
             cluster = replace(self.cluster, memory_bytes=size)
-            unit = self.unit(self.key(layout), pool)
+            self.unit(key := self.key(layout), pool)
             found: Found = pool.submit(
-                evaluated, self.model, cluster, layout, unit, self.solver
+                evaluated, self.model, cluster, layout, self.pack(key), self.solver
             ).result()
             if found.fits:
                 self.tried = [

@@ -25,7 +25,7 @@ from overlapc.search.megatron import check_modules
 from overlapc.search.models import Model
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.running import Progress, Running, rank, together
-from overlapc.search.tasks import evaluated
+from overlapc.search.tasks import Packed, evaluated
 from overlapc.search.units import Unit
 from overlapc.solvers import has_one_plan, is_of_field
 
@@ -137,7 +137,7 @@ def search(
 def _rival(run: Running, solver: str, known: Cache) -> Running:
     """The same search with another solver, by the same captures. Its best alone is shown."""
     rival = Running(run.model, run.cluster, solver, known, shown=1)
-    rival.units = run.units
+    rival.units, rival.packed = run.units, run.packed
     return rival
 
 
@@ -205,7 +205,7 @@ def _by_others(
     """Begin to plan the chosen layout by other solvers, the slowest first, by solver and layers."""
     splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages, chosen.layout.ends))}
     limit = _OPT_SECONDS / (chosen.layout.pp * len(splits))
-    where = model, cluster, chosen.layout, unit
+    where = model, cluster, chosen.layout, Packed.of(unit)
     return {
         (solver, layers): pool.submit(evaluated, *where, solver, layers, limit)
         for solver in sorted(solvers, key="opt".__ne__)

@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from overlapc.errors import Infeasible, OptionError
-from overlapc.search.evaluate import Found, Outcome, evaluate
+from overlapc.search.evaluate import Found, Outcome, evaluate, memory_bound
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Model
 from overlapc.search.units import Unit
 from overlapc.search.whole import as_it_runs
+
+_met: dict[bytes, Unit] = {}  # the units that this process has unpacked
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A unit on its way to processes. Each unpacks it once, and keeps it with all that is found of
+    it."""
+
+    data: bytes
+
+    @staticmethod
+    def of(unit: Unit) -> Packed:
+        return Packed(pickle.dumps(unit, pickle.HIGHEST_PROTOCOL))
+
+    @property
+    def unit(self) -> Unit:
+        if self.data not in _met:
+            _met[self.data] = pickle.loads(self.data)
+        return _met[self.data]
+
+
+def bounded(model: Model, cluster: Cluster, layout: Layout, packed: Packed, placed: bool) -> int:
+    return memory_bound(model, cluster, layout, packed.unit, placed)
 
 
 def evaluated(
     model: Model,
     cluster: Cluster,
     layout: Layout,
-    unit: Unit,
+    packed: Packed,
     solver: str,
     layers: Sequence[int] | None = None,
     time_limit_s: float = 10.0,
     below_ns: float = math.inf,
 ) -> Found:
-    where = model, cluster, layout, unit, solver
+    where = model, cluster, layout, packed.unit, solver
     return evaluate(*where, time_limit_s, layers, below_ns=below_ns).found
 
 
@@ -33,14 +59,14 @@ def tried(
     model: Model,
     cluster: Cluster,
     layout: Layout,
-    unit: Unit,
+    packed: Packed,
     solver: str,
     layers: Sequence[int] | None = None,
     below_ns: float = math.inf,
 ) -> tuple[Found, Outcome | None]:
     """Plan a layout in a worker. Its plans are sent back only if its step is below that time, since
     they are large."""
-    where = model, cluster, layout, unit, solver
+    where = model, cluster, layout, packed.unit, solver
     outcome = evaluate(*where, layers=layers, below_ns=below_ns)
     return outcome.found, outcome if outcome.found.step_ns < below_ns else None
 

@@ -17,8 +17,9 @@ from overlapc.search.captures import Captures, Module, UnitKey, captures
 from overlapc.search.fp8 import in_fp8
 from overlapc.search.frameworks import Framework, find_framework
 from overlapc.simulate import simulate
-from overlapc.solvers import BASELINES, bound_ns, solve
+from overlapc.solvers import bound_ns, has_one_plan, solve
 from overlapc.solvers.bounds import phase_bounds_ns
+from overlapc.solvers.program import Program
 from overlapc.stages import in_parts
 from overlapc.valid import validated
 
@@ -77,7 +78,7 @@ class Unit(Record):
     def planned_by(self, solver: str) -> Unit:
         """The unit for a solver. If the solver has one plan for any memory, its least times are
         those of that plan."""
-        if solver not in BASELINES:
+        if not has_one_plan(solver):
             return self
         plan = solve(replace(self.problem, budget_bytes=None), solver)
         orders = plan, in_parts(self.problem.trace, plan)  # whole or in parts, as schedules need it
@@ -91,6 +92,14 @@ class Unit(Record):
         least: int = getattr(self.least, which)
         first = self.first.least_ns(which, dense) if self.first is not None and dense else 0.0
         return (layers - dense) * least / self.blocks + first
+
+    def bound_ns(self, problem: Problem, silent: bool = False) -> int:
+        """A bound on one of the unit's problems, in its memory and with so many microbatches in
+        flight as it has. If `silent`, all its collectives take no time."""
+        which = _HEAD in problem.trace.op, silent
+        program = self.once(("program", *which), lambda: Program(problem))
+        where = problem.in_flight, problem.budget_bytes
+        return self.once(("bound", which, where), lambda: bound_ns(problem, program))
 
     @cached_property
     def cut(self) -> Unit:

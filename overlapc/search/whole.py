@@ -25,6 +25,7 @@ from overlapc.search.layouts import Cluster, Layout, expert_ranks, static_bytes
 from overlapc.search.place import Stage
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
+from overlapc.solvers import bound_ns
 from overlapc.solvers.schedules import in_pairs
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def _outcome(
         told,
         whole=True,
         slices=found.slices,
-        gap=gap_of(stages),
+        gap=gap_of(stages, [bound_ns] * len(stages)),
         layers=found.layers,
         bound_ns=min(found.bound_ns, told.step_ns),
         rows=format_schedule(rows) if layout.pp > 1 else "",

@@ -14,13 +14,15 @@ from overlapc.solvers.choice import Choice
 from overlapc.solvers.program import Program
 
 
-def bound_ns(problem: Problem) -> int:
+def bound_ns(problem: Problem, program: Program | None = None) -> int:
     """The better of the simple bound and the optimum of the relaxed program, which counts windows
-    and the recompute that memory forces. It takes some hundredths of a second."""
+    and the recompute that memory forces. It takes some hundredths of a second. `program` is
+    one that was made of the problem with another budget or other microbatches in flight."""
     if problem.trace.ahead:  # the program has windows only where a backward follows its own forward
         return simple_bound_ns(problem)
     try:
-        return max(simple_bound_ns(problem), Program(problem).relaxed().bound_ns)
+        made = Program(problem) if program is None else program.of(problem)
+        return max(simple_bound_ns(problem), made.relaxed().bound_ns)
     except Infeasible:  # no plan fits, so any bound is right
         return simple_bound_ns(problem)
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import highspy
 import numpy as np
@@ -57,9 +58,8 @@ class Model:
     def at_least(self, terms: dict[int, float], low: float) -> None:
         self.rows.append((terms, low, _INF))
 
-    def at_most(self, terms: dict[int, float], high: float) -> int:
+    def at_most(self, terms: dict[int, float], high: float) -> None:
         self.rows.append((terms, -_INF, high))
-        return len(self.rows) - 1
 
     def highs(self, whole: bool, extra: dict[int, float] | None = None) -> highspy.Highs:
         """Load the program into HiGHS. `whole` asks for integers, else it is relaxed; `extra` adds
@@ -114,8 +114,19 @@ class Program:
         self.slots = slots_of(problem, self.needs)
         for slots in self.slots:
             self._time(slots)
-        self.rows_of_memory: list[tuple[int, int]] = []  # (row, bytes that are there anyway)
+        # (row, what is there of each column of the traced microbatch, bytes that are there anyway)
+        self.rows_of_memory: list[tuple[int, dict[int, float], int]] = []
         self._memory()
+
+    def of(self, problem: Problem) -> Program:
+        """The program of a problem that differs from this one in its budget and in how many
+        microbatches are in flight, as it would be made anew. Both have a budget, or none."""
+        other = copy(self)
+        other.problem = problem
+        other.model = replace(self.model, rows=list(self.model.rows))
+        for number, terms, there in self.rows_of_memory:
+            other.model.rows[number] = other.row_of_memory(terms, there)
+        return other
 
     # ------------------------------------------------------------------ choice
 
@@ -326,13 +337,18 @@ class Program:
     def limit_at(self, terms: dict[int, float], there: int) -> None:
         """Add a row of memory: the terms, `there` more bytes, lasting values, and what later
         microbatches hold."""
-        problem = self.problem
+        there += self.anyway
+        self.rows_of_memory.append((len(self.model.rows), terms, there))
+        self.model.rows.append(self.row_of_memory(terms, there))
+
+    def row_of_memory(
+        self, terms: dict[int, float], there: int
+    ) -> tuple[dict[int, float], float, float]:
+        problem, terms = self.problem, dict(terms)
         if copies := float(problem.in_flight - 1):
             for storage, column in self.keep.items():
                 terms[column] = terms.get(column, 0) + copies * self.size[storage] / self.bytes
-        there += self.anyway
-        number = self.model.at_most(terms, ((problem.budget_bytes or 0) - there) / self.bytes)
-        self.rows_of_memory.append((number, there))
+        return terms, -_INF, ((problem.budget_bytes or 0) - there) / self.bytes
 
     def read_by(self, op: Op) -> list[str]:
         """Storages that the op reads and that may be kept or recomputed."""
@@ -383,7 +399,7 @@ class Program:
 
     def limit(self, highs: highspy.Highs, budget_bytes: int) -> None:
         """Change the budget of a loaded program."""
-        for number, there in self.rows_of_memory:
+        for number, _, there in self.rows_of_memory:
             high = (budget_bytes - there) / self.bytes
             highs.changeRowBounds(number, -_INF, high)
 

@@ -36,6 +36,18 @@ def test_no_legal_plan_beats_the_bound(seeds):
             assert bound <= timeline.step_ns, seed
 
 
+def test_a_program_serves_other_budgets_and_microbatches_in_flight():
+    for seed in range(60):
+        rng = Random(seed)
+        problem = random_problem(rng, rng.randint(1, 7))
+        known = Program(replace(problem, budget_bytes=rng.randint(1, 1 << 20)))
+        for in_flight in (1, 3, 5):
+            asked = replace(problem, budget_bytes=rng.randint(1, 1 << 16), in_flight=in_flight)
+            made, served = Program(asked), known.of(asked)
+            assert served.model == made.model, seed
+            assert bound_ns(asked, known) == bound_ns(asked), seed
+
+
 def small_problems(seeds):
     """(seed, problem, the best step by brute force), where that is soon found."""
     for seed in seeds:

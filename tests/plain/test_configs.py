@@ -290,3 +290,26 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert "windows of 128 tokens" in read(tmp_path, PUBLISHED["gpt-oss-20b"][0]).source
     assert "further tokens" in read(tmp_path, PUBLISHED["DeepSeek-V3"][0]).source
     assert "text model alone" in read(tmp_path, PUBLISHED["Llama-4-Scout"][0]).source
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a number from 1 on"),
+        ({"moe_num_experts": 64}, "moe_num_experts is 64, which the search does not read"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has 'linear_att"),
+        ({"model_type": "bert"}, "model_type is 'bert'; expected a decoder"),
+    ],
+)
+def test_what_would_be_another_model_is_an_error(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FileError, match=message):
+        read(tmp_path, llama(4, 256, 4, 4, 512, 1024) | change)
+
+
+def test_a_family_that_shares_its_table_of_words_need_not_say_so(tmp_path: Path) -> None:
+    """Command R, whose file leaves it out, has 35B parameters, not 37B."""
+    config = llama(40, 8192, 64, 64, 22528, 256000, model_type="cohere")
+    del config["tie_word_embeddings"]
+    assert read(tmp_path, config).parameters() == pytest.approx(34_980_831_232, rel=1e-3)

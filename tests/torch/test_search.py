@@ -9,6 +9,7 @@ import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 
 import pytest
@@ -45,10 +46,10 @@ from overlapc.search.place import embedding_ns
 from overlapc.search.pool import planners
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
-from overlapc.search.tasks import warn_of_uncut
+from overlapc.search.tasks import Packed, warn_of_uncut
 from overlapc.search.units import make_unit
 from overlapc.simulate import saved_bytes, simulate
-from overlapc.solvers import solve
+from overlapc.solvers import bound_ns, solve
 from overlapc.solvers.schedules import make_schedule
 from overlapc.solvers.step import solve_step
 from tests.plain.html_checks import check_page
@@ -673,3 +674,15 @@ def test_slices_that_no_layout_has_are_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_uncut([1, 2], listed, [2])
+
+
+def test_a_unit_bounds_its_problems_and_is_unpacked_once():
+    layout = Layout(2, 2, 1, 1, sequence=True)
+    unit = captured_once(key(TINY, layout))
+    packed = Packed.of(unit)
+    assert packed.unit is Packed(bytes(packed.data)).unit is not unit
+    peak = simulate(unit.problem, solve(unit.problem, "none")).peak_bytes
+    for of in (unit.problem, unit.with_head):
+        for in_flight, budget in ((1, peak // 2), (3, 2 * peak), (Fraction(1, 2), peak // 3)):
+            problem = replace(of, in_flight=in_flight, budget_bytes=budget)
+            assert packed.unit.bound_ns(problem) == bound_ns(problem)

@@ -16,7 +16,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import FRAMEWORKS, find_framework
-from overlapc.search.layouts import Cluster, Layout, stage_layers
+from overlapc.search.layouts import Cluster, Layout, rank_parameters, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.nearest import load_runs
 from overlapc.search.place import Place, planned
@@ -137,6 +137,22 @@ def test_the_optimizer_takes_what_its_framework_moves() -> None:
         for name in ("megatron-deepspeed", "megatron-2021")
     )
     assert theirs == pytest.approx(ours * 62 / 34, abs=2)
+
+
+def test_an_optimizer_is_divided_over_the_ranks_that_hold_the_same() -> None:
+    """Four replicas share dense weights, and each has experts of its own. Megatron's optimizer
+    moves 46 bytes of what is a rank's, and 16 of every gradient that it holds."""
+    model = replace(MODEL, gated=True, experts=4, top_k=2, expert_width=MODEL.ffn)
+    layout = Layout(1, 1, 4, 1)
+    cluster = replace(CLUSTER, gpus=4, framework="megatron")
+    ((dense, experts),) = rank_parameters(model, layout)
+    assert experts == model.moe_layers * model.mlp_parameters(model.expert_width)
+    memory_ns = load_hardware(cluster.hardware).memory_ns
+    moved = 46 * (dense / 4 + experts) + 16 * (dense + experts)
+    assert Update.of(model, cluster, layout).optimizer_ns == round(memory_ns(moved))
+    alone = Update.of(model, cluster, Layout(1, 1, 1, 1)).optimizer_ns  # divides no gradients
+    ((dense, experts),) = rank_parameters(model, Layout(1, 1, 1, 1))
+    assert alone == round(memory_ns((46 + 8) * (dense + experts)))
 
 
 @pytest.mark.parametrize("name", ["korthikanti", "vtrain-small", "simumax-b200"])
