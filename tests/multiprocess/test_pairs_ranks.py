@@ -101,14 +101,15 @@ def on_rank(rank: int, ranks: int, kind: str, counts: list[int], hardware: str =
     return json.loads(json.dumps(found))
 
 
+SLOWER = ("plain", True), ("scales", False), ("draws", False)
+
+
 @pytest.mark.parametrize(
     ("kind", "pairs"),
     [
-        ("plain", True),
         ("other graphs on one rank", True),
-        ("scales", False),
         ("scales on one rank", False),
-        ("draws", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWER),
     ],
 )
 def test_gradients_are_those_of_plain_accumulation(kind: str, pairs: bool) -> None:
@@ -127,6 +128,7 @@ def test_the_solver_chooses_pairs_on_a_slow_link(tmp_path: Path) -> None:
     assert paired(both) == [True]
 
 
+@pytest.mark.slow
 def test_calls_that_depend_on_each_other_later_are_planned_anew() -> None:
     both = run_ranks(on_rank, 2, "scales later", [3, 3, 3], timeout_s=100)
     assert paired(both) == [True, False, False]
