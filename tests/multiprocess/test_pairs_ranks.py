@@ -17,7 +17,7 @@ from overlapc import TrainStep
 from overlapc.emulate import Link, init_link
 from tests.multiprocess.spawn import RankFailed, run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt, tokens
-from tests.multiprocess.test_search_is_run import SLOW
+from tests.slow import slow_link
 from tests.torch.exact import Batch
 from tests.torch.test_pairs import force
 from tests.torch.test_train_step import differences, eagerly, left_behind
@@ -123,8 +123,7 @@ def paired(both: list[Any]) -> list[bool]:
 
 
 def test_the_solver_chooses_pairs_on_a_slow_link(tmp_path: Path) -> None:
-    (tmp_path / "slow.toml").write_text(SLOW)
-    both = run_ranks(on_rank, 2, "plain", [2], str(tmp_path / "slow.toml"), timeout_s=100)
+    both = run_ranks(on_rank, 2, "plain", [2], slow_link(tmp_path), timeout_s=100)
     assert paired(both) == [True]
 
 

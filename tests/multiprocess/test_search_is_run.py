@@ -24,6 +24,7 @@ from overlapc.search.search import search
 from overlapc.solvers import merging
 from overlapc.solvers import slices as slices_solver
 from tests.multiprocess.spawn import run_ranks
+from tests.slow import slow_link
 
 pytestmark = pytest.mark.multiprocess
 
@@ -31,15 +32,6 @@ SIZE = GPTConfig(vocab=64, layers=2, width=64, heads=4, max_seq=32)
 BATCH = 8
 CLUSTER = Cluster("cpu-gloo", 2, 2, 10**9, BATCH)
 WHERE = f"{__name__}:own"
-# A link on which slices pay.
-SLOW = """
-name = "slow"
-status = "made up"
-base = "cpu-gloo"
-intra.alpha_ns = { value = 10, source = "made up" }
-intra.bytes_per_s = { value = 3e7, source = "made up" }
-intra.slowdown.compute_permille = { value = 1000, source = "made up" }
-"""
 EFFORT = 20_000  # to merge microbatches with: any will do, if it is the same for both
 
 
@@ -118,11 +110,10 @@ def test_a_search_predicts_what_is_planned_on_the_ranks(
     monkeypatch.setattr("overlapc.search.running._LESS", ())  # memory is not asked about here
     for solver in (merging, slices_solver):
         monkeypatch.setattr(solver, "MERGED", EFFORT)
-    (tmp_path / "slow.toml").write_text(SLOW)
     ranks = fixed.tp * fixed.pp * fixed.dp
     cluster = replace(CLUSTER, gpus=ranks)
     if slow:
-        cluster = replace(cluster, hardware=str(tmp_path / "slow.toml"))
+        cluster = replace(cluster, hardware=slow_link(tmp_path))
     found = found_by(fixed, cluster, (slices,))
     budgets = memory_budgets(find_model(WHERE), cluster, found)
     assert found.slices == slices  # which are faster, where they were asked for

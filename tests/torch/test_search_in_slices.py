@@ -18,16 +18,9 @@ from overlapc.search.search import search
 from overlapc.search.tasks import as_it_runs_or_none
 from overlapc.search.units import make_unit
 from overlapc.solvers import slices as slices_solver
+from tests.slow import slow_link
 
 WHERE = f"{__name__}:own"
-LINK = """
-name = "slow"
-status = "made up"
-base = "cpu-gloo"
-intra.alpha_ns = { value = 10, source = "made up" }
-intra.bytes_per_s = { value = RATE, source = "made up" }
-intra.slowdown.compute_permille = { value = 1000, source = "made up" }
-"""
 
 
 def own(tensor: Any, expert: Any) -> Repeats:
@@ -35,9 +28,7 @@ def own(tensor: Any, expert: Any) -> Repeats:
 
 
 def cluster(folder: Path, rate: str) -> Cluster:
-    hardware = folder / "slow.toml"
-    hardware.write_text(LINK.replace("RATE", rate))
-    return Cluster(str(hardware), 2, 2, 10**10, 2)
+    return Cluster(slow_link(folder, rate), 2, 2, 10**10, 2)
 
 
 def in_slices(model: Any, where: Cluster, layout: Layout) -> int:
