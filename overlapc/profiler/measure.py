@@ -53,11 +53,10 @@ def measure(
 
     `primals` and `tangents` are the joint graph's inputs, tensors and numbers; missing or fake ones
     are made up. Nothing that the caller owns changes: parameters, buffers and random state stay.
-    `passes` fixes how often the graph is timed. Without it a graph without collectives is timed
-    until its total is stable within 2%; a graph with collectives, which all ranks of its groups
-    must measure together, as often as these ranks agree. Without `links` the links are measured,
-    too. If the `cache` of every rank has all figures, only one probe of each kind of collective
-    runs.
+    `passes` fixes how often the graph is timed. Without it the graph is timed until its total is
+    stable within 2%, on all ranks of its collectives' groups, which measure together. Without
+    `links` the links are measured, too. If the `cache` of every rank has all figures, only one
+    probe of each kind of collective runs.
 
     CaptureError names an op that cannot run, or for which memory does not suffice.
     """
@@ -193,7 +192,8 @@ def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str,
     if passes is not None:
         least = most = passes
     elif replay.groups:
-        least = most = _least(replay, max(1, min(_PASSES_TOGETHER, affordable)))
+        most = _least(replay, max(1, min(_PASSES_TOGETHER, affordable)))
+        least = min(_MIN_PASSES, most)
     else:
         least, most = _MIN_PASSES, max(_MIN_PASSES, min(_MAX_PASSES, affordable))
 
@@ -213,7 +213,8 @@ def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str,
         for name, ns in taken.items():
             samples.setdefault(signature[name], []).append(ns)
         before, total = total, sum(count[s] * statistics.median(ns) for s, ns in samples.items())
-        if len(totals) >= least and abs(total - before) <= _STABLE * total:
+        stable = abs(total - before) <= _STABLE * total
+        if len(totals) >= least and _least(replay, int(stable)):
             break
     spread = (max(totals) - min(totals)) / max(1, min(totals))
     return (

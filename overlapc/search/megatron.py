@@ -63,14 +63,13 @@ def check_modules(model: Model, solver: str) -> None:
     """Raise OptionError if the model has none of a kind of module that the solver recomputes."""
     if not solver.startswith(PREFIX):
         return
-    there = {"core_attn", "layernorm"}
+    there: set[str] = set()
     if isinstance(model, Transformer):
+        there |= {"core_attn", "layernorm"}
         there |= {"mla_up_proj"} if model.kv_rank else set()
         there |= {"mlp"} if model.moe_layers < model.layers else set()
         there |= {"moe", "moe_act"} if model.moe_layers else set()
         there |= {"shared_experts"} if model.moe_layers and model.shared_width else set()
-    else:
-        there = set()
     for name in modules_of(solver):
         if name not in there:
             raise OptionError(

@@ -144,7 +144,8 @@ def test_a_graph_with_collectives_is_measured_in_step() -> None:
     assert len(starts) == 1
     expected = LINK.seconds("all_reduce", 1024 * 64 * 4, 2) * 1e9
     assert one.costs[starts[0]].comm_ns == two.costs[starts[0]].comm_ns > 0.7 * expected
-    assert one.conditions["passes"] == two.conditions["passes"] == "median of 5"
+    assert one.conditions["passes"] == two.conditions["passes"]
+    assert one.conditions["passes"] in [f"median of {passes}" for passes in (3, 4, 5)]
     assert one.slowdown == two.slowdown
 
 
