@@ -32,6 +32,7 @@ from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.simulate import simulate
 from overlapc.solvers import smallest_bytes, solve
+from overlapc.solvers.period import Periodic
 from overlapc.solvers.slices import solve_slices
 from overlapc.solvers.step import quick_start
 
@@ -76,8 +77,11 @@ def measure(case: Case, slices: int, solver: str) -> dict[str, Any]:
     whole = Found.of(uncut, lambda: solve(uncut, solver))
 
     def sliced() -> Plan:
-        start = quick_start(lone) if solver == "heu" else None
-        return solve_slices(cut, lone, start or solve(lone, solver), quick=solver == "heu")
+        if solver != "heu":
+            return solve_slices(cut, lone, solve(lone, solver))
+        periodic = Periodic(lone, quick=True)
+        start = quick_start(lone, periodic=periodic) or solve(lone, solver)
+        return solve_slices(cut, lone, start, quick=True, periodic=periodic)
 
     row = {"case": case.name, "hardware": case.hardware, "whole_ms": whole.step_ns / 1e6}
     row |= {"whole_seconds": round(whole.seconds, 3), "whole_exposed_ms": whole.exposed_ns / 1e6}

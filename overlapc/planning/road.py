@@ -32,6 +32,7 @@ from overlapc.solvers import (
     simple_plans,
     solve,
 )
+from overlapc.solvers.period import Periodic
 from overlapc.solvers.slices import solve_slices
 from overlapc.solvers.step import quick_start, solve_step
 from overlapc.text import format_plan
@@ -158,8 +159,10 @@ def _sliced(
     """The plan of all slices of a batch; `lone` is the problem of one slice while all are held."""
     if options.plans:
         return options.plans
+    quick = options.solver == "heu"
+    periodic = Periodic(lone, quick=True) if quick else None
     try:
-        alone = _fitting(problem, lone, options, choices)
+        alone = _fitting(problem, lone, options, choices, periodic)
     except Infeasible:
         if theirs is None or peak_bytes(problem, theirs) > (problem.budget_bytes or 0):
             raise
@@ -167,23 +170,30 @@ def _sliced(
     if options.solver in FIELD:
         return (one_by_one(problem, alone),)
     with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):
-        return (solve_slices(problem, lone, alone, quick=options.solver == "heu"),)
+        return (solve_slices(problem, lone, alone, quick, periodic=periodic),)
 
 
-def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices) -> Plan:
+def _fitting(
+    problem: Problem,
+    lone: Problem,
+    options: Options,
+    choices: Choices,
+    periodic: Periodic | None,
+) -> Plan:
     """A plan of one slice with which all fit in turn. What slices draw together is as large as the
     batch, and slices that wait for a total are held beside each other: one slice knows of neither,
     so its budget may have to be smaller."""
     budget_bytes = problem.budget_bytes or 0
     for _ in range(1 + _TIGHTER):
         try:
-            alone = _slice_alone(lone, options, choices)
+            alone = _slice_alone(lone, options, choices, periodic)
         except Infeasible:
             break
         over_bytes = peak_bytes(problem, one_by_one(problem, alone)) - budget_bytes
         if over_bytes <= 0:
             return alone
         lone = replace(lone, budget_bytes=max(1, (lone.budget_bytes or 0) - over_bytes))
+        periodic = None
     # The budget that this names works whatever op times the next run measures.
     found = list(_small(replace(lone, budget_bytes=1), options.solver, choices))
     took = [_taken(problem, lone, plan) for plan in found]
@@ -193,12 +203,14 @@ def _fitting(problem: Problem, lone: Problem, options: Options, choices: Choices
     return min(fitting, key=lambda plan: step_ns(problem, one_by_one(problem, plan)))
 
 
-def _slice_alone(lone: Problem, options: Options, choices: Choices) -> Plan:
+def _slice_alone(
+    lone: Problem, options: Options, choices: Choices, periodic: Periodic | None
+) -> Plan:
     """A plan of one slice. What HEU finds with little effort is as good a start: `solve_slices`
     tries other choices, and orders all slices anew."""
     quick = None
     if options.solver == "heu":
-        quick = quick_start(lone, (make(lone) for make in BASELINES.values()))
+        quick = quick_start(lone, (make(lone) for make in BASELINES.values()), periodic)
     return quick or _alone(lone, options, choices)
 
 

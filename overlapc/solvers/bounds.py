@@ -90,8 +90,9 @@ class Least:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.simple_ns = simple_bound_ns(problem)
-        self.before_ns = phase_bounds_ns(problem)[0] if len(problem.phases) == 2 else 0
+        bounds_ns = phase_bounds_ns(problem)
+        self.simple_ns = sum(bounds_ns)
+        self.before_ns = bounds_ns[0] if len(problem.phases) == 2 else 0
         first = problem.phases[0] if len(problem.phases) == 2 else ""
         ops = [op for op in problem.trace.ops if op.piece.letter not in first]
         self.compute_ns, self.comm_ns = self._taken(op.name for op in ops)

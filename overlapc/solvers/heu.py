@@ -14,7 +14,7 @@ from overlapc.solvers.constants import EXPOSED, FEW, LARGE, OVERSHOOT, ROOM
 from overlapc.solvers.filling import PASSES, Taste, filled
 from overlapc.solvers.listing import Style, list_schedule
 from overlapc.solvers.overlap import steady_plans
-from overlapc.solvers.period import Period, Periodic, peak_on_demand, repeated_blocks
+from overlapc.solvers.period import Period, Periodic, repeated_blocks
 from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True))
@@ -87,7 +87,7 @@ def thrifty(periodic: Periodic, leaving: Sequence[float]) -> Iterator[Choice]:
         return
     for share in leaving:  # where little fits, what leaves more room may need more for its peak
         choice = periodic.choice_with(room + int(budget * share), f" leaving about {share:g}")
-        if choice is not None and peak_on_demand(periodic.problem, choice) <= budget:
+        if choice is not None and periodic.peak(choice) <= budget:
             yield choice
 
 
@@ -100,7 +100,7 @@ def _leaving(
             choice = periodic.choice_with(room, f" leaving {share:g}")
             if choice is None:
                 return
-            over = peak_on_demand(periodic.problem, choice) - int(budget * (1 - share))
+            over = periodic.peak(choice) - int(budget * (1 - share))
             if over <= 0:
                 yield choice
                 break

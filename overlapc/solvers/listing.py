@@ -62,6 +62,8 @@ class Listing:
         self.balance = Balance(self.flow, work.held_bytes)
         self.ends: dict[int, int] = {}  # start node -> when its collective ends
         self.lanes: dict[str, Lane] = {}  # of collectives
+        self.quiet_ns = 0  # when the last collective issued so far ends
+        self.slow_permille = work.problem.profile.slowdown.compute_permille
         # What could run now, by kind:
         self.views: list[int] = []  # spare ops that allocate nothing
         self.ready: list[tuple[int, int]] = []  # (rank, node) on the way to the result
@@ -78,7 +80,8 @@ class Listing:
         for n in self.work.nodes:
             self.consider(n)
         while len(self.order) < len(self.work.nodes):
-            self.land()
+            if self.flying:
+                self.land()
             if self.views:
                 self.issue(self.views.pop())
             else:
@@ -145,35 +148,42 @@ class Listing:
     def arrive(self, n: int) -> None:
         """All that the node needs has been issued."""
         work = self.work
-        if work.ops[n % work.count].role == "wait":
-            heapq.heappush(self.flying, (self.ends.get(work.start_of(n), 0), n))
-        elif not work.makes[n] and (n >= work.count or work.deadline[n] == NEVER):
+        queue = work.queues[n]
+        if queue == "ready":
+            heapq.heappush(self.ready, self.ranked(n))
+        elif queue == "views":
             self.views.append(n)
-        elif work.deadline[n] == NEVER:
+        elif queue == "refill":
+            heapq.heappush(self.refill, (work.deadline[n], n))
+        elif queue == "spare":
             heapq.heappush(self.spare, ((work.age[n], n < work.count), n))
             self.largest = max(self.largest, self.flow.allocates[n])
-        elif n >= work.count:
-            heapq.heappush(self.refill, (work.deadline[n], n))
         else:
-            heapq.heappush(self.ready, (-work.tail[n] if self.style.by_path else n, n))
+            heapq.heappush(self.flying, (self.ends.get(work.start_of(n), 0), n))
+
+    def ranked(self, n: int) -> tuple[int, int]:
+        """The node behind its rank among those that are ready."""
+        return -self.work.tail[n] if self.style.by_path else n, n
 
     def issue(self, n: int) -> None:
-        work = self.work
-        op = work.ops[n % work.count]
+        work, missing = self.work, self.missing
         took = work.compute[n % work.count]
-        now = self.clock.free_ns
-        if any([lane.free_ns > now for lane in self.lanes.values()]):
-            took = took * work.problem.profile.slowdown.compute_permille // 1000
+        if self.quiet_ns > self.clock.free_ns:
+            took = took * self.slow_permille // 1000
         self.clock.put(took)
         self.balance.run(n)
         self.order.append(n)
         self.done.add(n)
-        if op.role == "start":
-            lane = self.lanes.setdefault(op.lane, Lane())
+        if work.roles[n] == "start":
+            lane = self.lanes.setdefault(work.ops[n % work.count].lane, Lane())
             self.ends[n] = lane.put(work.comm[n % work.count], self.clock.free_ns)
+            self.quiet_ns = max(self.quiet_ns, self.ends[n])
         for user in work.after[n]:
-            self.missing[user] -= 1
-            self.consider(user)
+            missing[user] -= 1
+            if user in work.wary:
+                self.consider(user)
+            elif not missing[user]:
+                self.arrive(user)
 
     def land(self) -> None:
         """Issue waits whose collective has ended: they cost nothing."""

@@ -35,7 +35,7 @@ from overlapc.solvers.choice import Choice, Needs, on_demand
 from overlapc.solvers.constants import EXPOSED, FEW, GAP, SECONDS
 
 _STEPS = 20  # steps of the search for the room with which a choice fits
-# HiGHS's heuristics that solve programs of their own: this program takes half the time without.
+# HiGHS's heuristics that solve programs of their own take half of the time.
 _NEEDLESS = ("feasibility_jump", "rens", "rins")
 _SOLVED = (
     highspy.HighsModelStatus.kOptimal,
@@ -141,11 +141,17 @@ class Policy:
     """The program of one period: in how many of its blocks to keep each class of storage.
 
     `again` is the assumed share of a recomputed collective that stays exposed. Between solutions
-    only the bytes that must stay free change.
+    only the bytes that must stay free change. `quick`: it is solved without heuristics that
+    take half of the time, and of equal solutions another may be found.
     """
 
     def __init__(
-        self, problem: Problem, period: Period, totals: Totals, again: float = EXPOSED
+        self,
+        problem: Problem,
+        period: Period,
+        totals: Totals,
+        again: float = EXPOSED,
+        quick: bool = False,
     ) -> None:
         unit = max(1, totals.compute) / 1000
         program = pulp.LpProblem("period", pulp.LpMinimize)
@@ -186,8 +192,9 @@ class Policy:
         engine.createAndConfigureSolver(program)
         engine.buildSolverModel(program)
         self._highs = program.solverModel
-        for heuristic in _NEEDLESS:
-            self._highs.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
+        if quick:
+            for heuristic in _NEEDLESS:
+                self._highs.setOptionValue(f"mip_heuristic_run_{heuristic}", False)
         # A column in no row and without a cost is not in the program, and stays at zero.
         self._columns = [getattr(column, "index", None) for column in keep]
 
@@ -224,23 +231,28 @@ class Periodic:
     """A problem's period, and what its programs said: whoever asks again need not solve again."""
 
     def __init__(
-        self, problem: Problem, needs: Needs | None = None, period: Period | None = None
+        self,
+        problem: Problem,
+        needs: Needs | None = None,
+        period: Period | None = None,
+        quick: bool = False,
     ) -> None:
         self.problem, self.needs = problem, needs or Needs(problem.trace)
         self.period = period or Period(problem, self.needs, repeated_blocks(problem))
-        policy = cache(partial(Policy, problem, self.period, Totals.of(problem)))
+        policy = cache(partial(Policy, problem, self.period, Totals.of(problem), quick=quick))
         self.keep = cache(lambda room, again: policy(again).keep(room))
         self.least_room = cache(self._least_room)
+        self.peak = cache(partial(_peak_on_demand, problem))  # of a choice
 
     def _least_room(self, again: float) -> int | None:
         """Correct the program's guess at memory: find the least room, maybe negative, with which
         its choice fits when recomputed on demand."""
-        problem, budget = self.problem, self.problem.budget_bytes
+        budget = self.problem.budget_bytes
         assert budget is not None
 
         def over(room: int) -> int | None:
             choice = self.choice_with(room, "", again)
-            return None if choice is None else peak_on_demand(problem, choice) - budget
+            return None if choice is None else self.peak(choice) - budget
 
         least = most = -2 * self.period.bytes_of_block - budget // 20
         for _ in range(_STEPS):
@@ -272,6 +284,6 @@ def repeated_blocks(problem: Problem) -> Repetition | None:
     return None if repeated is not None and repeated.count < FEW else repeated
 
 
-def peak_on_demand(problem: Problem, choice: Choice) -> int:
+def _peak_on_demand(problem: Problem, choice: Choice) -> int:
     """The peak of the choice when recomputed on demand."""
     return peak_bytes(problem, Plan("", "", choice.saved, on_demand(problem, choice)))

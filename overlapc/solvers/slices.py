@@ -18,8 +18,8 @@ from overlapc.check import check
 from overlapc.ir import Plan, Problem
 from overlapc.merge import at, one_by_one
 from overlapc.simulate import memory_curve, step_ns
-from overlapc.solvers.bounds import Least, simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of, plan_of
+from overlapc.solvers.bounds import Least
+from overlapc.solvers.choice import Choice, choice_of, plan_of
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RUNGS
 from overlapc.solvers.filling import Taste, filled
 from overlapc.solvers.heu import thrifty
@@ -75,10 +75,10 @@ class _TakingTurns(Listing):
         self.current = 0
 
     def arrive(self, n: int) -> None:
-        super().arrive(n)
-        for item in self.ready:
-            heapq.heappush(self.queues[self.slice[item[1] % self.work.count]], item)
-        self.ready.clear()
+        if self.work.queues[n] == "ready":
+            heapq.heappush(self.queues[self.slice[n]], self.ranked(n))
+        else:
+            super().arrive(n)
 
     def advance(self) -> None:
         able = [k for k, queue in enumerate(self.queues) if queue]
@@ -89,9 +89,10 @@ class _TakingTurns(Listing):
 
     def next_of(self, able: list[int]) -> int:
         """Which of the slices that can go on does."""
+        if len(able) == 1:
+            return able[0]
         head = {k: self.queues[k][0][1] for k in able}
-        calm = max(self.coming[n] for n in head.values()) <= self.turns.calm
-        if self.turns.hurry and len(able) > 1 and not calm:
+        if self.turns.hurry and max(self.coming[n] for n in head.values()) > self.turns.calm:
             lane_ends = min([lane.free_ns for lane in self.lanes.values()], default=0)
             near = min(able, key=lambda k: self.distance[head[k]])
             if lane_ends - self.clock.free_ns <= self.distance[head[near]]:
@@ -108,17 +109,19 @@ def solve_slices(
     alone: Plan,
     quick: bool = False,
     choices: Sequence[Choice] | None = None,
+    periodic: Periodic | None = None,
 ) -> Plan:
     """The fastest plan found that fits the budget, of slices beside each other. `lone` is the
     problem of a slice that all others are held with, and `alone` a plan of that. `quick`: with
-    fewer choices of what to keep, and fewer orders. `choices`: with these alone."""
+    fewer choices of what to keep, and fewer orders. `choices`: with these alone. `periodic`: what
+    the search for `alone` knows of the slice's period."""
     plain = one_by_one(problem, alone)
     if not problem.trace.lanes:
         return plain  # there is nothing to hide
     search = _SliceSearch(problem, plain)
     turns, few, patience = (_FIRST, 1, FEW) if quick else (TURNS, FEW, 2 * RUNGS)
     search.order_forwards(dict.fromkeys((*turns, _CALM)), patience // 2)
-    found = list(_choices(lone, alone, quick)) if choices is None else choices
+    found = list(_choices(lone, alone, quick, periodic)) if choices is None else choices
     search.order_each(found, turns, few)
     search.polish(patience)
     effort = f"; of {search.offered} plans"
@@ -126,14 +129,17 @@ def solve_slices(
     return replace(search.best, found_by=search.best.found_by + effort)
 
 
-def _choices(lone: Problem, alone: Plan, quick: bool) -> Iterator[Choice]:
+def _choices(
+    lone: Problem, alone: Plan, quick: bool, periodic: Periodic | None
+) -> Iterator[Choice]:
     """What could be kept and made again of a slice: each choice once."""
-    needs = Needs(lone.trace)
+    periodic = periodic or Periodic(lone, quick=quick)
+    needs = periodic.needs
 
     def found() -> Iterator[Choice]:
         yield choice_of(lone, alone)
         yield needs.complete(frozenset(needs.storages), "all saved")
-        yield from thrifty(Periodic(lone, needs), LEFT)
+        yield from thrifty(periodic, LEFT)
         if not quick:
             kept = keep_sets(lone, needs, RUNGS)
             yield from (needs.complete(storages, "hull") for storages in kept)
@@ -155,8 +161,8 @@ class _SliceSearch:
         count = max(1, len(problem.trace.ops))
         self.effort = MERGED * min(count, _LONG) // count**2
         self.reserve = self.effort // FEW  # for filling windows
-        self.goal_ns = int(simple_bound_ns(problem) * AT_BOUND)
         self.least = Least(problem)
+        self.goal_ns = int(self.least.simple_ns * AT_BOUND)
         self.border = sum(op.is_forward for op in problem.trace.ops)
         self.plain = plain.order[: self.border]
         self.forwards = [self.plain]
@@ -219,8 +225,6 @@ class _SliceSearch:
         best_ns = NEVER
         if self.least.bytes(choice) > self.budget:
             return best_ns
-        if choice not in self.backward:
-            self.backward[choice] = backward_work(self.problem, choice)
         shares = (1.0,) if self.budget == NEVER else _SHARES
         least_ns = self.least.ns(choice) * (1 + GAP)
         for style, turn in product(styles, turns):
@@ -230,13 +234,18 @@ class _SliceSearch:
                 limit = NEVER if self.budget == NEVER else int(self.budget * share)
                 key = choice, style, turn, share
                 if key not in self.tried:
-                    order = slice_order(self.backward[choice], limit, style, turn)
+                    order = slice_order(self.backward_of(choice), limit, style, turn)
                     self.tried[key] = self.behind_forwards(choice, order, str(turn), best_ns)
                 found_ns = self.tried[key]
                 best_ns = min(best_ns, found_ns)
                 if found_ns < NEVER:
                     break
         return best_ns
+
+    def backward_of(self, choice: Choice) -> Work:
+        if choice not in self.backward:
+            self.backward[choice] = backward_work(self.problem, choice)
+        return self.backward[choice]
 
     def behind_forwards(
         self, choice: Choice, backward: tuple[str, ...], how: str, below_ns: int
@@ -254,7 +263,7 @@ class _SliceSearch:
         """Windows of the best filled again and again, a little differently each time; until so
         many in a row are no better."""
         choice = choice_of(self.problem, self.best)
-        backward = backward_work(self.problem, choice)
+        backward = self.backward_of(choice)
         seed = left = patience
         while left and not self.is_done():
             seed, left = seed + 1, left - 1

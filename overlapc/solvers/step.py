@@ -66,10 +66,11 @@ class _Step:
         self.problem, self.microbatches, self.lag = problem, microbatches, lag
         # Is there something to merge with, and something to hide?
         self.may_merge = microbatches > lag and bool(problem.trace.lanes)
+        self.tried: set[Choice] = set()  # choices whose microbatches have been merged
 
     @cached_property
     def periodic(self) -> Periodic:
-        return Periodic(self.problem)
+        return Periodic(self.problem, quick=True)
 
     def solve(
         self,
@@ -81,9 +82,9 @@ class _Step:
         if solver != "overlap" or not self.may_merge:
             return self.merged(alone())
         start = quick_start(problem, periodic=self.periodic)
-        quick = self.merged(start) if start else ()
-        if len(quick) < 2:
+        if start is None:
             return self.merged(alone())
+        quick = self.merged(start)
         took = _took(problem, quick, microbatches, self.lag)
         if len(problem.trace.ops) > LARGE or took <= microbatches * bound_ns(problem) * NEAR:
             return quick  # `overlap` takes half a minute, or gains little or nothing
@@ -93,17 +94,20 @@ class _Step:
         return self.merged(known)
 
     def merged(self, lone: Plan) -> Plans:
-        """The lone plan, or plans of merged microbatches if these are faster."""
+        """The lone plan, or plans of merged microbatches if these are faster. A choice that an
+        earlier call has tried is not tried again."""
         problem, lag = self.problem, self.lag
         if not self.may_merge:
             return (lone,)
         both = merge(problem, lag)
         if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
             return (lone,)  # merged microbatches take as long
-        known = [choice_of(problem, lone), *_known(self.periodic)]
+        known = dict.fromkeys([choice_of(problem, lone), *_known(self.periodic)])
+        new = [choice for choice in known if choice not in self.tried]
+        self.tried.update(new)
         best: tuple[int, Plans] = step_ns(problem, lone) * self.microbatches, (lone,)
         few = FEW if len(problem.trace.ops) <= LARGE else 1
-        for merged in merged_plans(both, known)[:few]:
+        for merged in merged_plans(both, new)[:few]:
             for own in schedules(problem, merged.choice, problem.budget_bytes):
                 if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
                     continue
@@ -168,7 +172,7 @@ class _Pairs:
             return self.plans
         choices = [
             choice_of(self.problem, self.plans[0]),
-            *_known(Periodic(self.held)),
+            *_known(Periodic(self.held, quick=True)),
         ]
         if not self.between:
             self.try_ends(choices)

@@ -53,7 +53,7 @@ class Work:
         self.size = {value.storage: value.bytes for value in trace.values}
         self.lasting = {trace.value[name].storage for name in trace.outputs}
         self.kept = {trace.value[name].storage for name in self.choice.saved}
-        costs = [self.problem.cost(op.name) for op in trace.ops]
+        costs = self.problem.costs
         self.compute = [cost.compute_ns for cost in costs]
         self.comm = [cost.comm_ns for cost in costs]
         self.space = [cost.workspace_bytes for cost in costs]
@@ -95,6 +95,26 @@ class Work:
     def roles(self) -> Sequence[str]:
         """By node: the role of its op."""
         return [op.role for op in self.ops] * 2
+
+    @cached_property
+    def wary(self) -> frozenset[int]:
+        """Lazy nodes and those that ask for them."""
+        return frozenset(n for n in self.nodes if self.asks[n] or self.is_lazy(n))
+
+    @cached_property
+    def queues(self) -> Sequence[str]:
+        """By node: the queue of a `Listing` in which it is while it could run."""
+        found = [""] * (2 * self.count)
+        for n in self.nodes:
+            if self.roles[n] == "wait":
+                found[n] = "flying"
+            elif not self.makes[n] and (n >= self.count or self.deadline[n] == NEVER):
+                found[n] = "views"
+            elif self.deadline[n] == NEVER:
+                found[n] = "spare"
+            else:
+                found[n] = "refill" if n >= self.count else "ready"
+        return found
 
     @cached_property
     def chains(self) -> tuple[list[int], list[int]]:
@@ -233,34 +253,41 @@ def _states(problem: Problem, choice: Choice, copies: int | Fraction) -> int:
 def _link(work: Work) -> dict[int, set[int]]:
     """Fill in `after`, `reads` and `makes`; return the nodes before each node."""
     trace, count = work.problem.trace, work.count
+    values, resident, index = trace.value, trace.resident, work.index
+    forward = trace.numbered.forward
     saved = set(work.choice.saved)
-    mine = set(work.nodes)
-    before: dict[int, set[int]] = {n: set() for n in mine}
+    before: dict[int, set[int]] = {n: set() for n in work.nodes}
+    after = work.after = {n: [] for n in work.nodes}
     home: dict[tuple[str, int], Place] = {}  # (value, node that made it) -> its place
     for n in work.nodes:
-        work.after[n], work.reads[n], work.makes[n] = [], set(), set()
-    for n in work.nodes:
         op = work.ops[n % count]
+        by_backward = n >= count or not forward[n]
+        makers = before[n]
+        reads: set[Place] = set()
+        makes: set[Place] = set()
+        of: dict[str, Place] = {}  # storage that is read -> its place
         for name in op.inputs:
-            value = trace.value[name]
+            value = values[name]
             if not value.producer:
                 continue
-            maker = work.index[value.producer]
-            if work.ops[maker].is_forward and (n >= count or not op.is_forward):
+            maker = index[value.producer]
+            if by_backward and forward[maker]:
                 maker = _FORWARD if name in saved else maker + count
-            if maker in mine and maker not in before[n]:
-                before[n].add(maker)
-                work.after[maker].append(n)
-            if value.storage not in trace.resident:
-                work.reads[n].add(home.get((name, maker), (value.storage, _FORWARD)))
+            if maker not in makers and maker in before:
+                makers.add(maker)
+                after[maker].append(n)
+            if value.storage not in resident:
+                place = home.get((name, maker), (value.storage, _FORWARD))
+                reads.add(place)
+                of.setdefault(value.storage, place)
         for name in op.outputs:
-            storage = trace.value[name].storage
-            if storage in trace.resident:
+            storage = values[name].storage
+            if storage in resident:
                 continue
-            alias = next((place for place in work.reads[n] if place[0] == storage), None)
-            home[name, n] = alias or (storage, n)
-            if alias is None:
-                work.makes[n].add((storage, n))
+            home[name, n] = of.get(storage, (storage, n))
+            if storage not in of:
+                makes.add((storage, n))
+        work.reads[n], work.makes[n] = reads, makes
     # Random ops keep their order, and so do ops of a microbatch that may run only once.
     single: dict[tuple[bool, int], list[int]] = {}
     for n in work.nodes:
@@ -279,18 +306,19 @@ def _link(work: Work) -> dict[int, set[int]]:
 def _measure(work: Work, before: dict[int, set[int]], defer: bool = True) -> Work:
     """Compute deadlines and tails. The deadline of recompute is the earliest place in the trace
     that needs it; weight gradients, and recompute that only they need, have none."""
-    count = work.count
+    count, after, deadline, tail = work.count, work.after, work.deadline, work.tail
+    letters, roles = work.letters, work.roles
     for n in reversed(work.nodes):
-        op = work.ops[n % count]
-        users = work.after[n]
+        users = after[n]
         if n >= count:
-            work.deadline[n] = min((work.deadline[user] for user in users), default=NEVER)
+            deadline[n] = min([deadline[user] for user in users], default=NEVER)
         else:
-            work.deadline[n] = NEVER if defer and op.piece.letter == "W" else n
-        length = work.compute[n % count] + (work.comm[n % count] if op.role == "start" else 0)
-        work.tail[n] = length + max((work.tail[user] for user in users), default=0)
+            deadline[n] = NEVER if defer and letters[n] == "W" else n
+        length = work.compute[n % count] + (work.comm[n % count] if roles[n] == "start" else 0)
+        tail[n] = length + max([tail[user] for user in users], default=0)
         work.needs[n] = len(before[n])
-        work.age[n] = min((work.age[u] for u in users), default=n) if work.is_lazy(n) else n
+        work.age[n] = min([work.age[u] for u in users], default=n) if work.is_lazy(n) else n
+    lazy = {n for n in work.nodes if work.is_lazy(n)}
     for n in work.nodes:
-        work.asks[n] = [other for other in before[n] if work.is_lazy(other)]
+        work.asks[n] = [other for other in before[n] if other in lazy] if lazy else []
     return work
