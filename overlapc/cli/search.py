@@ -72,7 +72,7 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         help="context-parallel ranks: each has a part of every sequence and gathers all keys and "
-        "values for attention; 1 by default",
+        "values for attention, as Megatron does with --cp-comm-type all_gather; 1 by default",
     )
     add(
         "--expert-tensor-parallel",

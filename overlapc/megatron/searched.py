@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from overlapc.errors import OptionError
 from overlapc.search.chosen import Chosen
-from overlapc.search.megatron import RUN_BY_MEGATRON
+from overlapc.search.megatron import CP_COMMUNICATION, RUN_BY_MEGATRON
 from overlapc.solvers.partition import layout as layer_layout
 
 # A shape of the searched model -> the field of Megatron's config, and the flag that sets it.
@@ -98,6 +98,12 @@ def _divided(chosen: Chosen, config: Any) -> list[_Term]:
             cp,
             f"pass --context-parallel-size {cp}",
         ),
+        (
+            "communication of context parallelism",
+            communication_of(config) if cp > 1 else CP_COMMUNICATION,
+            CP_COMMUNICATION,
+            f"pass --cp-comm-type {CP_COMMUNICATION}",
+        ),
         ("ranks of a pipeline", pp, chosen.pp, f"pass --pipeline-model-parallel-size {chosen.pp}"),
         (
             "stages of a rank",
@@ -112,6 +118,14 @@ def _divided(chosen: Chosen, config: Any) -> list[_Term]:
             f"pass {divided} '{layer_layout(chosen.layers)}'",
         ),
     ]
+
+
+def communication_of(config: Any) -> str:
+    """How context-parallel ranks exchange keys and values; of layers that differ, all ways."""
+    given = getattr(config, "cp_comm_type", None) or "p2p"  # Transformer Engine's default
+    each = [given] if isinstance(given, str) else given
+    kinds = {CP_COMMUNICATION if kind == "allgather" else kind for kind in each}
+    return " ".join(sorted(kinds))
 
 
 def layers_of(config: Any) -> tuple[int, ...]:

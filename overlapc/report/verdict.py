@@ -14,7 +14,12 @@ from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
-from overlapc.search.megatron import RUN_BY_MEGATRON, megatron_arguments, recompute_arguments
+from overlapc.search.megatron import (
+    CP_COMMUNICATION,
+    RUN_BY_MEGATRON,
+    megatron_arguments,
+    recompute_arguments,
+)
 from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
 from overlapc.search.nearest import Nearest
@@ -86,9 +91,11 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
             "  +etp: tp ranks share each expert (Megatron's --expert-tensor-parallel-size)"
         )
     if best.layout.cp > 1:
-        lines.append(
-            "  cp: ranks gather keys and values of whole sequences; exposed tp has it, too"
-        )
+        lines += [
+            "  cp: ranks gather keys and values of whole sequences; exposed tp has it, too",
+            f"  It is Megatron's --cp-comm-type {CP_COMMUNICATION}: its default, p2p, would take "
+            "another time",
+        ]
     if best.rows:
         lines.append("  rows placed: recompute and weight gradients are where ranks would wait")
     if best.merged:

@@ -36,6 +36,7 @@ class Update:
     under_backward_ns: int = 0
     under_forward_ns: int = 0
     bucket: float = 1.0  # a bucket's part of a rank's gradients
+    passing: int = 1  # microbatches that pass a rank's stages in turn before the others
 
     @property
     def least_ns(self) -> int:
@@ -50,9 +51,11 @@ class Update:
     def uncovered_ns(self, forward_ns: int, backward_ns: int) -> int:
         """What is left of buckets' traffic, beside a microbatch's forward and backward. The last
         bucket to be summed is full when the backward ends, and the first forward waits for the
-        first bucket that is gathered."""
+        first bucket that is gathered. Where stages are interleaved a bucket is a stage, and as many
+        microbatches as there are ranks pass each stage before the next: their work hides it."""
         under = (self.under_forward_ns, forward_ns), (self.under_backward_ns, backward_ns)
-        return sum(round(max(takes - hides, takes * self.bucket)) for takes, hides in under)
+        hides = self.passing * (1 - self.bucket if self.passing > 1 else 1)
+        return sum(round(max(ns - hides * beside, ns * self.bucket)) for ns, beside in under)
 
     @staticmethod
     def of(
@@ -107,4 +110,10 @@ class Update:
         if not fewest:
             return Update(tuple(sums), optimizer_ns, gather_ns, late_ns)
         bucket = min(1.0, max(fewest, each * layout.dp) / max(map(sum, of_rank)))
-        return Update(tuple(sums), optimizer_ns, 0, 0, late_ns, gather_ns, bucket)
+        stages = layout.stages // layout.pp
+        if layout.schedule != "interleaved" or stages == 1:
+            return Update(tuple(sums), optimizer_ns, 0, 0, late_ns, gather_ns, bucket)
+        # Megatron starts all of a stage's buckets at once (--no-align-grad-reduce is not the
+        # default) when the last microbatch has passed it (grad_sync_func in its schedules.py).
+        bucket = max(bucket, 1 / stages)
+        return Update(tuple(sums), optimizer_ns, 0, 0, late_ns, gather_ns, bucket, layout.pp)

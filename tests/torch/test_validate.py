@@ -188,6 +188,21 @@ def test_a_bucket_grows_with_the_replicas() -> None:
     assert few.uncovered_ns(10**12, 10**12) < 0.05 * few.uncovered_ns(0, 0)
 
 
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 64))
+def test_interleaved_stages_hide_buckets_under_as_many_microbatches_as_ranks(
+    forward: int, backward: int, dp: int
+) -> None:
+    model = replace(MODEL, layers=400, width=2048, ffn=8192)
+    cluster = replace(CLUSTER, gpus=8 * dp, global_batch=8 * dp, framework="megatron-overlap")
+    layout = replace(LAYOUT, dp=dp, schedule="interleaved", chunks=5)
+    update = Update.of(model, cluster, layout)
+    assert update.bucket == 1 / layout.chunks  # a stage's gradients
+    whole, left = update.uncovered_ns(0, 0), update.uncovered_ns(forward, backward)
+    hidden = layout.pp * (1 - update.bucket) * (forward + backward)
+    assert max(whole - hidden, update.bucket * whole) - 2 <= left <= whole
+    assert update.uncovered_ns(10**12, 10**12) == pytest.approx(update.bucket * whole, rel=1e-3)
+
+
 def test_grouped_products_take_what_they_move_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     model = replace(
         MODEL, width=4096, heads=32, ffn=4096, experts=16, top_k=8, expert_width=4096, seq=4096
