@@ -46,10 +46,10 @@ def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
 def attributes_of(
     module: nn.Module, held: list[Any], inputs: Mapping[int, int] | None = None
 ) -> dict[str, Any]:
-    """Return attributes of modules under their names: plain ones by value, tensors and functions by
-    id. Objects given by id are added to `held`, except tensors that have a number among the
-    `inputs`."""
-    found: dict[str, Any] = {}
+    """Return attributes of modules and of their classes under their names: plain ones by value,
+    tensors and functions by id. Objects given by id are added to `held`, except tensors that have a
+    number among the `inputs`."""
+    found = _of_classes(module, held)
     configs: dict[int, str] = {}
     for path, each in module.named_modules():
         for name, value in vars(each).items():
@@ -59,9 +59,9 @@ def attributes_of(
             if is_dataclass(value) and not isinstance(value, type):
                 if id(value) not in configs:
                     read = {f.name: getattr(value, f.name, None) for f in fields(value)}
-                    configs[id(value)] = repr({k: v for k, v in read.items() if _is_plain(v)})
+                    configs[id(value)] = repr({k: v for k, v in read.items() if is_plain(v)})
                 found[key] = configs[id(value)]
-            elif _is_plain(value):
+            elif is_plain(value):
                 found[key] = repr(value)
             elif id(value) in (inputs or {}):
                 found[key] = "input", (inputs or {})[id(value)]
@@ -70,6 +70,27 @@ def attributes_of(
             ):
                 held.append(value)
                 found[key] = id(value)
+    return found
+
+
+def classes_of(module: nn.Module) -> list[type]:
+    """The classes of all modules, and those that they inherit from."""
+    kinds = {type(each): None for each in module.modules()}
+    found = dict.fromkeys(kind for one in kinds for kind in one.__mro__ if kind is not object)
+    return list(found)
+
+
+def _of_classes(module: nn.Module, held: list[Any]) -> dict[str, Any]:
+    """What classes hold: plain values, and methods by id. (Two classes may have one name.)"""
+    found: dict[str, Any] = {}
+    for kind in classes_of(module):
+        for name, value in vars(kind).items():
+            key = f"{kind.__qualname__}.{name}"
+            if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
+                held.append(value)
+                found[key] = (*found.get(key, ()), id(value))
+            elif is_plain(value) and not name.startswith("__"):
+                found[key] = (*found.get(key, ()), repr(value))
     return found
 
 
@@ -84,9 +105,10 @@ def tensors_of(module: nn.Module) -> list[Places]:
     return list(found.values())
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Can `repr` tell this value from another?"""
     if isinstance(value, Mapping):
-        return all(_is_plain(each) for pair in value.items() for each in pair)
+        return all(is_plain(each) for pair in value.items() for each in pair)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return isinstance(value, PLAIN)

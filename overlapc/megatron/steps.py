@@ -56,6 +56,9 @@ class Steps:
     ) -> None:
         if schedule not in SCHEDULES:
             raise OptionError(f"schedule={schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        for name, flag in (("merge", merge), ("fill", fill)):
+            if not isinstance(flag, bool):
+                raise OptionError(f"{name}={flag!r}: expected True or False")
         if options.slices == "auto" and options.plans:
             raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
         self._refused: OptionError | None = None  # on all ranks: no step runs any more

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import traceback
 
 from overlapc.megatron import recompute
+from overlapc.megatron.changes import restored
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured
 
@@ -53,7 +54,7 @@ class Taps:
 def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     """Make Megatron traceable within the block."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_unchanged(model))
+        stack.enter_context(restored(model))
         for make in (_memory, _recompute, _linear, _caches):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
@@ -241,30 +242,6 @@ def _swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
             setattr(owner, name, old)
         else:
             delattr(owner, name)
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of modules and their helpers after the trace."""
-    before: dict[int, tuple[Any, dict[str, Any]]] = {}
-    todo: list[Any] = list(model.modules())
-    while todo:
-        each = todo.pop()
-        if id(each) in before:
-            continue
-        before[id(each)] = each, dict(vars(each))
-        todo += [value for value in vars(each).values() if _is_helper(value)]
-    try:
-        yield
-    finally:
-        for each, attributes in before.values():
-            for name in vars(each).keys() - attributes.keys():
-                del vars(each)[name]
-            vars(each).update(attributes)
-
-
-def _is_helper(value: Any) -> bool:
-    return _own(type(value)) and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
 
 
 def _everywhere(module: ModuleType, name: str, new: Any) -> Iterator[Change]:

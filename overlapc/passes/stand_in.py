@@ -78,6 +78,8 @@ class Opaques:
             except CaptureError as error:
                 found = [m for m in _entered_last(self._model, error) if m not in self._forwards]
                 if not found:
+                    if reasons := self.reasons[before:]:
+                        raise _after(reasons, error) from error
                     raise
                 reason = str(error.reason if _by_dynamo(error) else error.__cause__)
                 for module in found:
@@ -95,6 +97,12 @@ class Opaques:
         self._forwards[module] = number, _forward_of(module, number)
         name = next(name for name, each in self._model.named_modules() if each is module)
         self.reasons.append(f"{name} ({type(module).__name__}): {reason}")
+
+
+def _after(reasons: list[str], error: CaptureError) -> CaptureError:
+    """The error of a trace, with the reasons for which modules had been made opaque."""
+    why = "; ".join(reasons)
+    return CaptureError(f"no trace enters {why}; nor does it run as one op: {error.reason}")
 
 
 def _forward_of(module: nn.Module, number: int) -> Forward:

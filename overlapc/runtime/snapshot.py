@@ -50,6 +50,21 @@ def left_alone(objects: Sequence[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def holding_the_same(objects: Sequence[Any]) -> Iterator[None]:
+    """Afterwards restore what these objects hold and the random states, but no values of
+    tensors."""
+    _, restores = _state(objects)
+    restores += _random_states()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for restore in restores:
+                restore()
+
+
+@contextlib.contextmanager
 def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Put the gradients of these aside, and back afterwards."""
     gradients = [(t, t.grad) for t in tensors if t.is_leaf and t.requires_grad]

@@ -1,0 +1,97 @@
+"""What a model changes while it runs: `refused` names it, `restored` undoes it.
+
+A trace runs `forward` and the backward several times, on tensors without values; a graph runs
+neither. So a model that changes its own Python state, or draws outside of torch, cannot be a graph,
+and no such change of a trace may stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from overlapc.errors import CaptureError
+from overlapc.megatron.state import attributes_of, classes_of, is_plain
+from overlapc.runtime.snapshot import holding_the_same
+
+_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module, who: str) -> Iterator[None]:
+    """Raise a CaptureError if the block changes attributes, parameters or buffers of modules, or
+    draws from random states that are not torch's."""
+    held: list[Any] = []  # keeps objects alive, so that ids stay unique
+    before, drawn = _known(model, held), _drawn()
+    yield
+    after = _known(model, held)
+    for name in sorted(before.keys() | after.keys()):  # all ranks name the same
+        if before.get(name) != after.get(name):
+            raise CaptureError(f"{who} changes the attribute {name}, and a graph would not")
+    if drawn != _drawn():
+        raise CaptureError(f"{who} draws from Python's or NumPy's random, and a graph would not")
+
+
+@contextlib.contextmanager
+def unseeded() -> Iterator[None]:
+    """Raise a CaptureError if the block sets a random state of torch. (A module that no trace
+    enters may: it runs outside of the trace's modes.)"""
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+            for name in _SEEDS:
+                if hasattr(module, name):
+                    real = getattr(module, name)
+                    stack.callback(setattr, module, name, real)
+                    setattr(module, name, _refusing(real))
+        yield
+
+
+def _refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if not _get_current_dispatch_mode_stack():
+            return real(*args, **kwargs)
+        raise CaptureError(f"forward calls torch's {real.__name__}, and a graph would not")
+
+    return refuse
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards restore what modules and their helpers hold, plain attributes of their classes,
+    and random states."""
+    kinds = [
+        (kind, name, value)
+        for kind in classes_of(model)
+        for name, value in vars(kind).items()
+        if is_plain(value) and not name.startswith("__")
+    ]
+    containers = [value for _, _, value in kinds if isinstance(value, (dict, list, set))]
+    with holding_the_same([model, *containers]):
+        try:
+            yield
+        finally:
+            for kind, name, value in kinds:
+                if vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
+
+
+def _known(model: nn.Module, held: list[Any]) -> dict[str, Any]:
+    found = attributes_of(model, held)
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            held.append(tensor)
+            found[name] = id(tensor)
+    return found
+
+
+def _drawn() -> list[str]:
+    numpy = sys.modules.get("numpy")
+    states = [random.getstate(), *([numpy.random.get_state(legacy=False)] if numpy else [])]
+    return [repr(state) for state in states]

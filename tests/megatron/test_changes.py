@@ -1,0 +1,144 @@
+"""A model that changes itself while it runs is left to Megatron, and a trace leaves nothing behind;
+what changes between steps is traced again."""
+
+from __future__ import annotations
+
+import random
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlapc.errors import CaptureError
+from overlapc.passes.stand_in import _after
+from tests.megatron import cpu
+from tests.megatron.models import Layout, Trained, set_up, twins
+from tests.megatron.test_patch import differences
+from tests.multiprocess.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, module: Any) -> torch.Tensor:
+        ctx.module = module
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.module.backwards += 1
+        return gradient * ctx.module.backwards, None
+
+
+def replaced(module: Any, out: torch.Tensor) -> torch.Tensor:
+    module.seen = module.seen + 1
+    return out * module.seen
+
+
+def appended(module: Any, out: torch.Tensor) -> torch.Tensor:
+    module.log.append(1)
+    return out * len(module.log)
+
+
+def counted(module: Any, out: torch.Tensor) -> torch.Tensor:
+    type(module).calls += 1
+    return out * type(module).calls
+
+
+def counted_backwards(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Counting.apply(out, module)
+    return result
+
+
+def drawn(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * random.random()
+
+
+def seeded(module: Any, out: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return out * torch.rand_like(out)
+
+
+def scaled(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * type(module).calls
+
+
+# What a forward does, and how the warning names it; "" if the chunk is planned.
+CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
+    "buffer": (replaced, "forward changes the attribute seen"),
+    "list": (appended, "forward changes the attribute log"),
+    "class": (counted, "forward changes the attribute Changing.calls"),
+    "backward": (counted_backwards, "the backward changes the attribute backwards"),
+    "python": (drawn, "forward draws from Python's or NumPy's random"),
+    "seed": (seeded, "forward calls torch's set_rng_state"),
+    "between": (scaled, ""),
+}
+
+
+def changing(trained: Trained, then: Callable[..., Any]) -> type:
+    """Give a model a class of its own, whose forward does something more."""
+    from megatron.core.models.gpt import GPTModel
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return then(self, GPTModel.forward(self, *args, **kwargs))
+
+    model = trained.models[0]
+    kind = types.new_class("Changing", (GPTModel,))
+    kind.forward, kind.calls = forward, 0  # type: ignore[attr-defined]
+    model.__class__ = kind
+    model.register_buffer("seen", torch.zeros(()))
+    model.log, model.backwards = [], 0
+    return kind
+
+
+def trains(trained: Trained, kind: Any, between: bool) -> list[dict[str, Any]]:
+    random.seed(1)
+    found = []
+    for number in range(3):
+        kind.calls += 2 if between else 0
+        found.append(trained.step(number))
+    return found
+
+
+def on_rank(rank: int, ranks: int, version: str) -> dict[str, tuple[list[str], list[str]]]:
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    layout = Layout(ranks=1, layers=1, dropout=0.1, ddp=None)
+    set_up(layout)
+    import overlapc.megatron as patched
+
+    found = {}
+    for name, (then, _) in CHANGES.items():
+        plain, ours = twins(layout)
+        expected = trains(plain, changing(plain, then), name == "between")
+        patched.patch(profile="estimate", solver="heu", merge=False)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got = trains(ours, changing(ours, then), name == "between")
+        patched.unpatch()
+        wrong = [each for pair in zip(expected, got, strict=True) for each in differences(*pair)]
+        found[name] = wrong, [str(one.message) for one in told if "overlapc" in str(one.message)]
+    return found
+
+
+def test_what_changes_is_seen() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    (found,) = run_ranks(on_rank, 1, "0.16.1")
+    for name, (_, warning) in CHANGES.items():
+        wrong, told = found[name]
+        assert wrong == [], name
+        assert len(told) == bool(warning), (name, told)
+        assert all(warning in each for each in told), (name, told)
+
+
+def test_an_error_within_an_opaque_module_keeps_the_first_reason() -> None:
+    assert str(_after(["mlp (MoELayer): sizes differ"], CaptureError("no mode"))) == (
+        "no trace enters mlp (MoELayer): sizes differ; nor does it run as one op: no mode"
+    )
