@@ -50,7 +50,7 @@ def solve_step(
     first plan, or in pairs. HEU's plan of little effort is as good a start for merging as
     `overlap`'s, which takes many times as long to find. `overlap`'s is asked for only where
     microbatches one by one may be faster by 2% than what the quick start gave, and in long graphs
-    not at all.
+    only where merging gave nothing.
     """
     step = _Step(problem, microbatches, lag)
     plans = step.solve(solver, alone, rival)
@@ -86,8 +86,9 @@ class _Step:
             return self.merged(alone())
         quick = self.merged(start)
         took = _took(problem, quick, microbatches, self.lag)
-        if len(problem.trace.ops) > LARGE or took <= microbatches * bound_ns(problem) * NEAR:
-            return quick  # `overlap` takes half a minute, or gains little or nothing
+        slow = len(problem.trace.ops) > LARGE and len(quick) > 1  # `overlap` takes half a minute
+        if slow or took <= microbatches * bound_ns(problem) * NEAR:  # or gains little or nothing
+            return quick
         known = rival(-(-took // microbatches)) if rival is not None else alone()
         if known is None or took <= microbatches * step_ns(problem, known):
             return quick
