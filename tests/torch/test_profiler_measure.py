@@ -325,7 +325,9 @@ def test_collectives_take_what_the_link_takes() -> None:
         assert 0.8 * expected_ns < cost.comm_ns < 2 * expected_ns
         assert 0 < cost.compute_ns < expected_ns  # the launch alone, though it ran to its end
     assert profile.conditions["links.backend"] == "overlapc_fabric"
-    assert profile.conditions["passes"] == f"median of {measure_module._PASSES_TOGETHER}"
+    least, most = measure_module._MIN_PASSES, measure_module._PASSES_TOGETHER
+    passes = [f"median of {number}" for number in range(least, most + 1)]
+    assert profile.conditions["passes"] in passes
     waits = [profile.costs[op.name] for op in captured.trace.ops if op.role == "wait"]
     assert all(cost.compute_ns < expected_ns / 4 for cost in waits)
 
@@ -345,7 +347,8 @@ def test_collectives_run_for_their_launches_and_memory_only(
     x = torch.randn(64, 16, requires_grad=True)
     captured = capture(Reduced(), x)
     profile, _ = measure(captured, [x])
-    later = measure_module._PASSES_TOGETHER - 1
+    later = int(profile.conditions["passes"].removeprefix("median of ")) - 1
+    assert measure_module._MIN_PASSES - 1 <= later < measure_module._PASSES_TOGETHER
     # the warm-up, one with launches, the others, and one that measures memory
     assert ran == [True, False, *[True] * later, False]
     starts = [op.name for op in captured.trace.ops if op.role == "start"]
