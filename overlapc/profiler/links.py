@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -172,7 +173,11 @@ class _Links:
                 sizes.setdefault(replace(call, bytes=0), set())
         share_ns = int(self.budget_ns * 0.7) // max(1, len(sizes))
         curves = [self.curve(call, wanted, share_ns) for call, wanted in sizes.items()]
-        slowdown, how = measure_slowdown(curves, self.functional, self.clock, self.budget_ns // 3)
+        alone = LinkModel(tuple(curves))
+        totals = Counter[Curve]()
+        for call in calls:
+            totals[alone.curve(call)] += alone.time_ns(call)
+        slowdown, how = measure_slowdown(totals, self.functional, self.clock, self.budget_ns // 3)
         if self.cache is not None:
             self.cache.save()
         conditions = {

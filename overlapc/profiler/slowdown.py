@@ -7,7 +7,9 @@ are of steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -20,9 +22,11 @@ from overlapc.profiler.together import agree, middle_mean, ranks_in
 __all__ = ["measure_slowdown"]
 
 # A collective takes so long, if it may have so many bytes, that what is the same for any size, such
-# as a thread that wakes up late, hardly counts; host, CUDA.
+# as a thread that wakes up late, hardly counts; host, CUDA. Until it does, it is made larger, each
+# time by this factor at most: times of small ones say little of the size that it takes.
 _LONG_NS = (20_000_000, 2_000_000)
 _MOST_BYTES = (1 << 26, 1 << 28)
+_GROWS = 16
 _WORST_PERMILLE = 5000
 _REPEATS = 3
 _CHAIN = 5  # collectives one after the other
@@ -32,18 +36,30 @@ Wait = Callable[[Any], Any]
 
 
 def measure_slowdown(
-    curves: Sequence[Curve],
+    totals_ns: Mapping[Curve, int],
     functional: Callable[[Collective, int], tuple[Start, Wait]],
     clock: Clock,
     budget_ns: int,
 ) -> tuple[Slowdown, str]:
-    """Return the slowdown and a text that says how it was measured. `functional` makes the
-    functions that start a collective of a size and wait for it."""
-    chosen = _typical(curves, _LONG_NS[clock.on_device], _MOST_BYTES[clock.on_device])
-    if chosen is None:
+    """Return the slowdown and a text that says how it was measured.
+
+    `totals_ns` says how long all collectives of each curve take. `functional` makes the functions
+    that start a collective of a size and wait for it.
+    """
+    long_ns, most_bytes = _LONG_NS[clock.on_device], _MOST_BYTES[clock.on_device]
+    timed = {curve: total for curve, total in totals_ns.items() if curve.points}
+    if not timed:
         return Slowdown(), "no collective to measure with"
-    call, alone_ns = chosen
+    curve = _longest(timed, clock.device)
+    if curve is None:
+        return Slowdown(), "not measured: ranks have their groups in different orders"
+    call, alone_ns = _of_size(curve, long_ns)
     start, wait = functional(call, call.bytes)
+    while alone_ns < long_ns and call.bytes < most_bytes:
+        factor = max(2, min(_GROWS, -(-long_ns // alone_ns)))
+        call = replace(call, bytes=min(most_bytes, factor * call.bytes))
+        start, wait = functional(call, call.bytes)
+        alone_ns = _alone_ns(call.group, clock, start, wait)
     batch = _batch(clock.device)
     # A batch ends before its collective: what is left of the collective shows how much it was
     # slowed. The batch's length is fitted twice, since on a busy machine a long batch takes
@@ -70,25 +86,44 @@ def measure_slowdown(
     return Slowdown(*_slowdown(*means)), f"measured with {how}, mean of the ranks"
 
 
-def _typical(
-    curves: Sequence[Curve], long_ns: int, most_bytes: int
-) -> tuple[Collective, int] | None:
-    """Return a collective to measure slowdowns with, and about how long it takes.
+def _longest(totals_ns: Mapping[Curve, int], device: torch.device) -> Curve | None:
+    """The curve whose collectives take longest in all, the same on all ranks.
 
-    It is an all-reduce if there are any, else of the kind that takes longest: the smallest measured
-    one that is long enough, or else a larger one than any. It is of the first group, so that all
-    ranks of this group choose the same, whatever other groups they are in.
+    Ranks of one group know the same figures of it. Those of others are told on, and the curve is
+    known by its place: None if ranks have their groups in different places.
     """
-    timed = [curve for curve in curves if curve.points]
-    timed = [curve for curve in timed if curve.group == timed[0].group]
-    if not timed:
+    curves, totals = list(totals_ns), list(totals_ns.values())
+    groups = list(dict.fromkeys(curve.group for curve in curves))
+    alike = 1
+    for group in groups:
+        place = next(i for i, curve in enumerate(curves) if curve.group == group)
+        told = [place, -place, len(curves), -len(curves)]
+        alike = min(alike, int(agree(told, "max", group, device) == told))
+    for group in groups * len(groups):
+        (alike,) = agree([alike], "min", group, device)
+    if not alike:
         return None
-    curve = max(timed, key=lambda curve: (curve.kind == "all_reduce", curve.points[-1][1]))
+    for group in groups * len(groups):
+        totals = agree(totals, "max", group, device)
+    return curves[totals.index(max(totals))]
+
+
+def _of_size(curve: Curve, long_ns: int) -> tuple[Collective, int]:
+    """The smallest measured collective that takes long enough, else the largest; and its time."""
     size, ns = next((point for point in curve.points if point[1] >= long_ns), curve.points[-1])
-    if ns < long_ns:
-        larger = max(size, min(most_bytes, size * long_ns // max(1, ns)))
-        size, ns = larger, curve.time_ns(larger)
     return Collective(curve.group, curve.kind, curve.dtype, size), max(1, ns)
+
+
+def _alone_ns(group: str, clock: Clock, start: Start, wait: Wait) -> int:
+    """How long the collective takes by itself, on the rank where it takes longest."""
+    took = []
+    for _ in range(_REPEATS):
+        agree([0], "max", group, clock.device)
+        begin = clock.mark()
+        wait(start())
+        took.append(clock.read([begin, clock.mark()])[1])
+    (most,) = agree([median_low(took)], "max", group, clock.device)
+    return max(1, most)
 
 
 class _Chain:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from overlapc.profiler.cache import Cache
 from overlapc.profiler.link_model import Collective, Curve, LinkModel
 from overlapc.profiler.links import measure_links
 from overlapc.profiler.measure import measure
-from overlapc.profiler.slowdown import _slowdown, _typical
+from overlapc.profiler.slowdown import _longest, _of_size, _slowdown
 from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
@@ -59,6 +61,22 @@ def test_every_kind_takes_what_the_link_takes() -> None:
     assert 1000 <= one.slowdown.compute_permille <= 5000
     assert 1000 <= one.slowdown.comm_permille <= 5000
     assert LinkModel.from_text(one.to_text()) == one
+
+
+def small(rank: int, ranks: int) -> str:
+    init_link(LINK)
+    call = Collective(dist.group.WORLD.group_name, "all_gather", "", 64)
+    return measure_links([call], budget_s=5).conditions["slowdown"]
+
+
+@measures
+def test_slowdowns_beside_small_collectives_are_measured_with_one_that_takes_long() -> None:
+    """64 bytes take the latency of 10 ms, and twice as many no longer."""
+    one, two = run_ranks(small, 2, timeout_s=120)
+    assert one == two
+    found = re.search(r"chain of all_gather of (\d+) bytes", one)
+    assert found
+    assert LINK.seconds("all_gather", int(found[1]), 2) > 0.015
 
 
 def groups_and_faults(rank: int, ranks: int) -> tuple[str, LinkModel]:
@@ -158,24 +176,37 @@ def test_slowdowns_from_four_times() -> None:
     assert _slowdown(60, 100, 200, 0) == [3333, 1000]  # it had ended: nothing to tell
 
 
-def test_slowdowns_are_measured_with_a_typical_collective() -> None:
-    def curve(kind: Kind, *times_ms: int, group: str = "one") -> Curve:
-        points = tuple((1 << 14 + i, ms * 1_000_000) for i, ms in enumerate(times_ms))
-        return Curve(group, kind, "", 2, points, "measured")
+def test_slowdowns_are_measured_with_a_size_that_takes_long() -> None:
+    points = tuple((1 << 14 + i, ms * 1_000_000) for i, ms in enumerate((0, 5, 40, 340)))
+    curve = Curve("one", "all_reduce", "float32", 2, points, "measured")
+    call = Collective("one", "all_reduce", "float32", 1 << 16)
+    assert _of_size(curve, 20_000_000) == (call, 40_000_000)
+    assert _of_size(replace(curve, points=points[:2]), 20_000_000)[1] == 5_000_000
 
-    scattered, gathered = curve("reduce_scatter", 0, 9, 99), curve("all_gather", 4, 40)
-    summed = curve("all_reduce", 0, 5, 40, 340)
-    long_ns, most = 20_000_000, 1 << 20
-    call = Collective("one", "all_reduce", "", 1 << 16)
-    assert _typical([scattered, summed, gathered], long_ns, most) == (call, 40_000_000)
-    call = Collective("one", "reduce_scatter", "", 1 << 16)
-    assert _typical([gathered, scattered], long_ns, most) == (call, 99_000_000)
-    others = curve("all_reduce", 70, group="two")  # of which not all ranks may be
-    call = Collective("one", "all_gather", "", 1 << 15)
-    assert _typical([curve("all_reduce"), gathered, others], long_ns, most) == (call, 40_000_000)
-    # All are short: a larger one is taken, up to a limit.
-    found = _typical([curve("all_reduce", 1, 2)], long_ns, most)
-    assert found == (Collective("one", "all_reduce", "", 10 << 15), 20_000_000)
-    found = _typical([curve("all_reduce", 1, 2)], long_ns, 1 << 16)
-    assert found == (Collective("one", "all_reduce", "", 1 << 16), 4_000_000)
-    assert _typical([curve("all_reduce")], long_ns, most) is None
+
+def longest(rank: int, ranks: int) -> list[str | None]:
+    dist.init_process_group("gloo")
+    meshes = [("row", [[0, 1], [2, 3]]), ("column", [[0, 2], [1, 3]])]
+    groups = {
+        name: next(group for group in made if rank in dist.get_process_group_ranks(group))
+        for name, halves in meshes
+        if (made := [dist.new_group(half) for half in halves])
+    }
+
+    def found(total_ns: dict[str, int], names: list[str]) -> str | None:
+        kinds = {"row": "all_reduce", "column": "all_to_all"}
+        curves = {
+            Curve(groups[name].group_name, kinds[name], "", 2, ((8, 1),), "measured"): ns
+            for name, ns in ((name, total_ns[name]) for name in names)
+        }
+        curve = _longest(curves, torch.device("cpu"))
+        return curve and curve.kind
+
+    far = {"row": 50 if rank > 1 else 5, "column": 20}  # ranks 0 and 1 would choose otherwise
+    near = {"row": 5, "column": 20 if rank % 2 else 1}
+    other = ["column", "row"] if rank == 2 else ["row", "column"]
+    return [found(far, ["row", "column"]), found(near, ["row", "column"]), found(far, other)]
+
+
+def test_all_ranks_choose_the_collective_that_takes_longest_anywhere() -> None:
+    assert run_ranks(longest, 4) == [["all_reduce", "all_to_all", None]] * 4
