@@ -31,19 +31,23 @@ from overlapc.runtime.program import Program, State
 
 @dataclass
 class Call:
-    """A call of the chunk: `tensors` are the stage's input, scales, the tensors among `leaves`, and
-    those that modules have as `attributes`."""
+    """A call of the chunk: `tensors` are the stage's input, scales of `scalers`, the tensors among
+    `leaves`, and those that modules have as `attributes`."""
 
     tensors: list[Tensor]
     has_input: bool
-    scales: int
+    scalers: Sequence[Any]
     leaves: list[Any]
     spec: TreeSpec
     attributes: Sequence[Places]
 
     @staticmethod
     def of(
-        module: Any, scales: list[Tensor], attributes: Sequence[Places], args: Any, kwargs: Any
+        module: Any,
+        scales: Mapping[Any, Tensor],
+        attributes: Sequence[Places],
+        args: Any,
+        kwargs: Any,
     ) -> Call:
         leaves, spec = tree_flatten((args, kwargs))
         came = []
@@ -51,8 +55,12 @@ class Call:
             came = [module.decoder.input_tensor]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += [owner[name] for [(owner, name), *_] in attributes]
-        flat = [*came, *scales, *tensors]
-        return Call(flat, bool(came), len(scales), leaves, spec, attributes)
+        flat = [*came, *scales.values(), *tensors]
+        return Call(flat, bool(came), tuple(scales), leaves, spec, attributes)
+
+    @property
+    def scales(self) -> int:
+        return len(self.scalers)
 
     def shapes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The shapes that calls of one graph share, by the tensor's place among the leaves. (The
@@ -107,7 +115,7 @@ class Whole(nn.Module):
         self.taps.clear()
         if call.has_input:
             self.model.set_input_tensor([tensors.pop(0)])
-        for scaler in tracing.scalers()[: call.scales]:
+        for scaler in call.scalers:
             scaler.main_loss_backward_scale = tensors.pop(0)
         leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)

@@ -73,19 +73,18 @@ class Agreed:
 
 
 class Planning:
-    """The plans of one model chunk. `step` is the step that runs, `lasting` are parameters and
-    buffers."""
+    """The plans of one model chunk. `step` is the step that runs, `original` the model's own
+    `forward`, `lasting` are parameters and buffers."""
 
-    def __init__(
-        self, module: nn.Module, original: Callable[..., Any], ddp: Any, options: Options
-    ) -> None:
-        self.module, self.original, self.ddp = module, original, ddp
+    def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
+        self.module, self.ddp = module, ddp
         self.why_plain: list[str] = []
         self.said: dict[int, str] = {}  # what was found of each number of slices
         # By the form of calls, without shapes; None: all ranks run these calls as plain Megatron.
         self.agreed: dict[Any, Agreed | None] = {}
         self.states: dict[Any, list[Any]] = {}  # states so far, and objects that must live as long
         self.step: Step
+        self.original: Callable[..., Any]
         self.lasting: Sequence[Tensor] = ()
         self._options = options
         self._reports: dict[Any, Report] = {}  # by digest and step

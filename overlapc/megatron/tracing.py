@@ -28,6 +28,7 @@ from overlapc.passes.trace import Captured
 
 STREAM = "overlapc_stream"  # key of a node's note of its random stream
 Change = tuple[Any, str, Any]  # owner, attribute, value while tracing
+_WRITERS = {"save_loss_to_tracker", "save_metrics_to_tracker"}  # static methods of helper classes
 
 
 @dataclass
@@ -55,7 +56,7 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     """Make Megatron traceable within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(model))
-        for make in (_memory, _recompute, _linear, _caches):
+        for make in (_memory, _recompute, _linear, _caches, _scatter):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
         for owner, name, new in (*_logs(taps), *_numbers(model)):
@@ -68,17 +69,15 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
 
 
 def scalers() -> list[Any]:
-    """The classes with a `main_loss_backward_scale` that the backward multiplies by: for the
-    auxiliary losses of experts and for multi-token prediction."""
-    found = []
-    for where, name in (
-        ("moe.moe_utils", "MoEAuxLossAutoScaler"),
-        ("multi_token_prediction", "MTPLossAutoScaler"),
-    ):
-        module = _module(f"megatron.core.transformer.{where}")
-        if hasattr(module, name):
-            found.append(getattr(module, name))
-    return found
+    """The classes whose `main_loss_backward_scale` a backward multiplies by: for the losses that
+    experts, multi-token prediction and sparse attention add. (All ranks list them alike.)"""
+    found = {
+        f"{kind.__module__}.{kind.__qualname__}": kind
+        for module in _megatron()
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and "main_loss_backward_scale" in vars(kind)
+    }
+    return [found[name] for name in sorted(found)]
 
 
 def in_streams(captured: Captured, forward: Part) -> None:
@@ -151,6 +150,28 @@ def _linear() -> Iterator[Change]:
     yield linear, "forward", staticmethod(forward)
 
 
+def _scatter() -> Iterator[Change]:
+    """Trace a reduce-scatter of uneven parts alike on all ranks. Megatron's takes the size of this
+    rank's part out of a list, so that each rank's graph would read another number."""
+    mappings = import_module("megatron.core.tensor_parallel.mappings")
+    name = "_reduce_scatter_along_first_dim"
+    real = getattr(mappings, name)
+    signature = inspect.signature(real)
+
+    def scatter(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        whole, group, rows = given["input_"], given["group"], given.get("input_split_sizes")
+        if rows is None or group.size() == 1:
+            out: Tensor = real(*args, **kwargs)
+            return out
+        counts = torch.stack([torch.scalar_tensor(each, dtype=torch.int64) for each in rows])
+        out = whole.new_empty(counts[group.rank()].item(), *whole.shape[1:])
+        torch.distributed.reduce_scatter(out, list(torch.split(whole, rows)), group=group)
+        return out
+
+    yield from _everywhere(mappings, name, scatter)
+
+
 def _caches() -> Iterator[Change]:
     """Keep traced tensors out of the caches of functions."""
     for module in _megatron():
@@ -163,7 +184,7 @@ def _caches() -> Iterator[Change]:
 
 def _logs(taps: Taps) -> Iterator[Change]:
     """Replace the writers of losses: for experts a function up to 0.17 and a method from 0.18 on;
-    for multi-token prediction one up to 0.18 and another from 0.19 on."""
+    for multi-token prediction and sparse attention methods of their helpers."""
     moe = import_module("megatron.core.transformer.moe.moe_utils")
     logging = _module("megatron.core.transformer.moe.moe_logging")
     if logging is not None:
@@ -172,11 +193,14 @@ def _logs(taps: Taps) -> Iterator[Change]:
     elif hasattr(moe, "save_to_aux_losses_tracker"):
         noted = _noted(moe.save_to_aux_losses_tracker, taps)
         yield from _everywhere(moe, "save_to_aux_losses_tracker", noted)
-    prediction = _module("megatron.core.transformer.multi_token_prediction")
-    helper = getattr(prediction, "MTPLossLoggingHelper", None)
-    for name in ("save_loss_to_tracker", "save_metrics_to_tracker"):
-        if hasattr(helper, name):
+    helpers = {kind for module in _megatron() for kind in vars(module).values() if _logs_loss(kind)}
+    for helper in helpers:
+        for name in _WRITERS.intersection(vars(helper)):
             yield helper, name, staticmethod(_noted(getattr(helper, name), taps))
+
+
+def _logs_loss(kind: Any) -> bool:
+    return inspect.isclass(kind) and _own(kind) and not _WRITERS.isdisjoint(vars(kind))
 
 
 def _noted(write: Callable[..., Any], taps: Taps) -> Callable[..., None]:
@@ -216,6 +240,8 @@ def _numbers(model: nn.Module) -> Iterator[Change]:
     if dispatcher is not None:
 
         def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+            if isinstance(tensor, Tensor) and tensor.dim() == 0:
+                return tensor.item()  # from 0.19 on it ends a slice
             listed = as_numpy and isinstance(tensor, Tensor)
             return _Listed(tensor.tolist()) if listed else tensor
 

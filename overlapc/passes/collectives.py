@@ -40,18 +40,23 @@ functional = torch.ops._c10d_functional
 
 @dataclass(eq=False)
 class Flight:
-    """A collective that was started. Its result has the new values of its targets, in order."""
+    """A collective that was started. Its result has the new values of its targets, in order; or,
+    if it `adds`, two parts whose sum is the new value."""
 
     name: str
     line: str
     result: Tensor
     targets: Sequence[Tensor]
     sources: Sequence[Tensor] = ()  # read until it ends
+    adds: bool = False
 
     def land(self) -> None:
         """Wait for the collective and write its result into its targets."""
         with torch._C._AutoDispatchBelowAutograd():
             got = functional.wait_tensor(self.result)
+            if self.adds:
+                one, other = got.view(2, -1).unbind()
+                got = one + other
             parts = [got]
             if len(self.targets) > 1:
                 parts = list(got.reshape(-1).split([t.numel() for t in self.targets]))
@@ -174,8 +179,10 @@ class Raw(TorchDispatchMode):
 
 # --------------------------------------------------------------------------- collectives
 
-# Each returns a Flight: the result, the targets, and the tensors that it reads until it ends.
+# Each returns what a Flight has: the result, the targets, and the tensors that it reads until it
+# ends; and maybe that it adds.
 _Start = tuple[Any, Sequence[Tensor], Sequence[Tensor]]
+_Adding = tuple[Any, Sequence[Tensor], Sequence[Tensor], bool]
 
 
 def _all_reduce(group: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Start:
@@ -200,7 +207,7 @@ def _all_gather_single(group: Any, output_tensor: Tensor, input_tensor: Tensor) 
 
 def _all_gather(group: Any, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Start:
     # every rank sends all its rows to every rank
-    if len({tuple(one.shape) for one in tensor_list}) > 1:
+    if not all(_same_shape(one, tensor.shape) for one in tensor_list):
         return _all_to_all(group, tensor_list, [tensor] * group.size())
     result, _, sources = _all_gather_single(group, tensor, tensor)
     return result, [_real(one) for one in tensor_list], sources
@@ -217,9 +224,14 @@ def _reduce_scatter_single(
 
 def _reduce_scatter(
     group: Any, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
-) -> _Start:
-    if any(one.shape != output.shape for one in input_list):
-        raise _refused("dist.reduce_scatter of tensors of several shapes")
+) -> _Start | _Adding:
+    if not all(_same_shape(one, output.shape) for one in input_list):
+        if group.size() > 2 or reduction(op) != "sum":  # the order of the sum would be a guess
+            raise _refused(
+                "dist.reduce_scatter of tensors of several shapes, but for a sum over two ranks,"
+            )
+        result, (target, _), sources = _all_to_all(group, [output, output], input_list)
+        return result, [target], sources, True
     whole = torch.cat([one.reshape(-1) for one in input_list])
     result = functional.reduce_scatter_tensor(whole, reduction(op), group.size(), group.group_name)
     return result, [output], input_list
@@ -257,7 +269,7 @@ def _all_to_all(
     return result, targets, sources
 
 
-STARTS: dict[str, Callable[..., _Start]] = {
+STARTS: dict[str, Callable[..., _Start | _Adding]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
@@ -303,10 +315,14 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
 
 
 def _shaped(value: Tensor, shape: Sequence[Any]) -> Tensor:
-    same = value.dim() == len(shape) and all(
-        statically_known_true(one == other) for one, other in zip(value.shape, shape, strict=True)
+    return value if _same_shape(value, shape) else value.view(shape)
+
+
+def _same_shape(tensor: Tensor, shape: Sequence[Any]) -> bool:
+    """Is it known? (Sizes that depend on data are not.)"""
+    return tensor.dim() == len(shape) and all(
+        statically_known_true(one == other) for one, other in zip(tensor.shape, shape, strict=True)
     )
-    return value if same else value.view(shape)
 
 
 def _write(target: Tensor, value: Tensor, whole: bool) -> None:

@@ -79,6 +79,7 @@ MORE = {
     "experts, tp": Layout(
         ranks=4, tp=2, ep=2, etp=1, experts=4, config={"sequence_parallel": True}, **PLAIN
     ),
+    "experts, all tp": Layout(tp=2, etp=2, experts=4, config={"sequence_parallel": True}, **PLAIN),
     "fused": Layout(tp=2, layers=1, config={"gradient_accumulation_fusion": True}),
     "fused, tied": Layout(
         tp=2, tied=True, config={"gradient_accumulation_fusion": True, "bf16": True}, **PLAIN
