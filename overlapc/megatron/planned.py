@@ -52,7 +52,8 @@ class Call:
         leaves, spec = tree_flatten((args, kwargs))
         came = []
         if not getattr(module, "pre_process", True):
-            came = [module.decoder.input_tensor]
+            given = (getattr(each, "input_tensor", None) for each in module.children())
+            came = [each for each in given if isinstance(each, Tensor)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += [owner[name] for [(owner, name), *_] in attributes]
         flat = [*came, *scales.values(), *tensors]
@@ -92,7 +93,12 @@ class Call:
         described = [(t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors]
         return str(self.spec), repr(plain), tuple(described), self.has_input, self.scales
 
-    def check(self) -> None:
+    def check(self, module: Any) -> None:
+        if not (self.has_input or getattr(module, "pre_process", True)):
+            raise CaptureError(
+                f"no part of {type(module).__name__} has the stage's input, expected it as the "
+                "input_tensor of one"
+            )
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 raise CaptureError(
@@ -177,7 +183,7 @@ class Planned:
 
 def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
     """Return the joint graph of a call, without running it."""
-    call.check()
+    call.check(whole.model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     fakes = [
         mode.from_tensor(t.detach().requires_grad_(t.requires_grad), static_shapes=True)

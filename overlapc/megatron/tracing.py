@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import traceback
 
+from overlapc.errors import CaptureError
 from overlapc.megatron import recompute
 from overlapc.megatron.changes import restored
 from overlapc.passes.parts import Part
@@ -151,25 +153,35 @@ def _linear() -> Iterator[Change]:
 
 
 def _scatter() -> Iterator[Change]:
-    """Trace a reduce-scatter of uneven parts alike on all ranks. Megatron's takes the size of this
-    rank's part out of a list, so that each rank's graph would read another number."""
     mappings = import_module("megatron.core.tensor_parallel.mappings")
-    name = "_reduce_scatter_along_first_dim"
-    real = getattr(mappings, name)
+    real = mappings._reduce_scatter_along_first_dim
     signature = inspect.signature(real)
 
     def scatter(*args: Any, **kwargs: Any) -> Tensor:
         given = signature.bind(*args, **kwargs).arguments
         whole, group, rows = given["input_"], given["group"], given.get("input_split_sizes")
-        if rows is None or group.size() == 1:
-            out: Tensor = real(*args, **kwargs)
-            return out
-        counts = torch.stack([torch.scalar_tensor(each, dtype=torch.int64) for each in rows])
-        out = whole.new_empty(counts[group.rank()].item(), *whole.shape[1:])
-        torch.distributed.reduce_scatter(out, list(torch.split(whole, rows)), group=group)
+        if rows is not None and group.size() > 1:
+            return _sum_of_two(whole, list(rows), group)
+        out: Tensor = real(*args, **kwargs)
         return out
 
-    yield from _everywhere(mappings, name, scatter)
+    yield from _everywhere(mappings, real.__name__, scatter)
+
+
+def _sum_of_two(whole: Tensor, rows: Sequence[Any], group: Any) -> Tensor:
+    """Reduce and scatter uneven parts by an exchange and a sum. Megatron takes the size of a rank's
+    part out of a list, by the rank's number; here all ranks' graphs read the same numbers."""
+    if group.size() > 2:
+        raise CaptureError(
+            f"it reduces and scatters uneven parts of {group.size()} ranks, expected two: in "
+            "which order Megatron sums more is unknown; pass --expert-tensor-parallel-size 2 or 1"
+        )
+    counts = torch.stack([torch.scalar_tensor(each, dtype=torch.int64) for each in rows])
+    own: Any = counts[group.rank()].item()
+    parts = whole.new_empty(2 * own, *whole.shape[1:])
+    dist.all_to_all_single(parts, whole.contiguous(), [own, own], rows, group=group)
+    one, other = parts.view(2, own, *whole.shape[1:]).unbind()
+    return one + other
 
 
 def _caches() -> Iterator[Change]:

@@ -40,23 +40,18 @@ functional = torch.ops._c10d_functional
 
 @dataclass(eq=False)
 class Flight:
-    """A collective that was started. Its result has the new values of its targets, in order; or,
-    if it `adds`, two parts whose sum is the new value."""
+    """A collective that was started. Its result has the new values of its targets, in order."""
 
     name: str
     line: str
     result: Tensor
     targets: Sequence[Tensor]
     sources: Sequence[Tensor] = ()  # read until it ends
-    adds: bool = False
 
     def land(self) -> None:
         """Wait for the collective and write its result into its targets."""
         with torch._C._AutoDispatchBelowAutograd():
             got = functional.wait_tensor(self.result)
-            if self.adds:
-                one, other = got.view(2, -1).unbind()
-                got = one + other
             parts = [got]
             if len(self.targets) > 1:
                 parts = list(got.reshape(-1).split([t.numel() for t in self.targets]))
@@ -179,10 +174,8 @@ class Raw(TorchDispatchMode):
 
 # --------------------------------------------------------------------------- collectives
 
-# Each returns what a Flight has: the result, the targets, and the tensors that it reads until it
-# ends; and maybe that it adds.
+# Each returns a Flight: the result, the targets, and the tensors that it reads until it ends.
 _Start = tuple[Any, Sequence[Tensor], Sequence[Tensor]]
-_Adding = tuple[Any, Sequence[Tensor], Sequence[Tensor], bool]
 
 
 def _all_reduce(group: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Start:
@@ -224,14 +217,9 @@ def _reduce_scatter_single(
 
 def _reduce_scatter(
     group: Any, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
-) -> _Start | _Adding:
+) -> _Start:
     if not all(_same_shape(one, output.shape) for one in input_list):
-        if group.size() > 2 or reduction(op) != "sum":  # the order of the sum would be a guess
-            raise _refused(
-                "dist.reduce_scatter of tensors of several shapes, but for a sum over two ranks,"
-            )
-        result, (target, _), sources = _all_to_all(group, [output, output], input_list)
-        return result, [target], sources, True
+        raise _refused("dist.reduce_scatter of tensors of several shapes")
     whole = torch.cat([one.reshape(-1) for one in input_list])
     result = functional.reduce_scatter_tensor(whole, reduction(op), group.size(), group.group_name)
     return result, [output], input_list
@@ -269,7 +257,7 @@ def _all_to_all(
     return result, targets, sources
 
 
-STARTS: dict[str, Callable[..., _Start | _Adding]] = {
+STARTS: dict[str, Callable[..., _Start]] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_gather": _all_gather,

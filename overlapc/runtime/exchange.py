@@ -69,6 +69,7 @@ CHUNK_BYTES = 1 << 20
 # How long a rank that failed stays for the others to read why: its process may host the store.
 LINGER_S = 0.5
 LIMIT_S = 600.0
+SHORT = 200  # letters of a value that an error quotes; of a longer one it gives a digest
 PLANNING = "planning"
 _UNCAPTURED = b"uncaptured "
 
@@ -151,7 +152,7 @@ class Exchange:
 
     def agree(self, topic: str, value: str, hint: str) -> None:
         """Return if all ranks have the same `value`; else RankError on each, ending in `hint`."""
-        short = value if len(value) <= 40 and value.isprintable() else ""
+        short = value if len(value) <= SHORT and value.isprintable() else ""
         mine = json.dumps([hashlib.sha256(value.encode()).hexdigest(), short])
 
         def compare(parts: list[bytes]) -> bytes:

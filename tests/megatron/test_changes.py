@@ -17,7 +17,7 @@ from overlapc.errors import CaptureError
 from overlapc.passes.stand_in import _after
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up, twins
-from tests.megatron.test_patch import differences
+from tests.megatron.test_patch import compared, differences
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -170,3 +170,38 @@ def test_an_error_within_an_opaque_module_keeps_the_first_reason() -> None:
     assert str(_after(["mlp (MoELayer): sizes differ"], CaptureError("no mode"))) == (
         "no trace enters mlp (MoELayer): sizes differ; nor does it run as one op: no mode"
     )
+
+
+def bert(rank: int, ranks: int, version: str) -> dict[str, Any]:
+    """Two stages of BERT, whose last one returns a pair."""
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    return compared(Layout(pp=2, model="bert"))
+
+
+@pytest.mark.timeout(300)
+def test_a_stage_that_returns_a_pair_runs_plain_and_the_others_do_not() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    first, last = run_ranks(bert, 2, "0.16.1", timeout_s=280)
+    assert [first["wrong"], last["wrong"], first["why"]] == [[], [], []]
+    assert first["ran"][0]["planned"] == last["ran"][0]["plain"] == 12
+    assert "forward returns a tuple" in last["why"][0]
+
+
+def summed(rank: int, ranks: int) -> bool:
+    """Gloo itself sums only even parts: compare with an all-reduce."""
+    cpu.use("0.16.1")
+    dist.init_process_group("gloo")
+    from overlapc.megatron.tracing import _sum_of_two
+
+    whole, rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)), [3, 5]
+    found = _sum_of_two(whole, rows, dist.group.WORLD)
+    dist.all_reduce(whole)
+    return torch.equal(found, whole.split(rows)[rank])
+
+
+def test_uneven_parts_are_summed_as_even_ones() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    assert run_ranks(summed, 2) == [True, True]

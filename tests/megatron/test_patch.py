@@ -80,6 +80,7 @@ MORE = {
         ranks=4, tp=2, ep=2, etp=1, experts=4, config={"sequence_parallel": True}, **PLAIN
     ),
     "experts, all tp": Layout(tp=2, etp=2, experts=4, config={"sequence_parallel": True}, **PLAIN),
+    "t5": Layout(tp=2, model="t5", position="learned_absolute", **PLAIN),
     "fused": Layout(tp=2, layers=1, config={"gradient_accumulation_fusion": True}),
     "fused, tied": Layout(
         tp=2, tied=True, config={"gradient_accumulation_fusion": True, "bf16": True}, **PLAIN

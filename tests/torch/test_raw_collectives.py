@@ -96,11 +96,6 @@ def scattered_list(y: Tensor, **how: Any) -> Any:
     return out, dist.reduce_scatter(out, [y[:2], y[2:]], **how)
 
 
-def scattered_unevenly(y: Tensor, **how: Any) -> Any:
-    out = y.new_empty(1, 4)
-    return out, dist.reduce_scatter(out, [y[:1], y[1:]], **how)
-
-
 def exchanged(y: Tensor, **how: Any) -> Any:
     out = torch.empty_like(y)
     return out, dist.all_to_all_single(out, y, **how)
@@ -124,7 +119,6 @@ COLLECTIVES = {
     listed_unevenly: "all_to_all_single",
     scattered: "reduce_scatter_tensor",
     scattered_list: "reduce_scatter_tensor",
-    scattered_unevenly: "all_to_all_single",
     exchanged: "all_to_all_single",
     exchanged_unevenly: "all_to_all_single",
     exchanged_lists: "all_to_all_single",
@@ -215,9 +209,9 @@ def scaled(y: Tensor) -> Tensor:
     return y
 
 
-def averaged_unevenly(y: Tensor) -> Tensor:
+def scattered_unevenly(y: Tensor) -> Tensor:
     out = y.new_empty(1, 4)
-    dist.reduce_scatter(out, [y[:1], y[1:]], op=dist.ReduceOp.AVG)
+    dist.reduce_scatter(out, [y[:1], y[1:]])
     return out
 
 
@@ -232,7 +226,7 @@ REFUSED = [
     (barred, r"c10d\.barrier\.default cannot be captured"),
     (by_the_group, r"c10d\.allreduce_\.default cannot be captured"),
     (coalesced, r"dist\.all_reduce within a coalescing manager cannot be captured"),
-    (averaged_unevenly, r"of several shapes, but for a sum over two ranks, cannot be captured"),
+    (scattered_unevenly, r"reduce_scatter of tensors of several shapes cannot be captured"),
     (scaled, r"a reduction by .* cannot be captured"),
 ]
 
