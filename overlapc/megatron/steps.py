@@ -254,9 +254,9 @@ def _where(groups: Any, why: str, alike: dict[str, Any]) -> Place:
     with exchange_of(range(dist.get_world_size()), FIRST_STEP_S) as exchange:
         if exchange is None:
             return Place(pp.rank(), pp.size(), refused=why)
+        told = exchange.gather("stages", json.dumps([pp.rank(), why]).encode())
         for name, value in alike.items():
             exchange.agree(name, f"{name}={value!r}", "pass the same options on every rank")
-        told = exchange.gather("stages", json.dumps([pp.rank(), why]).encode())
     stages, reasons = zip(*map(json.loads, told), strict=True)
     ranks = tuple(rank for rank, stage in enumerate(stages) if stage == pp.rank())
     same = getattr(groups, "tp_cp", None) or parallel_state.get_tensor_and_context_parallel_group()

@@ -62,6 +62,7 @@ MORE = {
         config={"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
         **PLAIN,
     ),
+    "dropped tokens": Layout(ep=2, experts=4, config={"moe_expert_capacity_factor": 1.0}, **PLAIN),
     "shared experts": Layout(
         ep=2, experts=4, config={"moe_shared_expert_intermediate_size": 32}, **PLAIN
     ),
