@@ -151,11 +151,13 @@ class Chunk:
 
     def _scales(self) -> dict[Any, Tensor]:
         """The current factors of auxiliary losses in the backward, by class. (Before the first
-        forward they are not set.)"""
+        forward they are not set, or on the CPU.)"""
         found = {each: each.main_loss_backward_scale for each in self._scalers}
         device = self._lasting[0].device
         return {
-            each: torch.ones(1, device=device) if scale is None else scale.detach().clone().view(1)
+            each: torch.ones(1, device=device)
+            if scale is None
+            else scale.detach().clone().view(1).to(device, non_blocking=True)
             for each, scale in found.items()
         }
 

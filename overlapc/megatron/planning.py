@@ -155,7 +155,7 @@ class Planning:
             first, uncut = cut.slice(0), captured
             whole, captured = self._traced("captured in slices", first, exchange)
             gathered(self.ddp)
-            with busy("comparing slices"):
+            with busy("comparing slices", self._options.timeout_s):
                 cut.compare(captured, uncut, self.lasting, whole.taps.names, exchange)
             self.said[count] = str(cut.compared)
             primals = [*self.lasting, *first.tensors]
@@ -186,7 +186,7 @@ class Planning:
     def _captured(self, whole: Whole, call: Call) -> Captured | CaptureError:
         try:
             self._refuse()
-            with busy("tracing"):
+            with busy("tracing", self._options.timeout_s):
                 return traced(whole, call, self.ddp)
         except CaptureError as error:
             return error

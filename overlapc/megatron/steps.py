@@ -107,7 +107,8 @@ class Steps:
         place: Place | None,
     ) -> Any:
         begins = False
-        with contextlib.nullcontext() if place else busy("the first step of training"):
+        first = busy("the first step of training", self._options.timeout_s)
+        with contextlib.nullcontext() if place else first:
             if place is None:
                 place, begins = self._begin(models, given), True
             if place.refused:

@@ -71,14 +71,15 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
 
 
 def scalers() -> list[Any]:
-    """The classes whose `main_loss_backward_scale` a backward multiplies by: for the losses that
-    experts, multi-token prediction and sparse attention add. (All ranks list them alike.)"""
-    found = {
-        f"{kind.__module__}.{kind.__qualname__}": kind
-        for module in _megatron()
-        for kind in vars(module).values()
-        if inspect.isclass(kind) and "main_loss_backward_scale" in vars(kind)
-    }
+    """The autograd Functions whose backward multiplies by their `main_loss_backward_scale`: for the
+    losses that experts, multi-token prediction and sparse attention add, and for a user's own. (All
+    ranks list them alike.)"""
+    found, left = {}, [torch.autograd.Function]
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if "main_loss_backward_scale" in vars(kind):
+            found[f"{kind.__module__}.{kind.__qualname__}"] = kind
     return [found[name] for name in sorted(found)]
 
 

@@ -69,6 +69,30 @@ def scaled(module: Any, out: torch.Tensor) -> torch.Tensor:
     return out * type(module).calls
 
 
+class Own(torch.autograd.Function):
+    """A script's own auxiliary loss, scaled as Megatron's are."""
+
+    main_loss_backward_scale = torch.ones(())
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.like = loss
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.ones_like(ctx.like) * Own.main_loss_backward_scale
+
+
+def beside(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Own.apply(out, out.square().mean())
+    return result
+
+
+def _other_scale(model: Any, number: int) -> None:
+    Own.main_loss_backward_scale = torch.tensor(number + 1.0)
+
+
 def plain(module: Any, out: torch.Tensor) -> torch.Tensor:
     return out
 
@@ -100,10 +124,12 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "between": (scaled, ""),
     "config": (configured, ""),
     "forward": (plain, ""),
+    "scale": (beside, ""),
 }
 BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "config": _other_config,
     "forward": _other_forward,
+    "scale": _other_scale,
 }
 
 
