@@ -254,7 +254,7 @@ class _Engine:
                 if self.begun:
                     return self.run(args, kwargs)
                 self.begun = True
-                with busy("tracing"):  # the other ranks wait while this rank traces
+                with busy("tracing", self.backend.options.timeout_s):  # the other ranks wait
                     return self.run(args, kwargs)
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, OverlapcError):

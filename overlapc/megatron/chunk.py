@@ -69,16 +69,17 @@ class Chunk:
 
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
-        self.original: Callable[..., Any] = module.forward
+        self.original: Callable[..., Any]
         self.refused: OptionError | None = None  # slices: raised when the step has ended
         # Counts: planned forwards, merged ones, plain ones; recompute and weight gradients that ran
         # while Megatron waited.
         self.ran = {"planned": 0, "merged": 0, "plain": 0, "early": 0, "late": 0}
         self._options = options
         self._planned: dict[Any, Planned | None] = {}
-        self._planning = Planning(module, self.original, ddp, options)
+        self._planning = Planning(module, ddp, options)
         # an input that makes results require a gradient
         self._anchor = torch.zeros((), requires_grad=True)
+        self._scalers = tracing.scalers()
         self._pending: Backward | None
         # flights whose parts run apart, the oldest first
         self._flights: list[Flight | SlicedFlight] = []
@@ -90,6 +91,7 @@ class Chunk:
         self._gradient: Tensor | None = None  # of the stage's input, made by a merged backward
         self._flights.clear()
         self._pending = None
+        self.original = self._planning.original = self.module.forward
         self._state, held = state_of(self.module)
         self._planning.states.setdefault(self._state, held)
         self._attributes = tensors_of(self.module)
@@ -147,19 +149,17 @@ class Chunk:
         gathered(self.ddp)
         return _Run.apply(self, planned, call, self._anchor, *call.tensors)
 
-    def _scales(self) -> list[Tensor]:
-        """The current factors of auxiliary losses in the backward. (Before the first forward they
-        are not set.)"""
-        config = self.module.config
-        count = 2 if getattr(config, "mtp_num_layers", None) else 0
-        if getattr(config, "num_moe_experts", None):
-            count = max(count, 1)
-        found = [scaler.main_loss_backward_scale for scaler in tracing.scalers()[:count]]
+    def _scales(self) -> dict[Any, Tensor]:
+        """The current factors of auxiliary losses in the backward, by class. (Before the first
+        forward they are not set, or on the CPU.)"""
+        found = {each: each.main_loss_backward_scale for each in self._scalers}
         device = self._lasting[0].device
-        return [
-            torch.ones(1, device=device) if scale is None else scale.detach().clone().reshape(1)
-            for scale in found
-        ]
+        return {
+            each: torch.ones(1, device=device)
+            if scale is None
+            else scale.detach().clone().view(1).to(device, non_blocking=True)
+            for each, scale in found.items()
+        }
 
     def run_forward(self, planned: Planned, call: Call) -> tuple[Flight | SlicedFlight, Tensor]:
         """Run F, merged with a deferred backward, if there is one."""
@@ -185,7 +185,7 @@ class Chunk:
         self, planned: Planned, flight: Flight | SlicedFlight, tangent: Tensor
     ) -> list[Tensor | None]:
         """Run B now, or defer it to the next forward; return gradients of the call's tensors."""
-        scales = self._scales() if planned.scales else []
+        scales = [*self._scales().values()]
         asked = Backward(planned, flight, tangent, scales, reduces(self.ddp))
         if self._may_wait(planned):
             self._pending = asked

@@ -31,28 +31,37 @@ from overlapc.runtime.program import Program, State
 
 @dataclass
 class Call:
-    """A call of the chunk: `tensors` are the stage's input, scales, the tensors among `leaves`, and
-    those that modules have as `attributes`."""
+    """A call of the chunk: `tensors` are the stage's input, scales of `scalers`, the tensors among
+    `leaves`, and those that modules have as `attributes`."""
 
     tensors: list[Tensor]
     has_input: bool
-    scales: int
+    scalers: Sequence[Any]
     leaves: list[Any]
     spec: TreeSpec
     attributes: Sequence[Places]
 
     @staticmethod
     def of(
-        module: Any, scales: list[Tensor], attributes: Sequence[Places], args: Any, kwargs: Any
+        module: Any,
+        scales: Mapping[Any, Tensor],
+        attributes: Sequence[Places],
+        args: Any,
+        kwargs: Any,
     ) -> Call:
         leaves, spec = tree_flatten((args, kwargs))
         came = []
         if not getattr(module, "pre_process", True):
-            came = [module.decoder.input_tensor]
+            given = (getattr(each, "input_tensor", None) for each in module.children())
+            came = [each for each in given if isinstance(each, Tensor)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += [owner[name] for [(owner, name), *_] in attributes]
-        flat = [*came, *scales, *tensors]
-        return Call(flat, bool(came), len(scales), leaves, spec, attributes)
+        flat = [*came, *scales.values(), *tensors]
+        return Call(flat, bool(came), tuple(scales), leaves, spec, attributes)
+
+    @property
+    def scales(self) -> int:
+        return len(self.scalers)
 
     def shapes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """The shapes that calls of one graph share, by the tensor's place among the leaves. (The
@@ -84,7 +93,12 @@ class Call:
         described = [(t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors]
         return str(self.spec), repr(plain), tuple(described), self.has_input, self.scales
 
-    def check(self) -> None:
+    def check(self, module: Any) -> None:
+        if not (self.has_input or getattr(module, "pre_process", True)):
+            raise CaptureError(
+                f"no part of {type(module).__name__} has the stage's input, expected it as the "
+                "input_tensor of one"
+            )
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 raise CaptureError(
@@ -107,7 +121,7 @@ class Whole(nn.Module):
         self.taps.clear()
         if call.has_input:
             self.model.set_input_tensor([tensors.pop(0)])
-        for scaler in tracing.scalers()[: call.scales]:
+        for scaler in call.scalers:
             scaler.main_loss_backward_scale = tensors.pop(0)
         leaves = [tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
@@ -169,7 +183,7 @@ class Planned:
 
 def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
     """Return the joint graph of a call, without running it."""
-    call.check()
+    call.check(whole.model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     fakes = [
         mode.from_tensor(t.detach().requires_grad_(t.requires_grad), static_shapes=True)

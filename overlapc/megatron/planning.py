@@ -73,19 +73,18 @@ class Agreed:
 
 
 class Planning:
-    """The plans of one model chunk. `step` is the step that runs, `lasting` are parameters and
-    buffers."""
+    """The plans of one model chunk. `step` is the step that runs, `original` the model's own
+    `forward`, `lasting` are parameters and buffers."""
 
-    def __init__(
-        self, module: nn.Module, original: Callable[..., Any], ddp: Any, options: Options
-    ) -> None:
-        self.module, self.original, self.ddp = module, original, ddp
+    def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
+        self.module, self.ddp = module, ddp
         self.why_plain: list[str] = []
         self.said: dict[int, str] = {}  # what was found of each number of slices
         # By the form of calls, without shapes; None: all ranks run these calls as plain Megatron.
         self.agreed: dict[Any, Agreed | None] = {}
         self.states: dict[Any, list[Any]] = {}  # states so far, and objects that must live as long
         self.step: Step
+        self.original: Callable[..., Any]
         self.lasting: Sequence[Tensor] = ()
         self._options = options
         self._reports: dict[Any, Report] = {}  # by digest and step
@@ -156,7 +155,7 @@ class Planning:
             first, uncut = cut.slice(0), captured
             whole, captured = self._traced("captured in slices", first, exchange)
             gathered(self.ddp)
-            with busy("comparing slices"):
+            with busy("comparing slices", self._options.timeout_s):
                 cut.compare(captured, uncut, self.lasting, whole.taps.names, exchange)
             self.said[count] = str(cut.compared)
             primals = [*self.lasting, *first.tensors]
@@ -187,7 +186,7 @@ class Planning:
     def _captured(self, whole: Whole, call: Call) -> Captured | CaptureError:
         try:
             self._refuse()
-            with busy("tracing"):
+            with busy("tracing", self._options.timeout_s):
                 return traced(whole, call, self.ddp)
         except CaptureError as error:
             return error

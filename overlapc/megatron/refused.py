@@ -20,8 +20,9 @@ class _Feature:
 
     name: str
     why: str
-    fields: tuple[str, ...]
+    fields: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()  # wrapper classes of the model that also show it
+    sizes: tuple[str, ...] = ()  # settings that turn it on from 2
 
 
 _FEATURES = (
@@ -60,6 +61,17 @@ _FEATURES = (
         "userbuffers",
         "they communicate inside of kernels, where no plan can hide it",
         ("tp_comm_overlap",),
+    ),
+    _Feature(
+        "weights in shards (generalized tensor parallelism)",
+        "weights reduce their gradients themselves, and a planned chunk gives theirs to DDP",
+        sizes=("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+    ),
+    _Feature(
+        "weight gradients of experts beside their dispatch",
+        "Megatron runs them from a hook that a planned chunk does not call; leave it out to have "
+        "overlapc hide the all-to-alls",
+        ("overlap_dispatch_backward_with_experts_wgrad",),
     ),
     _Feature(
         "combined 1F1B of expert parallelism",
@@ -134,8 +146,9 @@ def reason(model: Any) -> str:
         found = [
             f"{name}={getattr(config, name)!r}"
             for config in configs
-            for name in feature.fields
-            if getattr(config, name, None) not in _OFF
+            for name in feature.fields + feature.sizes
+            if (value := getattr(config, name, None)) not in _OFF
+            and not (name in feature.sizes and value == 1)
         ] + sorted(wrappers.intersection(feature.wrappers))
         if found:
             return f"{feature.name} ({', '.join(found)}): {feature.why}"

@@ -18,7 +18,19 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _INTERNAL = set(vars(nn.Module())) - {"training"}
 # Set by Megatron for each microbatch; only kernels outside of traces read them.
-_EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor", "forward"}
+_EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor"}
+# Functions in a config that Megatron's schedules call, and no `forward`.
+_OF_SCHEDULES = {
+    "grad_scale_func",
+    "moe_grad_scale_func",
+    "mtp_grad_scale_func",
+    "experimental_attention_variant_loss_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "finalize_model_grads_func",
+    "timers",
+}
 
 Places = list[tuple[dict[str, Any], str]]  # attribute dicts of modules, and names in them
 
@@ -53,13 +65,12 @@ def attributes_of(
     configs: dict[int, str] = {}
     for path, each in module.named_modules():
         for name, value in vars(each).items():
-            if name in _INTERNAL or (name in _EACH_TIME and (name != "forward" or not path)):
+            if name in _INTERNAL or name in _EACH_TIME:
                 continue
             key = f"{path}.{name}" if path else name
             if is_dataclass(value) and not isinstance(value, type):
                 if id(value) not in configs:
-                    read = {f.name: getattr(value, f.name, None) for f in fields(value)}
-                    configs[id(value)] = repr({k: v for k, v in read.items() if is_plain(v)})
+                    configs[id(value)] = repr(_of_config(value, held))
                 found[key] = configs[id(value)]
             elif is_plain(value):
                 found[key] = repr(value)
@@ -70,6 +81,19 @@ def attributes_of(
             ):
                 held.append(value)
                 found[key] = id(value)
+    return found
+
+
+def _of_config(config: Any, held: list[Any]) -> dict[str, Any]:
+    """What a dataclass holds, declared or not: plain values, and functions by id."""
+    found: dict[str, Any] = {}
+    declared = {field.name: getattr(config, field.name, None) for field in fields(config)}
+    for name, value in (declared | getattr(config, "__dict__", {})).items():
+        if is_plain(value):
+            found[name] = value
+        elif callable(value) and name not in _OF_SCHEDULES:
+            held.append(value)
+            found[name] = id(value)
     return found
 
 

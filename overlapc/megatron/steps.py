@@ -107,7 +107,8 @@ class Steps:
         place: Place | None,
     ) -> Any:
         begins = False
-        with contextlib.nullcontext() if place else busy("the first step of training"):
+        first = busy("the first step of training", self._options.timeout_s)
+        with contextlib.nullcontext() if place else first:
             if place is None:
                 place, begins = self._begin(models, given), True
             if place.refused:
@@ -136,7 +137,13 @@ class Steps:
         """Before the first step of some models, find this rank's place, and check for refused
         features and differences from a search."""
         groups = given.get("pg_collection")
-        place = _where(groups, next(filter(None, map(reason, models)), ""))
+        alike = {
+            "merge": self._merge,
+            "fill": self._fill,
+            "schedule": self._schedule,
+            "slices": self._options.slices,
+        }
+        place = _where(groups, next(filter(None, map(reason, models)), ""), alike)
         self._places[tuple(map(id, models))] = place, models
         if place.refused:
             warnings.warn(
@@ -236,9 +243,10 @@ def _put_back(module: Any, forward: Any) -> None:
         vars(module)["forward"] = forward
 
 
-def _where(groups: Any, why: str) -> Place:
+def _where(groups: Any, why: str, alike: dict[str, Any]) -> Place:
     """Find this rank's stage and the ranks that run the same, and why any rank is refused. All
-    ranks call this together."""
+    ranks call this together, with `alike` options: on them depend the order of transfers and what
+    ranks ask each other."""
     from megatron.core import parallel_state
 
     pp = getattr(groups, "pp", None) or parallel_state.get_pipeline_model_parallel_group()
@@ -248,10 +256,12 @@ def _where(groups: Any, why: str) -> Place:
         if exchange is None:
             return Place(pp.rank(), pp.size(), refused=why)
         told = exchange.gather("stages", json.dumps([pp.rank(), why]).encode())
+        for name, value in alike.items():
+            exchange.agree(name, f"{name}={value!r}", "pass the same options on every rank")
     stages, reasons = zip(*map(json.loads, told), strict=True)
     ranks = tuple(rank for rank, stage in enumerate(stages) if stage == pp.rank())
-    alike = getattr(groups, "tp_cp", None) or parallel_state.get_tensor_and_context_parallel_group()
-    peers = tuple(dist.get_process_group_ranks(alike))
+    same = getattr(groups, "tp_cp", None) or parallel_state.get_tensor_and_context_parallel_group()
+    peers = tuple(dist.get_process_group_ranks(same))
     refused = [f"{why} (on rank {rank})" for rank, why in enumerate(reasons) if why]
     if set(reasons) != {why}:
         why = next(iter(refused), "")

@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import traceback
 
+from overlapc.errors import CaptureError
 from overlapc.megatron import recompute
 from overlapc.megatron.changes import restored
 from overlapc.passes.parts import Part
@@ -28,6 +30,7 @@ from overlapc.passes.trace import Captured
 
 STREAM = "overlapc_stream"  # key of a node's note of its random stream
 Change = tuple[Any, str, Any]  # owner, attribute, value while tracing
+_WRITERS = {"save_loss_to_tracker", "save_metrics_to_tracker"}  # static methods of helper classes
 
 
 @dataclass
@@ -55,7 +58,7 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     """Make Megatron traceable within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(model))
-        for make in (_memory, _recompute, _linear, _caches):
+        for make in (_memory, _recompute, _linear, _caches, _scatter):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
         for owner, name, new in (*_logs(taps), *_numbers(model)):
@@ -68,17 +71,16 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
 
 
 def scalers() -> list[Any]:
-    """The classes with a `main_loss_backward_scale` that the backward multiplies by: for the
-    auxiliary losses of experts and for multi-token prediction."""
-    found = []
-    for where, name in (
-        ("moe.moe_utils", "MoEAuxLossAutoScaler"),
-        ("multi_token_prediction", "MTPLossAutoScaler"),
-    ):
-        module = _module(f"megatron.core.transformer.{where}")
-        if hasattr(module, name):
-            found.append(getattr(module, name))
-    return found
+    """The autograd Functions whose backward multiplies by their `main_loss_backward_scale`: for the
+    losses that experts, multi-token prediction and sparse attention add, and for a user's own. (All
+    ranks list them alike.)"""
+    found, left = {}, [torch.autograd.Function]
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if "main_loss_backward_scale" in vars(kind):
+            found[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    return [found[name] for name in sorted(found)]
 
 
 def in_streams(captured: Captured, forward: Part) -> None:
@@ -151,6 +153,38 @@ def _linear() -> Iterator[Change]:
     yield linear, "forward", staticmethod(forward)
 
 
+def _scatter() -> Iterator[Change]:
+    mappings = import_module("megatron.core.tensor_parallel.mappings")
+    real = mappings._reduce_scatter_along_first_dim
+    signature = inspect.signature(real)
+
+    def scatter(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        whole, group, rows = given["input_"], given["group"], given.get("input_split_sizes")
+        if rows is not None and group.size() > 1:
+            return _sum_of_two(whole, list(rows), group)
+        out: Tensor = real(*args, **kwargs)
+        return out
+
+    yield from _everywhere(mappings, real.__name__, scatter)
+
+
+def _sum_of_two(whole: Tensor, rows: Sequence[Any], group: Any) -> Tensor:
+    """Reduce and scatter uneven parts by an exchange and a sum. Megatron takes the size of a rank's
+    part out of a list, by the rank's number; here all ranks' graphs read the same numbers."""
+    if group.size() > 2:
+        raise CaptureError(
+            f"it reduces and scatters uneven parts of {group.size()} ranks, expected two: in "
+            "which order Megatron sums more is unknown; pass --expert-tensor-parallel-size 2 or 1"
+        )
+    counts = torch.stack([torch.scalar_tensor(each, dtype=torch.int64) for each in rows])
+    own: Any = counts[group.rank()].item()
+    parts = whole.new_empty(2 * own, *whole.shape[1:])
+    dist.all_to_all_single(parts, whole.contiguous(), [own, own], rows, group=group)
+    one, other = parts.view(2, own, *whole.shape[1:]).unbind()
+    return one + other
+
+
 def _caches() -> Iterator[Change]:
     """Keep traced tensors out of the caches of functions."""
     for module in _megatron():
@@ -163,7 +197,7 @@ def _caches() -> Iterator[Change]:
 
 def _logs(taps: Taps) -> Iterator[Change]:
     """Replace the writers of losses: for experts a function up to 0.17 and a method from 0.18 on;
-    for multi-token prediction one up to 0.18 and another from 0.19 on."""
+    for multi-token prediction and sparse attention methods of their helpers."""
     moe = import_module("megatron.core.transformer.moe.moe_utils")
     logging = _module("megatron.core.transformer.moe.moe_logging")
     if logging is not None:
@@ -172,11 +206,14 @@ def _logs(taps: Taps) -> Iterator[Change]:
     elif hasattr(moe, "save_to_aux_losses_tracker"):
         noted = _noted(moe.save_to_aux_losses_tracker, taps)
         yield from _everywhere(moe, "save_to_aux_losses_tracker", noted)
-    prediction = _module("megatron.core.transformer.multi_token_prediction")
-    helper = getattr(prediction, "MTPLossLoggingHelper", None)
-    for name in ("save_loss_to_tracker", "save_metrics_to_tracker"):
-        if hasattr(helper, name):
+    helpers = {kind for module in _megatron() for kind in vars(module).values() if _logs_loss(kind)}
+    for helper in helpers:
+        for name in _WRITERS.intersection(vars(helper)):
             yield helper, name, staticmethod(_noted(getattr(helper, name), taps))
+
+
+def _logs_loss(kind: Any) -> bool:
+    return inspect.isclass(kind) and _own(kind) and not _WRITERS.isdisjoint(vars(kind))
 
 
 def _noted(write: Callable[..., Any], taps: Taps) -> Callable[..., None]:
@@ -216,6 +253,8 @@ def _numbers(model: nn.Module) -> Iterator[Change]:
     if dispatcher is not None:
 
         def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+            if isinstance(tensor, Tensor) and tensor.dim() == 0:
+                return tensor.item()  # from 0.19 on it ends a slice
             listed = as_numpy and isinstance(tensor, Tensor)
             return _Listed(tensor.tolist()) if listed else tensor
 

@@ -200,7 +200,7 @@ def _all_gather_single(group: Any, output_tensor: Tensor, input_tensor: Tensor) 
 
 def _all_gather(group: Any, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Start:
     # every rank sends all its rows to every rank
-    if len({tuple(one.shape) for one in tensor_list}) > 1:
+    if not all(_same_shape(one, tensor.shape) for one in tensor_list):
         return _all_to_all(group, tensor_list, [tensor] * group.size())
     result, _, sources = _all_gather_single(group, tensor, tensor)
     return result, [_real(one) for one in tensor_list], sources
@@ -218,7 +218,7 @@ def _reduce_scatter_single(
 def _reduce_scatter(
     group: Any, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
 ) -> _Start:
-    if any(one.shape != output.shape for one in input_list):
+    if not all(_same_shape(one, output.shape) for one in input_list):
         raise _refused("dist.reduce_scatter of tensors of several shapes")
     whole = torch.cat([one.reshape(-1) for one in input_list])
     result = functional.reduce_scatter_tensor(whole, reduction(op), group.size(), group.group_name)
@@ -303,10 +303,14 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
 
 
 def _shaped(value: Tensor, shape: Sequence[Any]) -> Tensor:
-    same = value.dim() == len(shape) and all(
-        statically_known_true(one == other) for one, other in zip(value.shape, shape, strict=True)
+    return value if _same_shape(value, shape) else value.view(shape)
+
+
+def _same_shape(tensor: Tensor, shape: Sequence[Any]) -> bool:
+    """Is it known? (Sizes that depend on data are not.)"""
+    return tensor.dim() == len(shape) and all(
+        statically_known_true(one == other) for one, other in zip(tensor.shape, shape, strict=True)
     )
-    return value if same else value.view(shape)
 
 
 def _write(target: Tensor, value: Tensor, whole: bool) -> None:

@@ -72,7 +72,7 @@ class Backend:
         self.views += views_handed_on(gm) + self._cast_again(example_inputs)
         try:
             refuse_subclasses(example_inputs)
-            with busy("tracing"):
+            with busy("tracing", self.options.timeout_s):
                 graph.run = self._counted(self._compile(gm, example_inputs, partition, traced))
             if self.steps.running is None:
                 self._warn_of_breaks(graph)

@@ -151,7 +151,7 @@ class Exchange:
 
     def agree(self, topic: str, value: str, hint: str) -> None:
         """Return if all ranks have the same `value`; else RankError on each, ending in `hint`."""
-        short = value if len(value) <= 40 and value.isprintable() else ""
+        short = value if len(value) <= 200 and value.isprintable() else ""
         mine = json.dumps([hashlib.sha256(value.encode()).hexdigest(), short])
 
         def compare(parts: list[bytes]) -> bytes:
@@ -416,7 +416,7 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def busy(phase: str) -> Iterator[None]:
+def busy(phase: str, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     """While the block runs, other ranks see that this one works towards a round, and wait for it.
     If it takes long, stderr reports it, too."""
     if not has_peers():
@@ -424,8 +424,8 @@ def busy(phase: str) -> Iterator[None]:
             yield
         return
     line, rank = line_to(_get_default_store(), dist.get_rank()), dist.get_rank()
-    look = look_after(line, range(dist.get_world_size()), rank, TIMEOUT_S)
-    with guarded(look), line.busy(phase), doing(phase, rank), named_dead(TIMEOUT_S):
+    look = look_after(line, range(dist.get_world_size()), rank, timeout_s)
+    with guarded(look), line.busy(phase), doing(phase, rank), named_dead(timeout_s):
         yield
 
 

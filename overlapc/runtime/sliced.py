@@ -77,7 +77,8 @@ class SlicedCalls:
             key, is_new = self._key(given, each)
             if key not in self._plain:
                 try:
-                    with busy("tracing") if is_new else nullcontext(), sliced(self.count):
+                    tracing = busy("tracing", self.options.timeout_s)
+                    with tracing if is_new else nullcontext(), sliced(self.count):
                         result = self._run(key, given, each)
                     return self._joined(result, given, each)
                 except CaptureError as error:
@@ -97,7 +98,7 @@ class SlicedCalls:
                 return None
             self._now = now = Slices(1, runs=False)
             try:
-                with busy("tracing"), sliced(self.count), suppress(Stop):
+                with busy("tracing", self.options.timeout_s), sliced(self.count), suppress(Stop):
                     self._traced[key](*each[0].args, **each[0].kwargs)
             except CaptureError as error:
                 self._refused(key, error)

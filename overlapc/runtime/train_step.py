@@ -296,7 +296,7 @@ class TrainStep:
         """While this rank traces, the others wait for it, and notice if it is lost."""
         new = key not in self._met
         self._met.add(key)
-        return busy("tracing") if new else nullcontext()
+        return busy("tracing", self._options.timeout_s) if new else nullcontext()
 
     def _refused(self, key: Any, error: CaptureError) -> None:
         if not isinstance(error, NotOurs):  # NotOurs comes up at once at the next call, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import zlib
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class Layout:
     dropout: float = 0.0
     tied: bool = False
     position: str = "rope"
+    model: str = "gpt"  # or "bert", "t5"
     scale: float = 0.0  # of the loss
     tokens: bool = False  # loss per token
     ddp: dict[str, Any] | None = field(default_factory=dict)  # None: without Megatron's DDP
@@ -190,8 +192,9 @@ class Trained:
         each = [*batches(seed, self.microbatches, shape)]
         data = [iter(each) for _ in self.models]
         several = len(self.models) > 1
+        step = STEPS[self.layout.model]
         return {
-            "forward_step_func": functools.partial(forward_step, self.layout.tokens),
+            "forward_step_func": functools.partial(step, self.layout.tokens),
             "data_iterator": data if several else data[0],
             "model": self.models if several else self.models[0],
             "num_microbatches": self.microbatches,
@@ -256,6 +259,10 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    if layout.model != "gpt":
+        other = _bert if layout.model == "bert" else _t5
+        yield _initialized(other(layout, config), 0)
+        return
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     further: dict[str, Any] = {}
     if config.mtp_num_layers:
@@ -281,12 +288,51 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
             **({"vp_stage": chunk} if layout.vpp else {}),
             **further,
         )
-        for name, parameter in model.named_parameters():
-            own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
-            if "layernorm" not in name and not name.endswith("bias"):
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        yield model.train()
+        yield _initialized(model, chunk)
+
+
+def _initialized(model: Any, chunk: int) -> Any:
+    """Give a model the same weights whenever it is made."""
+    for name, parameter in model.named_parameters():
+        own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
+        if "layernorm" not in name and not name.endswith("bias"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model.train()
+
+
+def _bert(layout: Layout, config: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return BertModel(
+        config=config,
+        num_tokentypes=2,
+        transformer_layer_spec=bert_layer_local_spec,
+        vocab_size=layout.vocabulary,
+        max_sequence_length=layout.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def _t5(layout: Layout, config: Any) -> Any:
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import (
+        get_t5_decoder_with_local_block_spec,
+        get_t5_encoder_with_local_block_spec,
+    )
+
+    return T5Model(
+        config=config,
+        encoder_config=copy.deepcopy(config),
+        transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(config.num_layers),
+        transformer_decoder_layer_spec=get_t5_decoder_with_local_block_spec(config.num_layers),
+        vocab_size=layout.vocabulary,
+        max_sequence_length=layout.sequence,
+        parallel_output=True,
+    )
 
 
 def batches(seed: int, count: int, shape: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -304,6 +350,31 @@ def forward_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any
     mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)[None, None]
     out = model(given, places, mask, labels=labels)
     return out, functools.partial(loss_of, labels % 3 != 0, tokens)
+
+
+def bert_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
+    given, labels = next(data)
+    kinds = (torch.arange(given.shape[1]) > 7).long().expand_as(given)
+    out = model(given, torch.ones_like(given), tokentype_ids=kinds, lm_labels=labels)
+
+    def loss(out: Any) -> Any:
+        words, next_one = out
+        total = words.float().mean() + next_one.float().square().mean()
+        return total, {"loss": total.detach()}
+
+    return out, loss
+
+
+def t5_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
+    given, labels = next(data)
+    batch, sequence = given.shape
+    none = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
+    later = torch.triu(torch.ones_like(none), 1)
+    out = model(given, given, none, later, none, lm_labels=labels)
+    return out, functools.partial(loss_of, labels % 3 != 0, tokens)
+
+
+STEPS = {"gpt": forward_step, "bert": bert_step, "t5": t5_step}
 
 
 def loss_of(mask: Tensor, tokens: bool, out: Tensor, **_: Any) -> Any:

@@ -17,7 +17,7 @@ from overlapc.errors import CaptureError
 from overlapc.passes.stand_in import _after
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up, twins
-from tests.megatron.test_patch import differences
+from tests.megatron.test_patch import compared, differences
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -69,6 +69,50 @@ def scaled(module: Any, out: torch.Tensor) -> torch.Tensor:
     return out * type(module).calls
 
 
+class Own(torch.autograd.Function):
+    """A script's own auxiliary loss, scaled as Megatron's are."""
+
+    main_loss_backward_scale = torch.ones(())
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.like = loss
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.ones_like(ctx.like) * Own.main_loss_backward_scale
+
+
+def beside(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Own.apply(out, out.square().mean())
+    return result
+
+
+def _other_scale(model: Any, number: int) -> None:
+    Own.main_loss_backward_scale = torch.tensor(number + 1.0)
+
+
+def plain(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out
+
+
+def configured(module: Any, out: torch.Tensor) -> torch.Tensor:
+    """What a config holds that is no field of it, and a function that it holds."""
+    result: torch.Tensor = module.config.activation_func(out * module.config.factor)
+    return result
+
+
+def _other_config(model: Any, number: int) -> None:
+    model.config.factor = number + 1
+    model.config.activation_func = (torch.relu, torch.tanh, torch.sin)[number]
+
+
+def _other_forward(model: Any, number: int) -> None:
+    if number:
+        model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs) * number
+
+
 # What a forward does, and how the warning names it; "" if the chunk is planned.
 CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "buffer": (replaced, "forward changes the attribute seen"),
@@ -78,6 +122,14 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "python": (drawn, "forward draws from Python's or NumPy's random"),
     "seed": (seeded, "forward calls torch's set_rng_state"),
     "between": (scaled, ""),
+    "config": (configured, ""),
+    "forward": (plain, ""),
+    "scale": (beside, ""),
+}
+BETWEEN: dict[str, Callable[[Any, int], None]] = {
+    "config": _other_config,
+    "forward": _other_forward,
+    "scale": _other_scale,
 }
 
 
@@ -97,11 +149,12 @@ def changing(trained: Trained, then: Callable[..., Any]) -> type:
     return kind
 
 
-def trains(trained: Trained, kind: Any, between: bool) -> list[dict[str, Any]]:
+def trains(trained: Trained, kind: Any, name: str) -> list[dict[str, Any]]:
     random.seed(1)
     found = []
     for number in range(3):
-        kind.calls += 2 if between else 0
+        kind.calls += 2 if name == "between" else 0
+        BETWEEN.get(name, lambda *_: None)(trained.models[0], number)
         found.append(trained.step(number))
     return found
 
@@ -115,22 +168,23 @@ def on_rank(rank: int, ranks: int, version: str) -> dict[str, tuple[list[str], l
 
     found = {}
     for name, (then, _) in CHANGES.items():
-        plain, ours = twins(layout)
-        expected = trains(plain, changing(plain, then), name == "between")
+        theirs, ours = twins(layout)
+        expected = trains(theirs, changing(theirs, then), name)
         patched.patch(profile="estimate", solver="heu", merge=False)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            got = trains(ours, changing(ours, then), name == "between")
+            got = trains(ours, changing(ours, then), name)
         patched.unpatch()
         wrong = [each for pair in zip(expected, got, strict=True) for each in differences(*pair)]
         found[name] = wrong, [str(one.message) for one in told if "overlapc" in str(one.message)]
     return found
 
 
+@pytest.mark.timeout(300)
 def test_what_changes_is_seen() -> None:
     if cpu.folder("0.16.1") is None:
         pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
-    (found,) = run_ranks(on_rank, 1, "0.16.1")
+    (found,) = run_ranks(on_rank, 1, "0.16.1", timeout_s=280)
     for name, (_, warning) in CHANGES.items():
         wrong, told = found[name]
         assert wrong == [], name
@@ -142,3 +196,38 @@ def test_an_error_within_an_opaque_module_keeps_the_first_reason() -> None:
     assert str(_after(["mlp (MoELayer): sizes differ"], CaptureError("no mode"))) == (
         "no trace enters mlp (MoELayer): sizes differ; nor does it run as one op: no mode"
     )
+
+
+def bert(rank: int, ranks: int, version: str) -> dict[str, Any]:
+    """Two stages of BERT, whose last one returns a pair."""
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    return compared(Layout(pp=2, model="bert"))
+
+
+@pytest.mark.timeout(300)
+def test_a_stage_that_returns_a_pair_runs_plain_and_the_others_do_not() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    first, last = run_ranks(bert, 2, "0.16.1", timeout_s=280)
+    assert [first["wrong"], last["wrong"], first["why"]] == [[], [], []]
+    assert first["ran"][0]["planned"] == last["ran"][0]["plain"] == 12
+    assert "forward returns a tuple" in last["why"][0]
+
+
+def summed(rank: int, ranks: int) -> bool:
+    """Gloo itself sums only even parts: compare with an all-reduce."""
+    cpu.use("0.16.1")
+    dist.init_process_group("gloo")
+    from overlapc.megatron.tracing import _sum_of_two
+
+    whole, rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)), [3, 5]
+    found = _sum_of_two(whole, rows, dist.group.WORLD)
+    dist.all_reduce(whole)
+    return torch.equal(found, whole.split(rows)[rank])
+
+
+def test_uneven_parts_are_summed_as_even_ones() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    assert run_ranks(summed, 2) == [True, True]

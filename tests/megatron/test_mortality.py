@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import RankError
+from overlapc.runtime.line import TIMEOUT_S
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 from tests.multiprocess.mortal import caught
@@ -29,7 +30,7 @@ LAYOUTS = {
 }
 
 
-def _main(pipe: Connection, port: int, name: str, rank: int) -> None:
+def _main(pipe: Connection, port: int, name: str, rank: int, options: dict[str, Any]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     cpu.use("0.16.1")
@@ -45,7 +46,7 @@ def _main(pipe: Connection, port: int, name: str, rank: int) -> None:
     set_up(LAYOUTS[name])
     trained = Trained(LAYOUTS[name])
     dist.barrier()
-    patched.patch()
+    patched.patch(**options)
     pipe.send("planning")
 
     def go() -> None:
@@ -72,7 +73,7 @@ def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float)
     try:
         for rank in range(2):
             ours, theirs = server.Pipe(duplex=False)
-            processes.append(server.Process(target=_main, args=(theirs, port, name, rank)))
+            processes.append(server.Process(target=_main, args=(theirs, port, name, rank, {})))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
@@ -84,6 +85,33 @@ def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float)
         assert kind == RankError.__name__, text
         assert f"rank {victim}" in text or "store" in text, text
         assert when - struck <= PROMISED_S
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_rank_that_stops_for_a_while_is_waited_for_if_asked() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    server, port = processes_that_know_torch(), free_port()
+    pipes, processes = [], []
+    try:
+        for rank in range(2):
+            ours, theirs = server.Pipe(duplex=False)
+            args = theirs, port, "tp", rank, {"timeout_s": 50.0}
+            processes.append(server.Process(target=_main, args=args))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        assert [_next(pipe) for pipe in pipes] == ["planning"] * 2
+        time.sleep(1.0)
+        os.kill(processes[1].pid or 0, signal.SIGSTOP)
+        time.sleep(TIMEOUT_S + 4)
+        os.kill(processes[1].pid or 0, signal.SIGCONT)
+        assert [_next(pipe) for pipe in pipes] == ["planned"] * 2
     finally:
         for process in processes:
             process.kill()

@@ -62,6 +62,7 @@ MORE = {
         config={"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
         **PLAIN,
     ),
+    "dropped tokens": Layout(ep=2, experts=4, config={"moe_expert_capacity_factor": 1.0}, **PLAIN),
     "shared experts": Layout(
         ep=2, experts=4, config={"moe_shared_expert_intermediate_size": 32}, **PLAIN
     ),
@@ -79,6 +80,8 @@ MORE = {
     "experts, tp": Layout(
         ranks=4, tp=2, ep=2, etp=1, experts=4, config={"sequence_parallel": True}, **PLAIN
     ),
+    "experts, all tp": Layout(tp=2, etp=2, experts=4, config={"sequence_parallel": True}, **PLAIN),
+    "t5": Layout(tp=2, model="t5", position="learned_absolute", **PLAIN),
     "fused": Layout(tp=2, layers=1, config={"gradient_accumulation_fusion": True}),
     "fused, tied": Layout(
         tp=2, tied=True, config={"gradient_accumulation_fusion": True, "bf16": True}, **PLAIN

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import overlapc
-from overlapc.errors import OptionError
+from overlapc.errors import OptionError, RankError
 from overlapc.megatron.steps import innermost
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
@@ -32,7 +32,10 @@ ASKED: list[tuple[str, Any, str]] = [
     ("tp_comm_overlap", True, "userbuffers"),
     ("overlap_moe_expert_parallel_comm", True, "combined 1F1B of expert parallelism"),
     ("defer_embedding_wgrad_compute", True, "deferred weight gradients"),
+    ("gtp_weight_remat_size", 2, "weights in shards"),
+    ("overlap_dispatch_backward_with_experts_wgrad", True, "weight gradients of experts"),
 ]
+ASKED_FROM_0_19 = ("gtp_weight_remat_size", "overlap_dispatch_backward_with_experts_wgrad")
 
 
 def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def test_what_is_refused_is_named(version: str) -> None:
         pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
     (found,) = run_ranks(reasons, 1, version)
     assert found["plain"] == ""
-    assert set(found["absent"]) <= {"hybrid_context_parallel", "fp4"}
+    assert set(found["absent"]) <= {"hybrid_context_parallel", "fp4", *ASKED_FROM_0_19}
     for name, _, expected in ASKED:
         if name not in found["absent"]:
             assert found[name].startswith(expected), name
@@ -123,6 +126,39 @@ def test_a_refusal_of_one_rank_is_one_warning_on_all() -> None:
         assert warned.endswith("(on rank 1)")
         assert warned.rpartition(": a hook")[2] in found["explained"]
         assert found["same"]
+
+
+OF_ONE_STAGE: tuple[dict[str, Any], ...] = ({"schedule": "merged"}, {"fill": False}, {"slices": 2})
+
+
+def of_one_stage(rank: int, ranks: int, version: str) -> list[str]:
+    """The errors of a step of two stages, of which the second alone has some option."""
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    layout = Layout(pp=2)
+    set_up(layout)
+    import overlapc.megatron as patched
+
+    model, found = Trained(layout), []
+    for options in OF_ONE_STAGE:
+        patched.patch(profile="estimate", **(options if rank else {}))
+        with pytest.raises(RankError) as told:
+            model.step(0)
+        found.append(str(told.value))
+        dist.barrier()
+    return found
+
+
+def test_an_option_of_one_stage_is_an_error_on_all_ranks() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    for found in run_ranks(of_one_stage, 2, "0.16.1"):
+        assert [each.partition("; expected")[0] for each in found] == [
+            "the ranks disagree on schedule: rank 0 holds schedule='1f1b'; "
+            "rank 1 holds schedule='merged'",
+            "the ranks disagree on fill: rank 0 holds fill=True; rank 1 holds fill=False",
+            "the ranks disagree on slices: rank 0 holds slices=1; rank 1 holds slices=2",
+        ]
 
 
 def at_other_doors(rank: int, ranks: int, version: str) -> list[str]:

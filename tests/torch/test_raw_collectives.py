@@ -209,6 +209,12 @@ def scaled(y: Tensor) -> Tensor:
     return y
 
 
+def scattered_unevenly(y: Tensor) -> Tensor:
+    out = y.new_empty(1, 4)
+    dist.reduce_scatter(out, [y[:1], y[1:]])
+    return out
+
+
 REFUSED = [
     (never_waited, r"dist\.all_reduce is never waited for"),
     (read_too_early, r"aten\.mul\.Tensor reads a tensor that dist\.all_reduce .* may still"),
@@ -220,6 +226,7 @@ REFUSED = [
     (barred, r"c10d\.barrier\.default cannot be captured"),
     (by_the_group, r"c10d\.allreduce_\.default cannot be captured"),
     (coalesced, r"dist\.all_reduce within a coalescing manager cannot be captured"),
+    (scattered_unevenly, r"reduce_scatter of tensors of several shapes cannot be captured"),
     (scaled, r"a reduction by .* cannot be captured"),
 ]
 
