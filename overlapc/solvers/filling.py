@@ -55,17 +55,28 @@ def filled(
     plan: Plan, work: Work, budget: int, passes: Passes, until: float = float("inf")
 ) -> Plan:
     """Return the plan with its windows filled as far as the budget and `until` allow."""
+    return filled_by(plan, work, budget, passes, until)[0]
+
+
+def filled_by(
+    plan: Plan, work: Work, budget: int, passes: Passes, until: float = float("inf")
+) -> tuple[Plan, int]:
+    """The same, and how many moves it took."""
     how = "refilled" if passes[0].seed else f"filled {' then '.join(map(str, passes))}"
     found_by = plan.found_by.removesuffix(f", {how}") + f", {how}"
+    moves = 0
     for taste in passes:
-        plan = _Filling(plan, work, budget, taste).run(until)
-    return replace(plan, found_by=found_by)
+        filling = _Filling(plan, work, budget, taste)
+        plan = filling.run(until)
+        moves += filling.moved
+    return replace(plan, found_by=found_by), moves
 
 
 class _Filling:
     def __init__(self, plan: Plan, work: Work, budget: int, taste: Taste) -> None:
         self.plan, self.work, self.budget, self.taste = plan, work, budget, taste
         self.random = Random(taste.seed)
+        self.moved = 0  # how often
         self.flow, self.before = work.flow, work.before
         self.head = tuple(text for text in plan.order if text not in work.number)
         self.order = [work.number[text] for text in plan.order if text in work.number]
@@ -192,6 +203,7 @@ class _Filling:
         held = Balance(self.flow, self.held[low], readers).along(part, self.budget)
         if len(held) < len(part):
             return False
+        self.moved += 1
         self.order[low:high] = part
         self.held[low + 1 : high + 1] = held
         for i in range(low, high):

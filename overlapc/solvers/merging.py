@@ -21,7 +21,7 @@ from overlapc.simulate import peak_bytes, step_ns
 from overlapc.solvers.bounds import Least
 from overlapc.solvers.choice import Choice, plan_of
 from overlapc.solvers.constants import FEW, GAP, MERGED, OVERSHOOT, RUNGS
-from overlapc.solvers.filling import Taste, filled
+from overlapc.solvers.filling import Taste, filled_by
 from overlapc.solvers.listing import Listing, Style
 from overlapc.solvers.room import Room
 from overlapc.solvers.work import NEVER, Work, merged_work
@@ -55,6 +55,7 @@ _LONG = 1000  # from so many ops on each schedule is slower to make
 _TRIED = 2 * FEW  # so many choices are filled from their best order, half of these from more
 _STARTS = 4  # so many orders
 _CLOSE = 1 + 2 * FEW * GAP  # times the fastest: choices so close to it are filled again and again
+_MOVES = RUNGS // 2  # count as one plan more: many where ops are short beside communication
 _IDLE = 2 * RUNGS  # it ends after so many seeded fillings in a row without gain
 
 
@@ -207,7 +208,9 @@ class _MergeSearch:
         return merged
 
     def fill(self, merged: Merged, taste: Taste) -> None:
-        plan = filled(merged.plan, self.works[merged.choice], self.budget, (taste,))
+        work = self.works[merged.choice]
+        plan, moves = filled_by(merged.plan, work, self.budget, (taste,))
+        self.effort -= moves // _MOVES
         self.offer(merged.choice, plan.order, _how(plan))
 
 
