@@ -3,14 +3,15 @@ no lists, tuples or dicts, and PyTorch's pytrees do not open them."""
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import OptionError
 
@@ -22,8 +23,9 @@ def is_looked_into(value: Any) -> bool:
     """Are this object's attributes a part of what the object holds?"""
     if isinstance(value, nn.Module):
         return True
-    package = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not isinstance(value, _WHOLE) and package not in _TORCHS
+    if not hasattr(value, "__dict__") or isinstance(value, _WHOLE):
+        return False
+    return type(value).__module__.partition(".")[0] not in _TORCHS  # not of an int's: Dynamo fails
 
 
 def is_held(leaf: Any) -> bool:
@@ -50,6 +52,109 @@ def inside(name: str, value: Any) -> dict[str, Any]:
             seen[id(what)] = what
             left += [(where + step, part) for step, part in parts]
     return found
+
+
+def rebuilt(value: Any, change: Callable[[Tensor], Tensor], done: list[Any] | None = None) -> Any:
+    """A copy of an object, and of the objects, lists, tuples and dicts in it, with each of its
+    tensors changed. This is traced, too."""
+    done = [] if done is None else done  # what was met, and its copy
+    if isinstance(value, Tensor):
+        return change(value)
+    for old, new in done:
+        if old is value:
+            return new
+    made: Any
+    if type(value) is tuple:
+        return tuple(rebuilt(part, change, done) for part in value)
+    if type(value) is list:
+        made = []
+        done.append((value, made))
+        made.extend([rebuilt(part, change, done) for part in value])
+        return made
+    if type(value) is dict:
+        made = {}
+        done.append((value, made))
+        for key, part in value.items():
+            made[key] = rebuilt(part, change, done)
+        return made
+    if not is_held(value):
+        return value
+    made = copy.copy(value)
+    done.append((value, made))
+    for key, part in list(vars(value).items()):
+        object.__setattr__(made, key, rebuilt(part, change, done))  # also if it is frozen
+    return made
+
+
+def with_gradient(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors in objects among these leaves of a pytree that require a gradient, but for
+    parameters: each as often as it is there, in the order in which `rebuilt` meets them."""
+    found: list[Tensor] = []
+    if torch.is_grad_enabled():
+        for leaf in leaves:
+            if is_held(leaf):
+                _look(leaf, found, [])
+    return found
+
+
+def opened(results: Sequence[Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the objects among these results hold, by the way to it: the tensors `with_gradient`, and
+    all else."""
+    held: dict[str, Any] = {}
+    for i, value in enumerate(results):
+        held |= inside(f"result {i}", value) if is_held(value) else {}
+    ends: dict[str, Tensor] = {}
+    for end in with_gradient(results):
+        name = next(name for name, value in held.items() if value is end)
+        ends[name] = held.pop(name)
+    return ends, held
+
+
+def _look(value: Any, found: list[Tensor], seen: list[Any]) -> None:
+    if isinstance(value, Tensor):
+        if needs_gradient(value):
+            found.append(value)
+        return
+    if type(value) in (list, dict) or is_held(value):
+        if any(value is other for other in seen):
+            return
+        seen.append(value)
+    if type(value) in (list, tuple):
+        parts = list(value)
+    elif type(value) is dict:
+        parts = list(value.values())
+    else:
+        parts = list(vars(value).values()) if is_held(value) else []
+    for part in parts:
+        _look(part, found, seen)
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+
+
+def detached(results: Any, but: Tensor | None = None) -> Any:
+    """Results of a model, of which only one tensor may require a gradient."""
+
+    def detach(tensor: Tensor) -> Tensor:
+        return tensor.detach() if tensor is not but else tensor
+
+    leaves, spec = tree_flatten(results)
+    found = [
+        detach(leaf)
+        if isinstance(leaf, Tensor)
+        else rebuilt(leaf, detach)
+        if with_gradient([leaf])
+        else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(found, spec)
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """What all views of a tensor have in common."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else None
 
 
 def _parts(what: Any) -> list[tuple[str, Any]] | None:

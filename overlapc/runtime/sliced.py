@@ -38,7 +38,7 @@ from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import untraced
 from overlapc.runtime.given import Given, alike
-from overlapc.runtime.objects import batch_in_objects
+from overlapc.runtime.objects import batch_in_objects, is_held, rebuilt, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
@@ -160,7 +160,13 @@ class SlicedCalls:
     ) -> list[Any]:
         results = program.whole(program.forward(states), ways)
         if program.tangents:
-            self._batch = _Batch(program, states, ways)
+            made = zip(program.joint.results, results, strict=True)
+            self._batch = _Batch(
+                program,
+                states,
+                ways,
+                {program.places[name]: x for name, x in made if name in program.places},
+            )
         return results
 
     def _joined(self, result: Any, given: Given, each: Sequence[Given]) -> Any:
@@ -170,10 +176,17 @@ class SlicedCalls:
             return result
         leaves, spec = tree_flatten(result)
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        ends = [leaves[i] for i in batch.ends]
+        ends = [leaves[i] if i < len(leaves) else batch.made[i].detach() for i in batch.ends]
         owners = batch.owned(given, each)
+        held: dict[int | None, Tensor] = {}  # by storage
         for i, end in zip(batch.ends, _InSlices.apply(batch, ends, *owners), strict=True):
-            leaves[i] = end
+            if i < len(leaves):
+                leaves[i] = end
+            else:
+                held[storage_of(end)] = end
+        if held:
+            put = lambda tensor: held.get(storage_of(tensor), tensor)  # noqa: E731
+            leaves = [rebuilt(leaf, put) if is_held(leaf) else leaf for leaf in leaves]
         return tree_unflatten(leaves, spec)
 
     def _adopt(self, joint: Joint) -> Run:
@@ -250,9 +263,13 @@ class _Batch:
     """A batch between its forward and its backward."""
 
     def __init__(
-        self, program: SlicedProgram, states: Sequence[State], ways: Sequence[Way]
+        self,
+        program: SlicedProgram,
+        states: Sequence[State],
+        ways: Sequence[Way],
+        made: Mapping[int, Tensor],  # the batch's results, by place
     ) -> None:
-        self.program, self.ways = program, ways
+        self.program, self.ways, self.made = program, ways, made
         self.states: list[State] | None = list(states)
         self.ends = sorted(program.tangents)  # places of results that get a gradient
         read = [name for name in program.joint.inputs if isinstance(states[0].get(name), Tensor)]

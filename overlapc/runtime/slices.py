@@ -29,7 +29,7 @@ from overlapc.passes.parts import Parts, cut, join
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
 from overlapc.runtime.objects import alike as equal
-from overlapc.runtime.objects import is_held
+from overlapc.runtime.objects import is_held, needs_gradient, rebuilt, with_gradient
 from overlapc.runtime.program import Flight, Program, State
 from overlapc.stages import turns
 
@@ -108,18 +108,27 @@ def apart(value: Tensor, way: Way, count: int) -> Sequence[Tensor]:
 
 def marked(results: Any, arguments: Any, loss: Tensor | None = None) -> Any:
     """Mark each tensor among a model's results by its place, so that the graph says which is
-    which. Of a `loss`, that alone requires a gradient. This is traced."""
+    which; tensors with a gradient in objects among them come last (`with_gradient`). Of a `loss`,
+    that alone requires a gradient. This is traced."""
     leaves, spec = tree_flatten(results)
     seen = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
-    found = []
-    for i, leaf in enumerate(leaves):
-        made = leaf
-        if isinstance(leaf, Tensor):
-            make = Tensor.clone if any(leaf is other for other in seen) else Tensor.contiguous
-            seen.append(leaf)
-            given = leaf if loss is None or leaf is loss else leaf.detach()
-            made = mark(given, i, make)
-        found.append(made)
+
+    def made(leaf: Tensor, i: int) -> Tensor:
+        make = Tensor.clone if any(leaf is other for other in seen) else Tensor.contiguous
+        seen.append(leaf)
+        return mark(leaf if loss is None or leaf is loss else leaf.detach(), i, make)
+
+    found = [made(leaf, i) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+    number = len(leaves)
+
+    def marked_there(tensor: Tensor) -> Tensor:
+        nonlocal number
+        if not needs_gradient(tensor):
+            return tensor
+        number += 1
+        return made(tensor, number - 1)
+
+    found = [rebuilt(leaf, marked_there) if with_gradient([leaf]) else leaf for leaf in found]
     return tree_unflatten(found, spec)
 
 
@@ -140,8 +149,8 @@ def places(joint: Joint) -> tuple[dict[str, int], dict[int, str]]:
     tangents = {getattr(d.output, "idx", -1): name for name, d in joint.tangents.items()}
     if not place.keys() >= tangents.keys():
         raise CaptureError(
-            "something that requires a gradient is kept by the model, or is in an object that is "
-            "no list, tuple or dict; expected it to be returned, or detached"
+            "something that requires a gradient is kept by the model, or is in an object without a "
+            "`__dict__`; expected it to be returned, or detached"
         )
     return {plain[i]: n for i, n in place.items()}, {place[i]: tangents[i] for i in tangents}
 

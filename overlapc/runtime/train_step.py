@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.layers import sliced
@@ -34,6 +34,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
 from overlapc.runtime.given import Given, alike, givens
+from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
@@ -156,7 +157,7 @@ class TrainStep:
                 if is_new:
                     step = begin()  # counters of the model have changed meanwhile
                 step.ways = found.ways
-                return _detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
+                return detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
         except CaptureError as error:
             self._attempts.refused(error)
             result = plainly(self._whole(*given.args, **given.kwargs))
@@ -239,12 +240,11 @@ class TrainStep:
         result = self._result(*args, **kwargs)
         if isinstance(result, Tensor):
             return result
-        loss = _loss_of(result)
-        return tree_map_only(Tensor, lambda t: t if t is loss else t.detach(), result)
+        return detached(result, but=_loss_of(result))
 
     def _marked(self, *args: Any, **kwargs: Any) -> Any:
         """That of a slice."""
-        result = self._result(*args, **kwargs)
+        result = self._whole(*args, **kwargs)
         loss = result if isinstance(result, Tensor) else _loss_of(result)
         return marked(result, (args, kwargs), loss)
 
@@ -276,7 +276,7 @@ class TrainStep:
             self._refused(key, CaptureError("torch.compile is switched off"))
             return plainly(result)
         step.finish_alone()
-        return _detached(result)
+        return detached(result)
 
     def _called(self, traced: Traced, step: Step, given: Given) -> Any:
         try:
@@ -384,11 +384,7 @@ def _loss(result: Any) -> Tensor:
 def plainly(result: Any) -> Any:
     """Run the backward of a forward that ran as plain PyTorch."""
     _loss(result).backward()
-    return _detached(result)
-
-
-def _detached(result: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, result)
+    return detached(result)
 
 
 def adding(module: nn.Module, options: Options) -> float:

@@ -23,7 +23,7 @@ from overlapc.passes.joint import Joint
 from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import Captured, changed_inputs
 from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.objects import alike, inside, is_held, joined, objects_in
+from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, way_of
 from overlapc.runtime.snapshot import as_it_was, left_alone
@@ -45,11 +45,13 @@ class Compared:
     apart: float
     tolerance: float
     cut: str = "cut along dimension 0"
+    held: tuple[str, ...] = ()  # the last results, which are in objects
 
     def __str__(self) -> str:
+        names = [f"result {i}" for i in range(len(self.ways) - len(self.held))]
         made = [
-            f"result {i} {f'along dimension {way}' if isinstance(way, int) else SAID[way]}"
-            for i, way in enumerate(self.ways)
+            f"{name} {f'along dimension {way}' if isinstance(way, int) else SAID[way]}"
+            for name, way in zip([*names, *self.held], self.ways, strict=True)
         ]
         return (
             f"{self.cut}; put together: {', '.join(made)}; bitwise plain accumulation "
@@ -94,7 +96,7 @@ def compared(
     """Let eager compute the batch uncut and in slices, with gradients if the graph has any. Raise,
     on all ranks, if slices give anything else."""
     mine = _BothWays(model, forward, batch, each, joint, [*draws.values()])
-    found = Compared(mine.ways, mine.apart, mine.tolerance)
+    found = Compared(mine.ways, mine.apart, mine.tolerance, held=mine.ends)
     return told(found, mine.different, mine.first_module, len(each), exchange)
 
 
@@ -142,6 +144,7 @@ class _BothWays:
         self.tolerance, self.backward = tolerance_of(joint.captured), bool(joint.tangents)
         self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
         self.ways: tuple[Way, ...] = ()
+        self.ends: tuple[str, ...] = ()  # the last results, which are in objects
         self.different, self.apart = "", 0.0
         with as_it_was(model):
             expected = self.uncut()
@@ -154,12 +157,14 @@ class _BothWays:
             self.apart, self.different = farthest(expected, found, self.tolerance)
 
     def forward(self, part: Any) -> tuple[list[Any], dict[str, Any]]:
-        """The model's results, and what the objects among them hold. Objects among the arguments,
-        which all slices get, are left as they were."""
+        """The model's results, and what the objects among them hold: of that the tensors with a
+        gradient are results, too. Objects among the arguments, which all slices get, are left as
+        they were."""
         with left_alone(objects_in((part.args, part.kwargs))):
             results = self._forward(part)
-            held = [inside(f"result {i}", x) for i, x in enumerate(results) if is_held(x)]
-        return results, {name: x for each in held for name, x in each.items()}
+            ends, held = opened(results)
+        self.ends = tuple(ends)
+        return [*results, *ends.values()], held
 
     def uncut(self) -> dict[str, Any]:
         before = _attributes(self.model)
@@ -169,9 +174,17 @@ class _BothWays:
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
-        self.results, self.held = _named(results), held
+        self.results, self.held = self.named(results), held
         found = {name: x for name, x in self.results.items() if not is_held(x)}
         return found | held | self.kept | self.gradients([self.batch])
+
+    def named(self, results: Sequence[Any]) -> dict[str, Any]:
+        named = {}
+        names = [f"result {i}" for i in range(len(results) - len(self.ends))]
+        for name, leaf in zip([*names, *self.ends], results, strict=True):
+            is_loss = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1
+            named["the loss" if is_loss and "the loss" not in named else name] = leaf
+        return named
 
     def in_slices(self) -> dict[str, Any]:
         """One slice after the other, each with what those before it counted; or beside each other,
@@ -220,9 +233,9 @@ class _BothWays:
         """Raise for a part of an input in an attribute or object: of an input nothing is made that
         could be put together."""
         inputs = _tensors_in((self.batch.args, self.batch.kwargs))
-        storages = {_storage(tensor) for tensor in inputs if tensor.dim()} - {None}
+        storages = {storage_of(tensor) for tensor in inputs if tensor.dim()} - {None}
         for name, value in set_or_held.items():
-            if isinstance(value, Tensor) and _storage(value) in storages:
+            if isinstance(value, Tensor) and storage_of(value) in storages:
                 raise OptionError(
                     f"slices={len(self.each)}: {name} is an input or a view of one, so "
                     "it would be the last slice's: clone it"
@@ -330,14 +343,6 @@ def farthest(
     return farthest, different
 
 
-def _named(results: Sequence[Any]) -> dict[str, Any]:
-    named = {}
-    for i, leaf in enumerate(results):
-        is_loss = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1
-        named["the loss" if is_loss and "the loss" not in named else f"result {i}"] = leaf
-    return named
-
-
 def _attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     """The tensors in each attribute of the model's modules, buffers included."""
     return {
@@ -436,9 +441,3 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 def _tensors(values: Any) -> list[Any]:
     return [tensor.detach().clone() for tensor in _tensors_in(values)]
-
-
-def _storage(tensor: Tensor) -> int | None:
-    """What all views of a tensor have in common."""
-    strided = tensor.layout == torch.strided
-    return tensor.untyped_storage()._cdata if strided else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from overlapc import optimize
+from overlapc import TrainStep, optimize
 from overlapc.errors import OptionError
 from overlapc.runtime.objects import inside, joined
 from tests.torch.exact import DYNAMO_WARNINGS, randn
 
 pytestmark = DYNAMO_WARNINGS
+Gradients = list[Tensor | None]
 
 
 class Held:
@@ -81,6 +83,132 @@ def test_tensors_in_objects_are_put_together(call):
             compare(twin(x + i), model, x + i)
     assert "each tensor in it along dimension 0" in twin.explain()
     assert twin.unchanged == []
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+    more: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: Tensor
+    logits: Tensor
+
+
+def plainly(model: nn.Module, x: Tensor, slices: int, wanted: Callable[[Any], Tensor]) -> Gradients:
+    """The gradients of accumulation over slices."""
+    model.zero_grad()
+    for each in x.chunk(slices):
+        (wanted(model(each)) / slices).backward()
+    return taken(model)
+
+
+def taken(model: nn.Module) -> Gradients:
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def same(mine: Gradients, others: Gradients) -> bool:
+    pairs = zip(mine, others, strict=True)
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
+LOSSES = [
+    lambda m, x, y: Output(y.square().mean(), y),
+    lambda m, x, y: Frozen(y.square().mean(), y.detach()),
+    lambda m, x, y: Output(
+        y.square().mean(), y.t() * 2, {"kept": [y + 1, (Held(z=y * 2, n=3), 1)]}
+    ),
+    lambda m, x, y: (Output(y.square().mean(), y), y.argmax(1)),
+]
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("call", LOSSES)
+def test_a_loss_in_an_object_is_the_batchs(call, slices):
+    """`optimize`: the loss of the returned object has the gradients of the slices'."""
+
+    def wanted(result: Any) -> Tensor:
+        found = result[0] if isinstance(result, tuple) else result
+        return found.loss
+
+    model, _, x = made(call)
+    twin = optimize(model, slices=slices, profile="estimate")
+    for i in range(2):
+        expected = plainly(model, x + i, slices, wanted)
+        result = twin(x + i)
+        wanted(result).backward()
+        assert same(taken(model), expected)
+        whole, parts = model(x + i), [wanted(model(each)) for each in (x + i).chunk(slices)]
+        assert torch.equal(wanted(result), sum(part / slices for part in parts))
+        mine, theirs = inside("", result), inside("", whole)
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(mine[name], value)
+                assert mine[name].requires_grad == value.requires_grad
+    assert twin.unchanged == []
+    assert ".loss mean" in twin.explain()
+
+
+def test_a_loss_of_what_an_object_holds():
+    """The loss is outside of the model, and reads tensors that lie differently in the batch."""
+
+    def wanted(result: Any) -> Tensor:
+        return (result.logits.square() * 2).mean() + result.more["kept"][0].square().mean()
+
+    model, twin, x = made(lambda m, x, y: Output(None, y.t() * 2, {"kept": [y + 1, y.relu()]}))
+    model.zero_grad()
+    wanted(model(x)).backward()
+    expected = taken(model)
+    for _ in range(2):
+        result = twin(x)
+        wanted(result).backward()
+        for mine, other in zip(taken(model), expected, strict=True):
+            torch.testing.assert_close(mine, other)
+    assert twin.unchanged == []
+    assert "result 0.logits along dimension 1" in twin.explain()
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize(
+    "call", [*LOSSES[:2], lambda m, x, y: Output(y.square().mean(), y, [(Held(z=y * 2, n=3), 1)])]
+)
+def test_a_step_takes_the_loss_of_an_object(call, slices):
+    model, _, x = made(call)
+    step = TrainStep(model, slices=slices, profile="estimate")
+    for i in range(2):
+        expected = plainly(model, x + i, slices, lambda result: result.loss)
+        (found,) = step([x + i])
+        assert same(taken(model), expected)
+        whole = inside("", model(x + i))
+        for name, value in inside("", found).items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(value, whole[name].detach())
+                assert not value.requires_grad
+    assert step.unchanged == []
+
+
+class Slots:
+    __slots__ = ("kept",)
+
+
+def in_slots(x: Tensor) -> Slots:
+    found = Slots()
+    found.kept = x
+    return found
+
+
+def test_a_gradient_in_an_object_that_is_not_opened_runs_uncut():
+    _, twin, x = made(lambda m, x, y: (y.square().mean(), in_slots(y)))
+    with pytest.warns(RuntimeWarning, match="in an object without a `__dict__`"):
+        loss, _ = twin(x)
+    loss.backward()
+    assert len(twin.unchanged) == 1
 
 
 class Pair:
