@@ -3,8 +3,10 @@
     [same]  what all rows share          rows = "a CSV: what differs, and what was measured"
 
 A table says who measured it and under which conditions. One that `calibrates` was looked at when
-costs were chosen: its errors are shown and never counted. `step_ms` is the time of a step,
-`peak_gb` the most memory of any rank, `fits` whether the run had enough.
+costs were chosen: its errors are shown and never counted. One whose steps are `composed` says how
+that is known: its source calls them measured, but put them together from parts, and nobody ran
+them. They are counted apart. `step_ms` is the time of a step, `peak_gb` the most memory of any
+rank, `fits` whether the run had enough.
 """
 
 from __future__ import annotations
@@ -79,6 +81,14 @@ class Table:
     conditions: str
     calibrates: bool
     rows: tuple[Row, ...]
+    composed: str = ""  # how it is known that nobody ran these steps
+
+    @property
+    def titled(self) -> str:
+        """Its name, and why it does not count."""
+        reasons = "calibrates" * self.calibrates, "composed" * bool(self.composed)
+        why = ", ".join(filter(None, reasons))
+        return f"{self.name} ({why})" if why else self.name
 
 
 @dataclass(frozen=True)
@@ -160,8 +170,13 @@ def load_table(path: StrPath) -> Table:
             rows.append(_row(path, given, same))
         except (ValueError, OverlapcError) as error:
             raise FileError(f"table {shown}: row {number}: {error}") from error
-    calibrates = data["role"] == "calibrates"
-    return Table(path.stem, data["source"], data["conditions"], calibrates, tuple(rows))
+    calibrates, composed = data["role"] == "calibrates", data.get("composed", "")
+    if not isinstance(composed, str):
+        raise FileError(
+            f"table {shown}: composed is {composed!r}, expected how that is known, a text"
+        )
+    about = data["source"], data["conditions"], calibrates
+    return Table(path.stem, *about, tuple(rows), composed.strip())
 
 
 def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:

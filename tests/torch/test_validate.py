@@ -155,7 +155,7 @@ def test_an_optimizer_is_divided_over_the_ranks_that_hold_the_same() -> None:
     assert alone == round(memory_ns((46 + 8) * (dense + experts)))
 
 
-@pytest.mark.parametrize("name", ["korthikanti", "vtrain-small", "simumax-b200"])
+@pytest.mark.parametrize("name", ["korthikanti", "zero-bubble", "simumax-b200"])
 def test_the_package_has_what_these_costs_predict(name: str) -> None:
     """Or `search` would print errors of other costs."""
     row = next(row for row in load_table(PUBLIC / f"{name}.toml").rows if row.step_ns)
