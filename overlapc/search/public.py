@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
-from overlapc.search.units import Unit, make_unit
+from overlapc.search.units import Unit, make_units
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,6 +70,11 @@ class Row:
         enough = key.model.dense_first + _BLOCKS * key.model.period
         model = replace(key.model, layers=min(key.model.layers, enough))
         return replace(key, model=model, gpus=key.tp * max(key.cp, key.expert_ranks))
+
+    @property
+    def alike(self) -> UnitKey:
+        """What rows share that are captured together: all of the key but its microbatch."""
+        return replace(self.key, microbatch=0)
 
 
 @dataclass(frozen=True)
@@ -136,10 +141,11 @@ def predict(row: Row, unit: Unit) -> Predicted:
     return Predicted(row, found.step_ns, max(found.peak_bytes), needed, within)
 
 
-def predict_alike(key: UnitKey, rows: tuple[Row, ...]) -> list[Predicted]:
-    """Predict rows of one key, which is captured once."""
-    unit = make_unit(key, bounded=False, most=_BLOCKS)
-    return [predict(row, unit) for row in rows]
+def predict_alike(rows: Sequence[Row]) -> list[Predicted]:
+    """Predict rows that are alike: their blocks are captured together."""
+    keys = list(dict.fromkeys(row.key for row in rows))
+    units = dict(zip(keys, make_units(keys, bounded=False, most=_BLOCKS), strict=True))
+    return [predict(row, units[row.key]) for row in rows]
 
 
 def load_table(path: StrPath) -> Table:
