@@ -108,11 +108,7 @@ class Update:
         )
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
         optimizer_ns = round(machine.memory_ns(moved))
-        shared_ns = 0
-        if model.tied and not model.whole and layout.stages - 1 not in layout.stages_of(0):
-            words = model.vocab * model.width // layout.tp * size
-            near = 1 if cluster.gpus > machine.gpus_per_node else 2
-            shared_ns = machine.collective_ns("all_reduce", words, 2, near)
+        shared_ns = _shared_ns(model, cluster, layout, size)
         fewest, each = framework.buckets
         if not fewest:
             return Update(tuple(sums), optimizer_ns, gather_ns, late_ns, shared_ns=shared_ns)
@@ -124,3 +120,13 @@ class Update:
             bucket, passing = max(bucket, 1 / stages), layout.pp
         under = late_ns, gather_ns, bucket, passing
         return Update(tuple(sums), optimizer_ns, 0, 0, *under, shared_ns)
+
+
+def _shared_ns(model: Model, cluster: Cluster, layout: Layout, size: int) -> int:
+    """The sum of the gradients of words that the first stage and the last share."""
+    if not model.tied or model.whole or layout.stages - 1 in layout.stages_of(0):
+        return 0
+    machine = load_hardware(cluster.hardware)
+    words = model.vocab * model.width // layout.tp * size
+    near = 1 if cluster.gpus > machine.gpus_per_node else 2
+    return machine.collective_ns("all_reduce", words, 2, near)
