@@ -37,7 +37,7 @@ def kinds_of(table: Table) -> dict[_Kind, list[Predicted]]:
     rows = [row for row in table.rows if row.step_ns]
     for key in dict.fromkeys(row.key for row in rows):
         alike = tuple(dict.fromkeys(row for row in rows if row.key == key))
-        for each in predict_alike(key, alike):
+        for each in predict_alike(alike):
             if not each.refused:
                 found[table.name, key, each.row.recompute].append(each)
     return found

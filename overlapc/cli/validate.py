@@ -54,10 +54,10 @@ def _validate(args: argparse.Namespace) -> int:
     asked = [row for one in tables for row in one.rows[:: args.every]]
     alike: dict[UnitKey, dict[Row, None]] = {}
     for row in asked:
-        alike.setdefault(row.key, {})[row] = None
+        alike.setdefault(row.alike, {})[row] = None
     found: dict[Row, Predicted] = {}
     with doing("predicting published runs") as note, planners(args.workers or WORKERS) as pool:
-        tasks = [pool.submit(predict_alike, key, tuple(rows)) for key, rows in alike.items()]
+        tasks = [pool.submit(predict_alike, tuple(rows)) for rows in alike.values()]
         for task in tasks:
             found |= {each.row: each for each in task.result()}
             note(f"{len(found)} of {len(set(asked))} rows")

@@ -88,7 +88,8 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
-    """Write a line for each table, one for all tables that count, and the worst rows."""
+    """Write a line for each table, sums of those that count, without composed steps and with them,
+    and the worst rows."""
     rows: list[tuple[str, ...]] = [
         (
             "table",
@@ -104,24 +105,19 @@ def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
             "refused",
         )
     ]
-    rows += [
-        _line(one.name + (" (calibrates)" if one.calibrates else ""), Score.of(found))
-        for one, found in judged
-    ]
-    counted = [each for one, found in judged if not one.calibrates for each in found]
-    if counted:
-        each_table = [Score.of(found) for one, found in judged if not one.calibrates]
-        right, known = (
-            sum(count) for count in zip(*(s.fits_right for s in each_table), strict=True)
-        )
-        total = replace(Score.of(counted), fits_right=(right, known))
-        total = replace(total, risky=sum(score.risky for score in each_table))
-        rows.append(_line("all that count", total))
+    rows += [_line(one.titled, Score.of(found)) for one, found in judged]
+    held_out = [(one, found) for one, found in judged if not one.calibrates]
+    measured = [found for one, found in held_out if not one.composed]
+    if measured:
+        rows.append(_line("all that count", _total(measured)))
+    if len(measured) < len(held_out):
+        rows.append(_line("with composed ones", _total([found for _, found in held_out])))
     lines = table(rows)
     for one, found in judged:
         timed = [each for each in found if each.row.step_ns and not each.refused]
         timed.sort(key=lambda each: -abs(each.error))
         lines += ["", f"{one.name}: {one.source}. {one.conditions}"]
+        lines += [f"  composed: {one.composed}"] if one.composed else []
         worst = [
             (
                 f"{each.error:+.1%}",
@@ -134,6 +130,15 @@ def scoreboard(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> str:
         reasons = {each.refused for each in found if each.refused}
         lines += [f"  refused: {reason}" for reason in sorted(reasons)]
     return "\n".join(lines)
+
+
+def _total(tables: Sequence[Sequence[Predicted]]) -> Score:
+    """The score of several tables' rows. Of a table that tells nothing of runs that failed, it is
+    not counted who fits."""
+    scores = [Score.of(found) for found in tables]
+    right, known = (sum(count) for count in zip(*(s.fits_right for s in scores), strict=True))
+    total = Score.of([each for found in tables for each in found])
+    return replace(total, fits_right=(right, known), risky=sum(s.risky for s in scores))
 
 
 def _line(name: str, score: Score) -> tuple[str, ...]:
@@ -160,6 +165,7 @@ def as_json(judged: Sequence[tuple[Table, Sequence[Predicted]]]) -> list[dict[st
             "table": one.name,
             "source": one.source,
             "calibrates": one.calibrates,
+            "composed": one.composed,
             "rows": [
                 {
                     "row": each.row.text,

@@ -342,7 +342,7 @@ def figures_of(
     forward_ns = sum(cost.forward_ns for cost in costs)
     uncovered_ns = update.uncovered_ns(forward_ns, sum(cost.takes("B") for cost in costs))
     exposed_dp = whole.step_ns - ran.timeline.step_ns + update.late_ns + update.gather_ns
-    exposed_dp += uncovered_ns
+    exposed_dp += uncovered_ns + update.shared_ns
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
     step_ns = gradients_ns + update.after_ns + uncovered_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}

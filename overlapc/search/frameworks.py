@@ -98,7 +98,8 @@ _MEGATRON_BUCKETS = 40_000_000, 1_000_000
 # section 6.3; 54.2% of the peak, as its abstract has it, are 39.1 s); the reduction of gradients in
 # half precision is 0.9% of it by our estimate, and the rest is this.
 _STRAGGLERS = 0.026
-# What the host of PyTorch takes without CUDA graphs: calibrated by `vtrain-small-calibration`.
+# What the host of PyTorch takes without CUDA graphs: calibrated by `vtrain-small-calibration`,
+# whose steps were put together of kernels of a layer, traced with the gaps between them.
 _HOST_NS, _HOST_COLLECTIVE_NS = 48_000, 25_000
 # Grouped products: of 108 on B200 and 12 on A100 PCIe (SimuMax 1.2, its system files) that figure
 # leaves a median error of 9 to 14% and of 2 to 13%; none, 21 to 37% and 10 to 21%.

@@ -145,14 +145,15 @@ class Nearest:
 
 
 def as_csv(judged: Iterable[tuple[Table, Sequence[Predicted]]]) -> str:
-    """Write the predicted rows that have a measured step, in their tables' order."""
+    """Write the predicted rows that have a measured step, in their tables' order; none that is
+    composed."""
     text = io.StringIO()
     names = [each.name for each in fields(Run)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for table, found in judged:
         for each in found:
-            if each.row.step_ns and not each.refused:
+            if each.row.step_ns and not each.refused and not table.composed:
                 run = _published(table, each)
                 writer.writerow([getattr(run, name) for name in names])
     return text.getvalue()

@@ -392,7 +392,9 @@ def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) ->
     if layout.pp == 1:
         return 0
     across = layout.tp * layout.replicas >= cluster.gpus_per_node
-    # Ranks of a node send at the same time, each its part of the width or all of it.
+    # Ranks of a node send at the same time, each its part of the width, which those that receive
+    # gather (Narayanan et al. 2021, section 4.1); or all of it.
     apart = across and not layout.sequence and find_framework(cluster.framework).scatters
-    size = unit.boundary_bytes // layout.tp if apart else unit.boundary_bytes
-    return machine.collective_ns("p2p", size, 2, 1 if across else 2)
+    whole = unit.boundary_bytes
+    sent_ns = machine.collective_ns("p2p", whole // layout.tp if apart else whole, 2, 2 - across)
+    return sent_ns + apart * machine.collective_ns("all_gather", whole, layout.tp, layout.tp)

@@ -3,8 +3,10 @@
     [same]  what all rows share          rows = "a CSV: what differs, and what was measured"
 
 A table says who measured it and under which conditions. One that `calibrates` was looked at when
-costs were chosen: its errors are shown and never counted. `step_ms` is the time of a step,
-`peak_gb` the most memory of any rank, `fits` whether the run had enough.
+costs were chosen: its errors are shown and never counted. One whose steps are `composed` says how
+that is known: its source calls them measured, but put them together from parts, and nobody ran
+them. They are counted apart. `step_ms` is the time of a step, `peak_gb` the most memory of any
+rank, `fits` whether the run had enough.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from overlapc.search.layouts import Cluster, Layout, static_bytes
 from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
-from overlapc.search.units import Unit, make_unit
+from overlapc.search.units import Unit, make_units
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,6 +71,11 @@ class Row:
         model = replace(key.model, layers=min(key.model.layers, enough))
         return replace(key, model=model, gpus=key.tp * max(key.cp, key.expert_ranks))
 
+    @property
+    def alike(self) -> UnitKey:
+        """What rows share that are captured together: all of the key but its microbatch."""
+        return replace(self.key, microbatch=0)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -79,6 +86,14 @@ class Table:
     conditions: str
     calibrates: bool
     rows: tuple[Row, ...]
+    composed: str = ""  # how it is known that nobody ran these steps
+
+    @property
+    def titled(self) -> str:
+        """Its name, and why it does not count."""
+        reasons = "calibrates" * self.calibrates, "composed" * bool(self.composed)
+        why = ", ".join(filter(None, reasons))
+        return f"{self.name} ({why})" if why else self.name
 
 
 @dataclass(frozen=True)
@@ -126,10 +141,11 @@ def predict(row: Row, unit: Unit) -> Predicted:
     return Predicted(row, found.step_ns, max(found.peak_bytes), needed, within)
 
 
-def predict_alike(key: UnitKey, rows: tuple[Row, ...]) -> list[Predicted]:
-    """Predict rows of one key, which is captured once."""
-    unit = make_unit(key, bounded=False, most=_BLOCKS)
-    return [predict(row, unit) for row in rows]
+def predict_alike(rows: Sequence[Row]) -> list[Predicted]:
+    """Predict rows that are alike: their blocks are captured together."""
+    keys = list(dict.fromkeys(row.key for row in rows))
+    units = dict(zip(keys, make_units(keys, bounded=False, most=_BLOCKS), strict=True))
+    return [predict(row, units[row.key]) for row in rows]
 
 
 def load_table(path: StrPath) -> Table:
@@ -160,8 +176,13 @@ def load_table(path: StrPath) -> Table:
             rows.append(_row(path, given, same))
         except (ValueError, OverlapcError) as error:
             raise FileError(f"table {shown}: row {number}: {error}") from error
-    calibrates = data["role"] == "calibrates"
-    return Table(path.stem, data["source"], data["conditions"], calibrates, tuple(rows))
+    calibrates, composed = data["role"] == "calibrates", data.get("composed", "")
+    if not isinstance(composed, str):
+        raise FileError(
+            f"table {shown}: composed is {composed!r}, expected how that is known, a text"
+        )
+    about = data["source"], data["conditions"], calibrates
+    return Table(path.stem, *about, tuple(rows), composed.strip())
 
 
 def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:

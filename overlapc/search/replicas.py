@@ -37,6 +37,8 @@ class Update:
     under_forward_ns: int = 0
     bucket: float = 1.0  # a bucket's part of a rank's gradients
     passing: int = 1  # microbatches that pass a rank's stages in turn before the others
+    # The first stage and the last sum their gradients of the table of words that they share
+    shared_ns: int = 0
 
     @property
     def least_ns(self) -> int:
@@ -46,7 +48,7 @@ class Update:
     @property
     def after_ns(self) -> int:
         """The part of the update that comes after all gradients."""
-        return self.late_ns + self.optimizer_ns + self.gather_ns
+        return self.late_ns + self.shared_ns + self.optimizer_ns + self.gather_ns
 
     def uncovered_ns(self, forward_ns: int, backward_ns: int) -> int:
         """What is left of buckets' traffic, beside a microbatch's forward and backward. The last
@@ -106,14 +108,25 @@ class Update:
         )
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
         optimizer_ns = round(machine.memory_ns(moved))
+        shared_ns = _shared_ns(model, cluster, layout, size)
         fewest, each = framework.buckets
         if not fewest:
-            return Update(tuple(sums), optimizer_ns, gather_ns, late_ns)
+            return Update(tuple(sums), optimizer_ns, gather_ns, late_ns, shared_ns=shared_ns)
         bucket = min(1.0, max(fewest, each * layout.dp) / max(map(sum, of_rank)))
-        stages = layout.stages // layout.pp
-        if layout.schedule != "interleaved" or stages == 1:
-            return Update(tuple(sums), optimizer_ns, 0, 0, late_ns, gather_ns, bucket)
-        # Megatron starts all of a stage's buckets at once (--no-align-grad-reduce is not the
-        # default) when the last microbatch has passed it (grad_sync_func in its schedules.py).
-        bucket = max(bucket, 1 / stages)
-        return Update(tuple(sums), optimizer_ns, 0, 0, late_ns, gather_ns, bucket, layout.pp)
+        stages, passing = layout.stages // layout.pp, 1
+        if layout.schedule == "interleaved" and stages > 1:
+            # Megatron starts all of a stage's buckets at once (--no-align-grad-reduce is not the
+            # default) when the last microbatch has passed it (grad_sync_func in its schedules.py).
+            bucket, passing = max(bucket, 1 / stages), layout.pp
+        under = late_ns, gather_ns, bucket, passing
+        return Update(tuple(sums), optimizer_ns, 0, 0, *under, shared_ns)
+
+
+def _shared_ns(model: Model, cluster: Cluster, layout: Layout, size: int) -> int:
+    """The sum of the gradients of words that the first stage and the last share."""
+    if not model.tied or model.whole or layout.stages - 1 in layout.stages_of(0):
+        return 0
+    machine = load_hardware(cluster.hardware)
+    words = model.vocab * model.width // layout.tp * size
+    near = 1 if cluster.gpus > machine.gpus_per_node else 2
+    return machine.collective_ns("all_reduce", words, 2, near)

@@ -68,6 +68,26 @@ def test_errors_are_counted(tmp_path: Path) -> None:
     assert "-3.3%" in printed
 
 
+def test_composed_steps_are_counted_apart(tmp_path: Path) -> None:
+    """Nobody ran them: they are shown, and in a sum of their own."""
+    judged = []
+    for name, ms in (("one", 100), ("other", 50)):
+        path = tmp_path / f"{name}.toml"
+        composed = 'composed = "of parts"\n[same]' if name == "other" else "[same]"
+        path.write_text(TEXT.replace("[same]", composed))
+        table = load_table(path)
+        judged.append((table, [Predicted(row, ms * 1_000_000) for row in table.rows[:1]]))
+    assert [table.titled for table, _ in judged] == ["one", "other (composed)"]
+    lines = scoreboard(judged).splitlines()
+    sums = {line.split("  ")[0]: line.split() for line in lines[:6]}
+    assert sums["all that count"][3:7] == ["1", "0.0%", "0.0%", "+0.0%"]
+    assert sums["with composed ones"][3:7] == ["2", "25.0%", "50.0%", "-25.0%"]
+    assert "  composed: of parts" in lines
+    alone = scoreboard(judged[1:])
+    assert "all that count" not in alone
+    assert "with composed ones" in alone
+
+
 def test_ranks_correlate_as_they_should() -> None:
     assert spearman([1, 2, 3], [10, 20, 30]) == 1
     assert spearman([1, 2, 3], [3, 2, 1]) == -1
@@ -82,6 +102,7 @@ def test_ranks_correlate_as_they_should() -> None:
     [
         ("version = 1", "version = 2", "version 2"),
         ('"held out"', '"secret"', "role 'secret'"),
+        ("[same]", "composed = true\n[same]", "composed is True, expected how that is known"),
         ("gpus,batch", "gpus,bulk", "unknown columns bulk"),
         ("width = ", "post_norms = ", "no width"),
         ("8,16,8,1,200", "8,16,0,1,200", "row 3: tp is '0'"),
