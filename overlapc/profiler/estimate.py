@@ -199,11 +199,15 @@ def _moved_bytes(node: fx.Node) -> int:
 
 
 def _attention(node: fx.Node) -> Attention:
-    backward = "backward" in _name(node)
+    name = _name(node)
+    backward, rings = "backward" in name, name.startswith("ring")
     (query, *_) = tensors(node.all_input_nodes[int(backward)].meta.get("val"))
-    shape = query.shape
+    before = int(backward) + (2 if backward and rings else 0)  # result and sums are before the key
+    key = next(iter(tensors(node.all_input_nodes[before + 1].meta.get("val"))), query)
     causal = any(arg is True for arg in node.args) or node.kwargs.get("is_causal") is True
-    return Attention(math.prod(hint(n) for n in shape[:-2]), hint(shape[-2]), causal, backward)
+    heads = math.prod(hint(n) for n in query.shape[:-2])
+    beside = rings and not causal
+    return Attention(heads, hint(query.shape[-2]), causal, backward, hint(key.shape[-2]), beside)
 
 
 def _dtype(node: fx.Node) -> str:

@@ -67,11 +67,13 @@ class Kernels:
             filled = max(filled, rate * m * n * batch / whole)
         return self.parts[layout] * filled * k / (k + self.ramp)
 
-    def attention_part(self, heads: int, seq: int, kind: str) -> float:
-        """Of causal attention, half of whose scores are made; heads of all sequences."""
+    def attention_part(self, heads: int, seq: int, kind: str, keys: int | None) -> float:
+        """Of attention of so many queries; heads of all sequences. Causal to so many keys, half of
+        whose scores are made; or to keys that all are seen."""
         waves = heads * -(-seq // _ATTENTION_ROWS) / self.multiprocessors
         filled = waves / (waves + self.fills[f"{kind}_fill"])
-        return self.parts[kind] * filled * seq / (seq + _ATTENTION_RAMP)
+        whole = 1.0 if keys is None else keys / (keys + _ATTENTION_RAMP)
+        return self.parts[kind] * filled * whole
 
 
 @dataclass(frozen=True)

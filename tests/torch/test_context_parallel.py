@@ -39,7 +39,8 @@ def test_a_block_gathers_keys_and_values_once(
     model: Transformer, each: int, sequence: bool
 ) -> None:
     tp = 2 if sequence else 1
-    problem = unit(model, Layout(tp, 1, 4 // tp // 2, 2, sequence=sequence, cp=2)).problem
+    layout = Layout(tp, 1, 4 // tp // 2, 2, sequence=sequence, cp=2, cp_comm_type="all_gather")
+    problem = unit(model, layout).problem
     plain = unit(model, Layout(tp, 1, 4 // tp, 2, sequence=sequence)).problem
     size = 2 * 256 * each * 2 // tp  # sequences, tokens, elements, bytes
     machine = load_hardware(CLUSTER.hardware)
