@@ -114,8 +114,8 @@ def _context(kind: str) -> list[str]:
     """What context-parallel ranks exchange, and who runs it."""
     return [
         f"  cp: {_EXCHANGES[kind]} (Megatron's --cp-comm-type {kind}); exposed tp has it, too",
-        "  Under overlapc.megatron attention runs as Transformer Engine has it, as one op: what the "
-        "plan puts between its parts stays outside",
+        "  Under overlapc.megatron attention is one op, Transformer Engine's own: what a plan puts "
+        "between its parts runs outside of it",
     ]
 
 
