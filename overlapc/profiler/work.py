@@ -77,8 +77,8 @@ def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
             # Formulas count all scores.
             flops /= 2 if mixed.causal else 1
             kind = "attention_backward" if mixed.backward else "attention_forward"
-            keys = (mixed.keys or mixed.seq) if mixed.causal else None
-            part = kernels.attention_part(mixed.heads, mixed.seq, kind, keys)
+            size = mixed.heads, mixed.seq, mixed.keys or mixed.seq
+            part = kernels.attention_part(*size, kind, mixed.causal)
         elif mixed.beside:
             flops *= 2  # the figure is of causal attention, half of whose scores are made
     elif kernels is not None and product is not None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import overlapc
 from overlapc.search.context import Context
 from overlapc.search.models import Transformer
 from overlapc.search.modules import Blocks
@@ -78,3 +79,29 @@ def test_divided_sequences_give_what_whole_ones_give(
     model: Transformer, kind: str, ranks: int
 ) -> None:
     run_ranks(on_rank, ranks, model, kind, timeout_s=240)
+
+
+def planned(rank: int, ranks: int, kind: str) -> tuple[bool, list[str]]:
+    """Whether a planned step is eager's on these ranks, bit by bit; and what it recomputes."""
+    dist.init_process_group("gloo")
+    context = Context(dist.group.WORLD, kind, rank)
+    model, twin = (blocks(GROUPED, context) for _ in range(2))
+    how = {"solver": "heu", "profile": "estimate", "hardware": "cpu-gloo", "timeout_s": 60}
+    step = overlapc.optimize(twin, memory_budget=0.8, **how)
+    torch.manual_seed(rank)
+    x = torch.randn(2, GROUPED.seq // ranks, GROUPED.width, dtype=torch.float64)
+    for each in (model, step):
+        each(x).square().mean().backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    same = all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    (report,) = step.reports
+    dist.barrier()
+    dist.destroy_process_group()
+    return same, list(report.plan.recomputed)
+
+
+@pytest.mark.parametrize("kind", ["p2p", "a2a"])
+def test_a_planned_step_is_eagers_bit_by_bit(kind: str) -> None:
+    for same, again in run_ranks(planned, 2, kind, timeout_s=280):
+        assert same
+        assert again

@@ -208,10 +208,11 @@ def test_without_measured_kernels_a_score_takes_as_long_beside_the_diagonal_as_o
 def test_a_rank_keeps_queries_one_part_of_keys_and_values_the_result_and_its_sums() -> None:
     trace = ring().trace
     read = [name for op in ops_of(ring(), "ring_attention_backward") for name in op.inputs]
+    bases = {trace.value[trace.value[name].storage] for name in read}
     storages = {
-        trace.value[name].storage: trace.value[name].bytes
-        for name in read
-        if trace.value[name].producer and trace.op[trace.value[name].producer].is_forward
+        base.name: base.bytes
+        for base in bases
+        if base.producer and trace.op[base.producer].is_forward
     }
     held = ROWS * HEADS * WIDTH * 2  # of queries, and of the result
     assert sorted(storages.values()) == sorted([held, held, SENT, ROWS * HEADS * 4])
