@@ -277,7 +277,8 @@ class ToSequences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_to_pieces(*ctx.where, grads)
+        ranks, group, rows_first = ctx.where
+        return None, None, None, *_to_pieces(ranks, group, rows_first, grads)
 
 
 class ToPieces(torch.autograd.Function):
@@ -292,7 +293,8 @@ class ToPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_to_sequences(*ctx.where, grads)
+        ranks, group = ctx.where
+        return None, None, None, *_to_sequences(ranks, group, grads)
 
 
 def _to_sequences(ranks: int, group: str, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -110,8 +110,8 @@ class Found:
         if not all(isinstance(count, int) and 1 <= count <= _MOST for count in counts):
             raise ValueError(f"found {counts}, expected whole numbers from 1 to {_MOST:,}")
         if layout.cp_comm_type not in CP_COMM_TYPES:
-            found = f"{layout.cp_comm_type!r}, expected one of {', '.join(CP_COMM_TYPES)}"
-            raise ValueError(f"cp_comm_type is {found}")
+            kinds = ", ".join(CP_COMM_TYPES)
+            raise ValueError(f"cp_comm_type is {layout.cp_comm_type!r}, expected one of {kinds}")
         if parsed.solver not in SOLVERS and not is_of_field(parsed.solver):
             raise ValueError(f"found solver {parsed.solver!r}, expected one of {SOLVERS}")
         return parsed

@@ -225,7 +225,7 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
 def comm_types(model: Model, tp: int, cp: int) -> tuple[str, ...]:
     """How so many context-parallel ranks may exchange keys and values; the default, if there are
     none. All-to-alls divide the heads of a tensor-parallel rank."""
-    if cp == 1:
+    if cp == 1 or not isinstance(model, Transformer):
         return CP_COMM_TYPES[:1]
     return tuple(kind for kind in CP_COMM_TYPES if kind != "a2a" or model.splits_heads(tp * cp))
 
