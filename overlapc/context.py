@@ -50,9 +50,11 @@ class _Ring(torch.autograd.Function):
         for step in range(ranks):
             if step < ranks - 1:
                 flight = _send(kv, 1, rank, ranks, group)
-            last_queries, keys = pair.seen(kv, step, rank)
-            query = q[:, :, q.shape[2] // 2 :] if last_queries else q
-            part, part_sums = torch.ops.overlapc.ring_attention(query, *keys, step == 0)
+            keys = pair.views(kv)
+            if step == 0:
+                part, part_sums = torch.ops.overlapc.ring_attention_diagonal(q, *keys)
+            else:
+                part, part_sums = torch.ops.overlapc.ring_attention(q, *keys, rank, step)
             if step == 0:
                 out, sums = part, part_sums
             else:
@@ -67,22 +69,22 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, sums = ctx.saved_tensors
         pair, rank, ranks, group = ctx.where
-        rows, order = q.shape[2], _order(q)
+        order = _order(q)
         dq: Tensor | None = None
         dkv: Tensor | None = None
         for step in reversed(range(ranks)):
             flight = None if step == 0 else _send(kv, -1, rank, ranks, group)
             flight_of_gradient = None if dkv is None else _send(dkv, -1, rank, ranks, group)
-            last_queries, keys = pair.seen(kv, step, rank)
-            first = rows // 2 if last_queries else 0
-            given = (t[:, :, first:] if first else t for t in (grad, q, out, sums))
-            dq_part, *dkv_part = torch.ops.overlapc.ring_attention_backward(
-                *given, *keys, step == 0
-            )
-            dq = torch.ops.overlapc.ring_add(dq, [dq_part], rows, not last_queries, order)
+            given = grad, q, out, sums, *pair.views(kv)
+            if step == 0:
+                parts = torch.ops.overlapc.ring_attention_diagonal_backward(*given)
+            else:
+                parts = torch.ops.overlapc.ring_attention_backward(*given, rank, step)
+            dq_part, *dkv_part = parts
+            dq = torch.ops.overlapc.ring_add(dq, [dq_part], order)
             if flight_of_gradient is not None:
                 dkv = _c10d.wait_tensor(flight_of_gradient)
-            dkv = torch.ops.overlapc.ring_add(dkv, dkv_part, pair.rows, True, pair.order)
+            dkv = torch.ops.overlapc.ring_add(dkv, dkv_part, pair.order)
             if flight is not None:
                 kv = _c10d.wait_tensor(flight)
         assert dq is not None
@@ -101,21 +103,9 @@ class _Pair:
     def of(k: Tensor, v: Tensor) -> _Pair:
         return _Pair((tuple(k.shape), tuple(v.shape)), _order(k))
 
-    @property
-    def rows(self) -> int:
-        return self.shapes[0][2]
-
     def views(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         k, v = kv.split([math.prod(shape) for shape in self.shapes])
         return _lying(k, self.shapes[0], self.order), _lying(v, self.shapes[1], self.order)
-
-    def seen(self, kv: Tensor, step: int, rank: int) -> tuple[bool, tuple[Tensor, ...]]:
-        """Are the last half of the queries alone to see the keys and values of this step; and those
-        of them that are seen."""
-        both = self.views(kv)
-        if step > rank:
-            return True, both
-        return False, both if step == 0 else tuple(x[:, :, : self.rows // 2] for x in both)
 
 
 def _order(x: Tensor) -> list[int]:
@@ -141,56 +131,106 @@ def _send(x: Tensor, by: int, rank: int, ranks: int, group: str) -> Tensor:
 # --------------------------------------------------------------------------- ops of the ring
 
 
-@torch.library.custom_op("overlapc::ring_attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to a part of the keys, and the logarithms of the sums of its weights."""
+def _seen(step: int, rank: int, rows: int) -> tuple[slice, slice]:
+    """The queries and the keys between which scores are made. The ranks' graphs are the same: what
+    differs is inside of their ops."""
+    if step == 0:
+        return slice(0, rows), slice(0, rows)
+    if step <= rank:
+        return slice(0, rows), slice(0, rows // 2)
+    return slice(rows // 2, rows), slice(0, rows)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of one rank, and the logarithms of the sums of its weights: zeros, and
+    of nothing, where none is seen."""
     _refuse_other_devices(q)
-    found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_alike(q, k, v), 0.0, causal
+    rows, keys = _seen(step, rank, q.shape[2])
+    part, part_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_alike(q[:, :, rows], k[:, :, keys], v[:, :, keys]), 0.0, step == 0
     )
-    return _as_lies(found, q, v.shape[-1]), sums.contiguous()
+    found = torch.zeros_like(q[..., : v.shape[-1]])
+    sums = part_sums.new_full(q.shape[:-1], -math.inf)
+    found[:, :, rows], sums[:, :, rows] = part[..., : v.shape[-1]], part_sums
+    return found, sums
 
 
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _as_attended(q: Tensor, k: Tensor, v: Tensor, *_: int) -> tuple[Tensor, Tensor]:
     sums = q.new_empty(q.shape[:-1], dtype=_exact(q))
     return torch.empty_like(q[..., : v.shape[-1]]), sums
 
 
-@torch.library.custom_op("overlapc::ring_attention_backward", mutates_args=())
-def _backward(
-    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, causal: bool
+def _went_back(
+    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, rank: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by the scores of these queries and keys, of attention whose result and sums are
-    those of all keys."""
+    """The gradients by the scores of one rank's keys, of attention whose result and sums are those
+    of all keys."""
     _refuse_other_devices(q)
+    rows, keys = _seen(step, rank, q.shape[2])
     more = q.shape[-1] - v.shape[-1]
-    grad, out = (F.pad(t, (0, more)).contiguous() for t in (grad, out))
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, *_alike(q, k, v), out, sums.contiguous(), 0.0, causal
+    given = (F.pad(t[:, :, rows], (0, more)).contiguous() for t in (grad, out))
+    grad, out = given
+    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad,
+        *_alike(q[:, :, rows], k[:, :, keys], v[:, :, keys]),
+        out,
+        sums[:, :, rows].contiguous(),
+        0.0,
+        step == 0,
     )
     heads = k.shape[1], q.shape[1] // k.shape[1]
-    dk, dv = (t.unflatten(1, heads).sum(2) for t in (dk, dv))
-    return _as_lies(dq, q), _as_lies(dk, k), _as_lies(dv, v, v.shape[-1])
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+    dq[:, :, rows] = parts[0]
+    dk[:, :, keys] = parts[1].unflatten(1, heads).sum(2)
+    dv[:, :, keys] = parts[2].unflatten(1, heads).sum(2)[..., : v.shape[-1]]
+    return dq, dk, dv
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, causal: bool
+def _as_went_back(
+    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, *_: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+# Ops of one name and of the same shapes cost the same, so the diagonal has ops of its own.
+
+
+@torch.library.custom_op("overlapc::ring_attention_diagonal", mutates_args=())
+def _diagonal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return _attend(q, k, v, 0, 0)
+
+
+@torch.library.custom_op("overlapc::ring_attention", mutates_args=())
+def _beside(q: Tensor, k: Tensor, v: Tensor, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    return _attend(q, k, v, rank, step)
+
+
+@torch.library.custom_op("overlapc::ring_attention_diagonal_backward", mutates_args=())
+def _diagonal_backward(
+    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _went_back(grad, q, out, sums, k, v, 0, 0)
+
+
+@torch.library.custom_op("overlapc::ring_attention_backward", mutates_args=())
+def _beside_backward(
+    grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor, rank: int, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _went_back(grad, q, out, sums, k, v, rank, step)
+
+
+_diagonal.register_fake(_as_attended)
+_beside.register_fake(_as_attended)
+_diagonal_backward.register_fake(_as_went_back)
+_beside_backward.register_fake(_as_went_back)
+
+
 @torch.library.custom_op("overlapc::ring_merge", mutates_args=())
 def _merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to more keys, of results for some each. `part` may be of the last queries alone."""
-    first = out.shape[2] - part.shape[2]
-    old, new = sums[:, :, first:], torch.logaddexp(sums[:, :, first:], part_sums)
-    merged = (old - new).exp()[..., None] * out[:, :, first:]
-    merged = merged + (part_sums - new).exp()[..., None] * part
-    found = torch.empty_like(out).copy_(out)
-    found[:, :, first:] = merged
-    return found, torch.cat([sums[:, :, :first], new], 2)
+    """Attention to more keys, of results for some each."""
+    both = torch.logaddexp(sums, part_sums)
+    merged = (sums - both).exp()[..., None] * out + (part_sums - both).exp()[..., None] * part
+    return torch.empty_like(out).copy_(merged), both
 
 
 @_merge.register_fake
@@ -199,30 +239,15 @@ def _(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> tuple[Tenso
 
 
 @torch.library.custom_op("overlapc::ring_add", mutates_args=())
-def _add(
-    whole: Tensor | None, parts: Sequence[Tensor], rows: int, first: bool, order: Sequence[int]
-) -> Tensor:
-    """`whole`, or zeros, with the parts added, which lie one behind the other: to their first or to
-    their last rows."""
-    more = [rows - part.shape[2] for part in parts]
-    filled = [
-        F.pad(part, (0, 0, 0, rest) if first else (0, 0, rest, 0)).permute(list(order)).reshape(-1)
-        for part, rest in zip(parts, more, strict=True)
-    ]
-    found = torch.cat(filled)
+def _add(whole: Tensor | None, parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    """`whole`, or nothing, with the parts added, which lie one behind the other."""
+    found = torch.cat([part.permute(list(order)).reshape(-1) for part in parts])
     return found if whole is None else whole + found
 
 
 @_add.register_fake
-def _(
-    whole: Tensor | None, parts: Sequence[Tensor], rows: int, first: bool, order: Sequence[int]
-) -> Tensor:
-    return parts[0].new_empty(sum(part.numel() // part.shape[2] * rows for part in parts))
-
-
-def _as_lies(x: Tensor, like: Tensor, width: int | None = None) -> Tensor:
-    """A copy whose dimensions lie in memory as those of another tensor."""
-    return torch.empty_like(like[..., :width]).copy_(x[..., :width])
+def _(whole: Tensor | None, parts: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
 def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,20 +270,28 @@ def _refuse_other_devices(x: Tensor) -> None:
         )
 
 
-def _flops(q: Any, k: Any) -> int:
-    """Of two products, whose values are taken to be as wide as keys: kernels need that."""
+def _flops(q: Any, *_: Any, **__: Any) -> int:
+    """Of two products, of all scores. Values are taken to be as wide as keys: kernels need that."""
     batch, heads, rows, width = q
-    return 4 * int(batch * heads * rows * width) * int(k[2])
+    return 4 * int(batch * heads * rows * width) * int(rows)
 
 
-@register_flop_formula(torch.ops.overlapc.ring_attention)
-def _forward_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
-    return _flops(q, k)
+def _flops_back(grad: Any, q: Any, *_: Any, **__: Any) -> int:
+    return _flops(q) * 5 // 2
 
 
-@register_flop_formula(torch.ops.overlapc.ring_attention_backward)
-def _backward_flops(grad: Any, q: Any, out: Any, sums: Any, k: Any, *_: Any, **__: Any) -> int:
-    return _flops(q, k) * 5 // 2
+def _half(*given: Any, **named: Any) -> int:
+    return _flops(*given, **named) // 2
+
+
+def _half_back(*given: Any, **named: Any) -> int:
+    return _flops_back(*given, **named) // 2
+
+
+register_flop_formula(torch.ops.overlapc.ring_attention_diagonal)(_flops)
+register_flop_formula(torch.ops.overlapc.ring_attention_diagonal_backward)(_flops_back)
+register_flop_formula(torch.ops.overlapc.ring_attention)(_half)
+register_flop_formula(torch.ops.overlapc.ring_attention_backward)(_half_back)
 
 
 # --------------------------------------------------------------------------- all-to-alls of heads

@@ -200,14 +200,17 @@ def _moved_bytes(node: fx.Node) -> int:
 
 def _attention(node: fx.Node) -> Attention:
     name = _name(node)
-    backward, rings = "backward" in name, name.startswith("ring")
+    backward = "backward" in name
     (query, *_) = tensors(node.all_input_nodes[int(backward)].meta.get("val"))
-    before = int(backward) + (2 if backward and rings else 0)  # result and sums are before the key
-    key = next(iter(tensors(node.all_input_nodes[before + 1].meta.get("val"))), query)
+    heads, rows = math.prod(hint(n) for n in query.shape[:-2]), hint(query.shape[-2])
+    if name.startswith("ring"):  # of a step behind the first one, to half of the keys
+        beside = "diagonal" not in name
+        keys = rows // 2 if beside else rows
+        return Attention(heads, rows, not beside, backward, keys, beside)
     causal = any(arg is True for arg in node.args) or node.kwargs.get("is_causal") is True
-    heads = math.prod(hint(n) for n in query.shape[:-2])
-    beside = rings and not causal
-    return Attention(heads, hint(query.shape[-2]), causal, backward, hint(key.shape[-2]), beside)
+    key = node.args[int(backward) + 1]
+    keys = hint(key.meta["val"].shape[-2]) if isinstance(key, fx.Node) else rows
+    return Attention(heads, rows, causal, backward, keys)
 
 
 def _dtype(node: fx.Node) -> str:

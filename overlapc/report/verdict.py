@@ -112,17 +112,11 @@ _EXCHANGES = {
 
 def _context(kind: str) -> list[str]:
     """What context-parallel ranks exchange, and who runs it."""
-    lines = [
+    return [
         f"  cp: {_EXCHANGES[kind]} (Megatron's --cp-comm-type {kind}); exposed tp has it, too",
         "  Under overlapc.megatron attention is one op, Transformer Engine's own: what a plan puts "
         "between its parts runs outside of it",
     ]
-    if kind == "p2p":
-        lines.append(
-            "  overlapc plans no ring elsewhere: its graphs differ from rank to rank "
-            "(overlapc.context.ring_attention runs in eager PyTorch)"
-        )
-    return lines
 
 
 def _within(best: Found, cluster: Cluster) -> str:

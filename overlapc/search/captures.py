@@ -170,8 +170,7 @@ class _Captured:
         elif "attention" in getattr(model, "unfused", ""):
             shape = (model.seq, key.microbatch)
         x = torch.zeros(*shape, model.width, requires_grad=True)
-        # Of a ring's ranks the last: each of its steps merges results of all queries.
-        how = Context(context, key.cp_comm_type, key.cp - 1) if key.cp > 1 else None
+        how = Context(context, key.cp_comm_type) if key.cp > 1 else None
         divided = key.sequence, how, key.shares_experts
         blocks = capture(model.blocks(count, tensor, expert, *divided), x)
         head = capture(Head(model, tensor, key.sequence), x)

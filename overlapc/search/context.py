@@ -13,7 +13,7 @@ from overlapc.layers import GatherRows
 
 class Context:
     """The context-parallel ranks, or one rank without a group. `kind` is Megatron's
-    `--cp-comm-type`. Of a ring the modules are those of `rank`."""
+    `--cp-comm-type`. In a ring `rank` says which half of the scores each step makes."""
 
     def __init__(self, group: ProcessGroup | None, kind: str = "", rank: int = 0) -> None:
         self.name = group.group_name if group else ""

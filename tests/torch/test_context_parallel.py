@@ -207,7 +207,7 @@ def test_without_measured_kernels_a_score_takes_as_long_beside_the_diagonal_as_o
 
 def test_a_rank_keeps_queries_one_part_of_keys_and_values_the_result_and_its_sums() -> None:
     trace = ring().trace
-    read = [name for op in ops_of(ring(), "ring_attention_backward") for name in op.inputs]
+    read = [name for op in ops_of(ring(), "ring_attention", False) for name in op.inputs]
     bases = {trace.value[trace.value[name].storage] for name in read}
     storages = {
         base.name: base.bytes
