@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from overlapc.cli.shared import FAILED, GOOD, Declare, bytes_or_text, positive
+from overlapc.search.layouts import CP_COMM_TYPES
 
 COMPARED = "none,full,selective,megatron,checkmate,heu,opt"
 
@@ -71,8 +72,14 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         "--cp",
         type=positive,
         default=1,
-        help="context-parallel ranks: each has a part of every sequence and gathers all keys and "
-        "values for attention, as Megatron does with --cp-comm-type all_gather; 1 by default",
+        help="context-parallel ranks: each has a part of every sequence; 1 by default",
+    )
+    add(
+        "--cp-comm-type",
+        default="",
+        choices=["", *CP_COMM_TYPES],
+        help="how they exchange keys and values, by Megatron's names: in a ring of sends under "
+        "attention (p2p), by all-to-alls of heads (a2a), or by gathering all; open by default",
     )
     add(
         "--expert-tensor-parallel",

@@ -123,6 +123,7 @@ def _fixed(args: argparse.Namespace) -> Fixed:
         args.expert_tensor_parallel,
         args.first_layers,
         args.last_layers,
+        args.cp_comm_type,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from overlapc.errors import OptionError
 from overlapc.search.chosen import Chosen
-from overlapc.search.megatron import CP_COMMUNICATION, RUN_BY_MEGATRON
+from overlapc.search.megatron import RUN_BY_MEGATRON
 from overlapc.solvers.partition import layout as layer_layout
 
 # A shape of the searched model -> the field of Megatron's config, and the flag that sets it.
@@ -80,6 +80,7 @@ def _mismatches(
 def _divided(chosen: Chosen, config: Any) -> list[_Term]:
     """How the model and its sequences are divided over ranks."""
     cp, chunks = chosen.layout.cp, len(chosen.layers) // chosen.pp
+    kind = chosen.layout.cp_comm_type
     sharing = "pass" if chosen.sequence_parallel else "leave out"
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     virtual = config.virtual_pipeline_model_parallel_size or 1
@@ -100,9 +101,9 @@ def _divided(chosen: Chosen, config: Any) -> list[_Term]:
         ),
         (
             "communication of context parallelism",
-            communication_of(config) if cp > 1 else CP_COMMUNICATION,
-            CP_COMMUNICATION,
-            f"pass --cp-comm-type {CP_COMMUNICATION}",
+            communication_of(config) if cp > 1 else kind,
+            kind,
+            f"pass --cp-comm-type {kind}",
         ),
         ("ranks of a pipeline", pp, chosen.pp, f"pass --pipeline-model-parallel-size {chosen.pp}"),
         (
@@ -124,7 +125,7 @@ def communication_of(config: Any) -> str:
     """How context-parallel ranks exchange keys and values; of layers that differ, all ways."""
     given = getattr(config, "cp_comm_type", None) or "p2p"  # Transformer Engine's default
     each = [given] if isinstance(given, str) else given
-    kinds = {CP_COMMUNICATION if kind == "allgather" else kind for kind in each}
+    kinds = {"all_gather" if kind == "allgather" else kind for kind in each}
     return " ".join(sorted(kinds))
 
 

@@ -199,11 +199,18 @@ def _moved_bytes(node: fx.Node) -> int:
 
 
 def _attention(node: fx.Node) -> Attention:
-    backward = "backward" in _name(node)
+    name = _name(node)
+    backward = "backward" in name
     (query, *_) = tensors(node.all_input_nodes[int(backward)].meta.get("val"))
-    shape = query.shape
+    heads, rows = math.prod(hint(n) for n in query.shape[:-2]), hint(query.shape[-2])
+    if name.startswith("ring"):  # of a step behind the first one, to half of the keys
+        beside = "diagonal" not in name
+        keys = rows // 2 if beside else rows
+        return Attention(heads, rows, not beside, backward, keys, beside)
     causal = any(arg is True for arg in node.args) or node.kwargs.get("is_causal") is True
-    return Attention(math.prod(hint(n) for n in shape[:-2]), hint(shape[-2]), causal, backward)
+    key = node.args[int(backward) + 1]
+    keys = hint(key.meta["val"].shape[-2]) if isinstance(key, fx.Node) else rows
+    return Attention(heads, rows, causal, backward, keys)
 
 
 def _dtype(node: fx.Node) -> str:

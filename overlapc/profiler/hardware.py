@@ -35,6 +35,7 @@ FP8 = "float8"  # the name of its rate among a machine's
 _FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
 _FILLS = ("attention_forward_fill", "attention_backward_fill")
+_LONG = ("attention_forward_long", "attention_backward_long")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 
@@ -57,6 +58,8 @@ class Kernels:
     ramp: float
     parts: Mapping[str, float]  # tn, nn, nt, attention_forward, attention_backward
     fills: Mapping[str, float]  # how many waves of attention's blocks take as long as its ends
+    # Where long sequences were measured: by keys, attention's rate beside what follows from these
+    long: Mapping[str, Table] = field(default_factory=dict)
 
     def matmul_part(self, m: int, n: int, k: int, layout: str, batch: int = 1) -> float:
         filled = 0.0
@@ -67,11 +70,14 @@ class Kernels:
             filled = max(filled, rate * m * n * batch / whole)
         return self.parts[layout] * filled * k / (k + self.ramp)
 
-    def attention_part(self, heads: int, seq: int, kind: str) -> float:
-        """Of causal attention, half of whose scores are made; heads of all sequences."""
+    def attention_part(self, heads: int, seq: int, keys: int, kind: str, causal: bool) -> float:
+        """Of attention of so many queries to so many keys; heads of all sequences. If `causal`,
+        half of the scores are made."""
         waves = heads * -(-seq // _ATTENTION_ROWS) / self.multiprocessors
         filled = waves / (waves + self.fills[f"{kind}_fill"])
-        return self.parts[kind] * filled * seq / (seq + _ATTENTION_RAMP)
+        whole = keys / (keys + _ATTENTION_RAMP) if causal else 1.0
+        long = self.long.get(f"{kind}_long")
+        return self.parts[kind] * filled * whole * (interpolate(long, keys) if long else 1.0)
 
 
 @dataclass(frozen=True)
@@ -240,6 +246,7 @@ def format_hardware(machine: Hardware) -> str:
         lines += [figure("kernels.ramp", machine.kernels.ramp)]
         parts = {**machine.kernels.parts, **machine.kernels.fills}
         lines += [figure(f"kernels.{k}", part) for k, part in parts.items()]
+        lines += [figure(f"kernels.{k}", table) for k, table in machine.kernels.long.items()]
     lines += ["", "[node]", figure("node.gpus", machine.gpus_per_node)]
     for name, link in (("intra", machine.intra), ("inter", machine.inter)):
         lines += ["", f"[{name}]", figure(f"{name}.alpha_ns", link.alpha_ns)]
@@ -296,6 +303,7 @@ class _TomlReader:
             self.number("kernels.ramp"),
             {key: self.part(f"kernels.{key}") for key in _KERNELS},
             {key: self.number(f"kernels.{key}") for key in _FILLS},
+            {key: self.table(f"kernels.{key}") for key in _LONG if self.has(f"kernels.{key}")},
         )
 
     def link(self, name: str) -> LinkSpec:

@@ -52,8 +52,9 @@ def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> 
     """Return the collective of a start node. `number` gives the real value of a size; default: its
     hint.
 
-    An all-to-all of uneven parts counts as an even one with as many bytes sent, or received, by
-    this rank; the part that a rank keeps crosses no link.
+    An all-to-all whose rows all go to one rank is a send. One of other uneven parts counts as an
+    even one with as many bytes sent, or received, by this rank; the part that a rank keeps crosses
+    no link.
     """
     name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
     kind = next((kind for prefix, kind in _KINDS if name.startswith(prefix)), None)
@@ -63,6 +64,8 @@ def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> 
     made = tensors(node.meta.get("val"))
     group, dtype = group_of(node), str(given[0].dtype).removeprefix("torch.") if given else ""
     total = max(_total_bytes(given, number or hint), _total_bytes(made, number or hint))
+    if name == "all_to_all_single" and number is None and goes_to_one(node):
+        kind = "p2p"
     if number is not None and name == "all_to_all_single" and all(node.args[1:3]):
         row_bytes = math.prod(map(number, given[0].shape[1:]), start=given[0].element_size())
         received, sent = (
@@ -71,6 +74,12 @@ def collective_of(node: fx.Node, number: Callable[[Any], int] | None = None) -> 
         )
         total = as_if_even(received, sent, row_bytes, group)
     return Collective(group, kind, dtype if kind in ("all_reduce", "reduce_scatter") else "", total)
+
+
+def goes_to_one(node: fx.Node) -> bool:
+    """Do all rows of an all-to-all go to one of several ranks, as in a ring?"""
+    sent = node.args[2]
+    return isinstance(sent, (list, tuple)) and len(sent) > sum(map(bool, sent)) == 1
 
 
 def as_if_even(received: Sequence[int], sent: Sequence[int], row_bytes: int, group: str) -> int:

@@ -28,12 +28,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Fused attention of so many queries in each of all sequences' heads."""
+    """Fused attention of so many queries in each of all sequences' heads, to so many keys (0: as
+    many). `beside` the diagonal: a part of causal attention all of whose scores are made."""
 
     heads: int
     seq: int
     causal: bool
     backward: bool
+    keys: int = 0
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,14 @@ def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
     if mixed is not None:
         flops *= attention
         part = machine.attention_efficiency
-        if kernels is not None and mixed.causal:
-            flops /= 2  # formulas count all scores
+        if kernels is not None and (mixed.causal or mixed.beside):
+            # Formulas count all scores.
+            flops /= 2 if mixed.causal else 1
             kind = "attention_backward" if mixed.backward else "attention_forward"
-            part = kernels.attention_part(mixed.heads, mixed.seq, kind)
+            size = mixed.heads, mixed.seq, mixed.keys or mixed.seq
+            part = kernels.attention_part(*size, kind, mixed.causal)
+        elif mixed.beside:
+            flops *= 2  # the figure is of causal attention, half of whose scores are made
     elif kernels is not None and product is not None:
         part = kernels.matmul_part(product.m, product.n, product.k, product.layout, product.batch)
     else:

@@ -15,7 +15,6 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
 from overlapc.search.megatron import (
-    CP_COMMUNICATION,
     RUN_BY_MEGATRON,
     megatron_arguments,
     recompute_arguments,
@@ -91,11 +90,7 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
             "  +etp: tp ranks share each expert (Megatron's --expert-tensor-parallel-size)"
         )
     if best.layout.cp > 1:
-        lines += [
-            "  cp: ranks gather keys and values of whole sequences; exposed tp has it, too",
-            f"  It is Megatron's --cp-comm-type {CP_COMMUNICATION}: its default, p2p, would take "
-            "another time",
-        ]
+        lines += _context(best.layout.cp_comm_type)
     if best.rows:
         lines.append("  rows placed: recompute and weight gradients are where ranks would wait")
     if best.merged:
@@ -106,6 +101,22 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
             f"(slices={best.slices}); a model that sees the whole batch is refused when it runs"
         )
     return lines
+
+
+_EXCHANGES = {
+    "p2p": "keys and values go round in a ring under attention",
+    "a2a": "all-to-alls give each rank whole sequences of a part of the heads",
+    "all_gather": "ranks gather keys and values of whole sequences",
+}
+
+
+def _context(kind: str) -> list[str]:
+    """What context-parallel ranks exchange, and who runs it."""
+    return [
+        f"  cp: {_EXCHANGES[kind]} (Megatron's --cp-comm-type {kind}); exposed tp has it, too",
+        "  Under overlapc.megatron attention is one op, Transformer Engine's own: what a plan puts "
+        "between its parts runs outside of it",
+    ]
 
 
 def _within(best: Found, cluster: Cluster) -> str:

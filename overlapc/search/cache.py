@@ -15,7 +15,7 @@ from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Model
 
-VERSION = 13
+VERSION = 14
 
 
 class Cache:

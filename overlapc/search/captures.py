@@ -36,6 +36,7 @@ class UnitKey:
     cp: int = 1
     fp8: bool = False
     shares_experts: bool = False
+    cp_comm_type: str = ""
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
@@ -53,6 +54,7 @@ class UnitKey:
             layout.cp,
             cluster.fp8,
             layout.shares_experts,
+            layout.cp_comm_type if layout.cp > 1 else "",
         )
 
 
@@ -155,6 +157,7 @@ class _Captured:
         import torch
 
         from overlapc.passes.capture import capture
+        from overlapc.search.context import Context
         from overlapc.search.modules import Head
 
         model, (tensor, expert, context) = key.model, groups
@@ -167,7 +170,8 @@ class _Captured:
         elif "attention" in getattr(model, "unfused", ""):
             shape = (model.seq, key.microbatch)
         x = torch.zeros(*shape, model.width, requires_grad=True)
-        divided = key.sequence, context, key.shares_experts
+        how = Context(context, key.cp_comm_type) if key.cp > 1 else None
+        divided = key.sequence, how, key.shares_experts
         blocks = capture(model.blocks(count, tensor, expert, *divided), x)
         head = capture(Head(model, tensor, key.sequence), x)
         each = x.nbytes // key.microbatch

@@ -19,7 +19,8 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-VERSION = 6  # version of the file; 5 did not say what is merged, 4 had no rows
+# Version of the file; 6 did not say how keys and values are exchanged, 5 not what is merged
+VERSION = 7
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule, parse_schedule
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
+    CP_COMM_TYPES,
     Cluster,
     Layout,
     dense_layers,
@@ -108,6 +109,9 @@ class Found:
         counts = *ranks, layout.microbatch, planned, parsed.slices
         if not all(isinstance(count, int) and 1 <= count <= _MOST for count in counts):
             raise ValueError(f"found {counts}, expected whole numbers from 1 to {_MOST:,}")
+        if layout.cp_comm_type not in CP_COMM_TYPES:
+            kinds = ", ".join(CP_COMM_TYPES)
+            raise ValueError(f"cp_comm_type is {layout.cp_comm_type!r}, expected one of {kinds}")
         if parsed.solver not in SOLVERS and not is_of_field(parsed.solver):
             raise ValueError(f"found solver {parsed.solver!r}, expected one of {SOLVERS}")
         return parsed
@@ -324,6 +328,17 @@ class Ran:
         return Ran(costs, rows, timeline, peaks, took_ns, busy_ns, max(0, p2p_ns))
 
 
+def _attention_lanes(stages: Sequence[Stage]) -> set[str]:
+    """The process groups that communicate within attention."""
+    every = [*stages, *(stage.first for stage in stages if stage.first is not None)]
+    return {
+        op.lane
+        for trace in (stage.report.problem.trace for stage in every)
+        for op in trace.ops
+        if op.role == "start" and ".attn" in trace.modules.get(op.name, "")
+    }
+
+
 def figures_of(
     model: Model,
     cluster: Cluster,
@@ -351,9 +366,11 @@ def figures_of(
         exposed |= {"stragglers": late_ns} if late_ns else {}
         step_ns += late_ns
     slowest = [ran_of for stage in stages for ran_of in stage.ran(count)]
+    inside = _attention_lanes(stages) if layout.cp > 1 else set()
     for plan, times in slowest:
         for exposure in plan.exposures:
-            kind = "all-to-all" if "all_to_all" in exposure.issue else "tp"
+            of_experts = "all_to_all" in exposure.issue and exposure.lane not in inside
+            kind = "all-to-all" if of_experts else "tp"
             exposed[kind] = exposed.get(kind, 0) + round(exposure.exposed_ns * times)
     peak = machine.peak_flops.get("bfloat16") or machine.peak_flops.get("float16", math.inf)
     per_s = cluster.global_batch * model.seq / step_ns * 1e9

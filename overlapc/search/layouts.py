@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import FP8, load_hardware
@@ -15,6 +16,8 @@ from overlapc.search.models import Model, Transformer
 from overlapc.solvers.schedules import make_schedule
 
 SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
+# How context-parallel ranks exchange keys and values, by Megatron's names: its default is first.
+CP_COMM_TYPES = ("p2p", "a2a", "all_gather")
 _MOST_CHUNKS = 8
 # bf16 weight, float32 gradient (or the framework's); float32 weight and both moments
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
@@ -26,10 +29,11 @@ class Layout:
     different data; a microbatch has `microbatch` sequences. The schedule says how many stages a
     rank holds. With `sequence` each tp rank has a part of each sequence between the matrices
     (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank.
-    Context parallelism: cp ranks have a part of each sequence everywhere, and gather keys and
-    values for attention. Expert tensor parallelism: with `shares_experts` tp ranks share each
-    expert's matrices, too, else each has whole experts. `first_layers` and `last_layers` are those
-    of the first and the last stage; 0: as all others, as far as they divide evenly."""
+    Context parallelism: cp ranks have a part of each sequence everywhere; for attention keys and
+    values go round ("p2p"), heads are exchanged ("a2a"), or all are gathered. Expert tensor
+    parallelism: with `shares_experts` tp ranks share each expert's matrices, too, else each has
+    whole experts. `first_layers` and `last_layers` are those of the first and the last stage; 0: as
+    all others, as far as they divide evenly."""
 
     tp: int
     pp: int
@@ -42,6 +46,7 @@ class Layout:
     shares_experts: bool = False
     first_layers: int = 0
     last_layers: int = 0
+    cp_comm_type: str = CP_COMM_TYPES[0]  # with one context-parallel rank without a meaning
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -76,7 +81,7 @@ class Layout:
     def __str__(self) -> str:
         tp = f"{self.tp}+sp" if self.sequence else f"{self.tp}"
         tp += "+etp" * self.shares_experts
-        cp = f" cp={self.cp}" if self.cp > 1 else ""
+        cp = f" cp={self.cp} {self.cp_comm_type}" if self.cp > 1 else ""
         text = f"tp={tp}{cp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
         text += f" {self.schedule}" if self.pp > 1 else ""
         text += f" ends={self.first_layers},{self.last_layers}" if any(self.ends) else ""
@@ -109,16 +114,26 @@ class Fixed:
     schedule: str = ""
     sequence: bool = True
     chunks: int = 0  # interleaved stages of a rank
-    cp: int = 1  # never open: what it costs depends on how a framework exchanges keys and values
+    cp: int = 1  # never open
     shares_experts: bool = False
     first_layers: int = 0  # of stages that are a whole rank's
     last_layers: int = 0
+    cp_comm_type: str = ""
 
     @property
     def ends(self) -> tuple[int, int]:
         return self.first_layers, self.last_layers
 
     def __post_init__(self) -> None:
+        if self.cp_comm_type and self.cp == 1:
+            raise OptionError(
+                f"cp_comm_type={self.cp_comm_type} without context-parallel ranks; expected a cp "
+                "of 2 or more, or none of both"
+            )
+        if self.cp_comm_type not in ("", *CP_COMM_TYPES):
+            raise OptionError(
+                f"cp_comm_type={self.cp_comm_type}: expected one of {', '.join(CP_COMM_TYPES)}"
+            )
         if self.chunks and self.schedule not in ("", "interleaved"):
             raise OptionError(
                 f"chunks={self.chunks} with schedule {self.schedule!r}, which fixes the stages of "
@@ -147,6 +162,7 @@ class Fixed:
             if getattr(self, key)
         ]
         said += [f"--cp {self.cp}"] if self.cp > 1 else []
+        said += [f"--cp-comm-type {self.cp_comm_type}"] if self.cp_comm_type else []
         said += ["--expert-tensor-parallel"] if self.shares_experts else []
         said += [] if self.sequence else ["--no-sequence-parallel"]
         return " ".join(said) or "any layout"
@@ -175,6 +191,7 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
         if fixed.shares_experts and not model.splits_experts(tp):
             continue
         sequence = fixed.sequence and model.shares_sequence(tp, cp)
+        kinds = comm_types(model, tp, cp)
         for pp in divisors(cluster.gpus // cp // tp):
             dp = cluster.gpus // cp // tp // pp
             if pp * model.period > model.layers or cluster.global_batch % dp:
@@ -185,10 +202,10 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > 16:
                     break
-                for schedule, chunks in _schedules(model, pp, fixed):
+                for (schedule, chunks), kind in product(_schedules(model, pp, fixed), kinds):
                     shares = fixed.shares_experts and tp > 1
                     where = tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares
-                    layout = Layout(*where, *fixed.ends)
+                    layout = Layout(*where, *fixed.ends, kind)
                     if layout.stages * model.period > model.layers:
                         continue
                     if any(fixed.ends) and not _has_ends(model, layout):
@@ -200,9 +217,17 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                         continue  # its microbatches come in groups of pp
                     if all(
                         not getattr(fixed, key) or getattr(fixed, key) == getattr(layout, key)
-                        for key in ("tp", "pp", "dp", "microbatch", "schedule")
+                        for key in ("tp", "pp", "dp", "microbatch", "schedule", "cp_comm_type")
                     ):
                         yield layout
+
+
+def comm_types(model: Model, tp: int, cp: int) -> tuple[str, ...]:
+    """How so many context-parallel ranks may exchange keys and values; the default, if there are
+    none. All-to-alls divide the heads of a tensor-parallel rank."""
+    if cp == 1 or not isinstance(model, Transformer):
+        return CP_COMM_TYPES[:1]
+    return tuple(kind for kind in CP_COMM_TYPES if kind != "a2a" or model.splits_heads(tp * cp))
 
 
 def _has_ends(model: Model, layout: Layout) -> bool:

@@ -12,7 +12,6 @@ from overlapc.solvers import PREFIX, modules_of
 from overlapc.solvers.partition import layout as layer_layout
 
 RUN_BY_MEGATRON = ("1f1b", "interleaved")  # schedules that Megatron runs
-CP_COMMUNICATION = "all_gather"  # of keys and values, as the search predicts it
 
 
 def megatron_arguments(
@@ -29,7 +28,7 @@ def megatron_arguments(
         yield "--sequence-parallel"
     if layout.cp > 1:
         yield f"--context-parallel-size {layout.cp}"
-        yield f"--cp-comm-type {CP_COMMUNICATION}"
+        yield f"--cp-comm-type {layout.cp_comm_type}"
     yield f"--pipeline-model-parallel-size {layout.pp}"
     if len(set(layers)) > 1:
         yield f"--pipeline-model-parallel-layout '{layer_layout(layers)}'"

@@ -173,6 +173,12 @@ class Transformer:
         and one from the end, so that all have as many scores under the causal mask."""
         return cp == 1 or (self.seq % (2 * cp) == 0 and "attention" not in self.unfused.split())
 
+    def splits_heads(self, ranks: int) -> bool:
+        """Can so many ranks each attend with a part of all heads? Transformer Engine cannot with
+        latent attention."""
+        each = self.heads, self.kv_heads or self.heads
+        return not self.kv_rank and all(heads % ranks == 0 for heads in each)
+
     def scales(self, words: int) -> bool:
         """Are all of a rank's sizes in proportion to its sequences, each of so many words? Experts
         take equal numbers of words, rounded down."""

@@ -19,6 +19,7 @@ from overlapc.layers import (
     all_reduce,
     gather,
 )
+from overlapc.search.context import Context
 from overlapc.search.models import Model, Transformer
 
 _DROPPED = 0.1  # dropout's probability, on which its cost does not depend
@@ -69,10 +70,9 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose heads are divided over the ranks. Context-parallel ranks gather the keys and
-    values of whole sequences for their part of the queries."""
+    """Attention whose heads are divided over the ranks."""
 
-    def __init__(self, model: Transformer, ranks: Ranks, context: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, context: Context) -> None:
         super().__init__()
         self.ranks, self.context, self.head_width = ranks, context, model.head
         self.heads = model.heads // ranks.count
@@ -97,11 +97,8 @@ class Attention(nn.Module):
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
         if self.turns:
             q, k = self.turned(q), self.turned(k)
-        q, k, v = map(self.by_head, (q, *self.from_all(k, v)))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
-        )
-        return self.ranks.leave(self.out(self.by_head(mixed, back=True).flatten(2)))
+        mixed = self.context.attend(q, k, v, self.ranks.sequence)
+        return self.ranks.leave(self.out(mixed))
 
     def by_products(self, mixed: Tensor) -> Tensor:
         """Attention as two batched matrix products with a softmax between them. The sequence is the
@@ -124,17 +121,6 @@ class Attention(nn.Module):
         mixed = torch.bmm(weights, v).transpose(0, 1)
         return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)
 
-    def from_all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole sequences, of which each context-parallel rank has a part."""
-        if self.context.name is None:
-            return k, v
-        mine = torch.cat([k, v], -1)
-        mine = mine if self.ranks.sequence else mine.transpose(0, 1).contiguous()
-        every = GatherRows.apply(mine, self.context.count, self.context.name)
-        every = every if self.ranks.sequence else every.transpose(0, 1)
-        keys, values = every.split([k.shape[-1], v.shape[-1]], -1)
-        return keys, values
-
     def turned(self, x: Tensor) -> Tensor:
         """Turn with the position: in one kernel, or op by op, of which nothing is kept either."""
         if "rotary" not in self.unfused:
@@ -143,19 +129,13 @@ class Attention(nn.Module):
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
-    def by_head(self, x: Tensor, back: bool = False) -> Tensor:
-        """Reshape a rank's part to (batch, heads, sequence, width of a head); or back."""
-        if not self.ranks.sequence:
-            return x.transpose(1, 2)
-        return x.permute(2, 0, 1, 3) if back else x.permute(1, 2, 0, 3)
-
 
 class LatentAttention(Attention):
     """Attention whose queries, and whose keys and values, are made by two thin matrices one after
     the other (DeepSeek's). Each rank has the first of the two whole; the heads of the second are
     divided."""
 
-    def __init__(self, model: Transformer, ranks: Ranks, context: Ranks) -> None:
+    def __init__(self, model: Transformer, ranks: Ranks, context: Context) -> None:
         nn.Module.__init__(self)
         self.ranks, self.context, self.model = ranks, context, model
         self.heads = heads = model.heads // ranks.count
@@ -174,13 +154,9 @@ class LatentAttention(Attention):
         kv = self.kv(self.kv_norm(thin)).unflatten(-1, (self.heads, -1))
         keys, values = kv.split([model.head_width, model.value_width], -1)
         turned = _turned(turned).unsqueeze(-2).expand(*keys.shape[:-1], model.rope_width)
-        k, values = self.from_all(torch.cat([keys, turned], -1), values)
-        # Kernels need values as wide as keys.
-        v = F.pad(values, (0, model.head - model.value_width))
-        q, k, v = (self.by_head(t) for t in (_turned(q), k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed = self.by_head(mixed, back=True)[..., : model.value_width]
-        return self.ranks.leave(self.out(mixed.flatten(2)))
+        keys = torch.cat([keys, turned], -1)
+        mixed = self.context.attend(_turned(q), keys, values, self.ranks.sequence)
+        return self.ranks.leave(self.out(mixed))
 
 
 class MLP(nn.Module):
@@ -240,13 +216,13 @@ class Block(nn.Module):
         tensor: Ranks,
         expert: Ranks,
         has_experts: bool,
-        context: Ranks | None = None,
+        context: Context | None = None,
         shares_experts: bool = False,
     ) -> None:
         super().__init__()
         sharing = tensor if shares_experts else Ranks(None)
         attention = LatentAttention if model.kv_rank else Attention
-        self.attn_norm, self.attn = Norm(model), attention(model, tensor, context or Ranks(None))
+        self.attn_norm, self.attn = Norm(model), attention(model, tensor, context or Context(None))
         self.norm = Norm(model)
         self.kind = "moe" if has_experts else "mlp"  # by these names Megatron recomputes them
         rest = Experts(model, expert, sharing) if has_experts else MLP(model, tensor, model.ffn)
@@ -275,12 +251,12 @@ class Blocks(nn.Module):
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
         sequence: bool = False,
-        context: ProcessGroup | None = None,
+        context: Context | None = None,
         shares_experts: bool = False,
     ) -> None:
         super().__init__()
         period, ranks, held = model.period, Ranks(tensor, sequence), Ranks(expert)
-        divided = Ranks(context), shares_experts
+        divided = context, shares_experts
         self.blocks = nn.ModuleList(
             Block(model, ranks, held, bool(model.experts) and i % period == period - 1, *divided)
             for i in range(count)

@@ -26,7 +26,7 @@ from overlapc.search.public import Predicted, Table
 
 SHIPPED = Path(__file__).with_name("public_runs.csv")
 # What makes two runs alike, each by its logarithm: a factor of two in one of them is one octave.
-_ALIKE = ("tflops", "parameters", "gpus", "tp", "pp", "tokens")
+_ALIKE = ("tflops", "parameters", "gpus", "tp", "cp", "pp", "tokens")
 _EXPERTS = 2.0  # octaves between a model with experts and one without
 
 
@@ -42,6 +42,7 @@ class Run:
     experts: int
     gpus: int
     tp: int
+    cp: int
     pp: int
     schedule: str
     batch: int
@@ -66,6 +67,7 @@ class Run:
             experts,
             cluster.gpus,
             layout.tp,
+            layout.cp,
             layout.pp,
             layout.schedule if layout.pp > 1 else "",
             cluster.global_batch,
@@ -92,7 +94,8 @@ class Run:
 
     def __str__(self) -> str:
         size = f"{self.parameters / 1e9:.1f}B" + " with experts" * (self.experts > 0)
-        where = f"{self.gpus} x {self.hardware}: tp={self.tp} pp={self.pp} {self.schedule}"
+        cp = f" cp={self.cp}" if self.cp > 1 else ""
+        where = f"{self.gpus} x {self.hardware}: tp={self.tp}{cp} pp={self.pp} {self.schedule}"
         by = f"{self.framework}, {self.recompute}"
         return f"{size} on {where.strip()} microbatch={self.microbatch} of {self.seq} tokens, {by}"
 

@@ -135,7 +135,7 @@ class OwnModel:
         tensor: ProcessGroup | None,
         expert: ProcessGroup | None,
         sequence: bool = False,
-        context: ProcessGroup | None = None,
+        context: object = None,
         shares_experts: bool = False,
     ) -> nn.Module:
         assert not sequence

@@ -26,7 +26,7 @@ from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import Interval, interval
-from overlapc.search.layouts import Cluster, Layout, static_bytes
+from overlapc.search.layouts import CP_COMM_TYPES, Cluster, Layout, comm_types, static_bytes
 from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
@@ -43,7 +43,10 @@ VERSION = 1
 _BLOCKS = 2
 _ENOUGH = 1 << 62  # bytes of memory: what a plan takes is asked, not whether it may
 _SHAPE = {each.name: each.type for each in fields(Transformer) if each.name not in ("name",)}
-_LAYOUT = ("gpus", "batch", "microbatch", "tp", "cp", "pp", "schedule", "chunks", "sequence")
+_LAYOUT = (
+    *("gpus", "batch", "microbatch", "tp", "cp", "pp", "schedule", "chunks", "sequence"),
+    "cp_comm_type",
+)
 _HOW = ("hardware", "framework", "recompute")
 _MEASURED = ("step_ms", "peak_gb", "fits")
 _TRUE = ("1", "true", "yes")
@@ -204,6 +207,11 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     if gpus % (tp * cp * pp):
         divided = f"tp={tp} times pp={pp}" + f" times cp={cp}" * (cp > 1)
         raise ValueError(f"{gpus} GPUs are not a multiple of {divided}")
+    kind = cells.get("cp_comm_type", CP_COMM_TYPES[0])
+    if kind not in comm_types(model, tp, cp):
+        raise ValueError(
+            f"cp_comm_type is {kind!r}, expected one of {', '.join(comm_types(model, tp, cp))}"
+        )
     layout = Layout(
         tp,
         pp,
@@ -213,6 +221,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         cells.get("sequence", "").lower() in _TRUE,
         max(2, chunks),
         cp,
+        cp_comm_type=kind,
     )
     if layout.stages > model.layers or batch % (layout.dp * microbatch):
         raise ValueError(f"{layout} does not divide {model.layers} layers and the batch")

@@ -164,6 +164,8 @@ def _none(model: Model, cluster: Cluster, fixed: Fixed) -> OptionError:
         f"{model.layers // model.period} over the stages of a rank, a dp times "
         f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
         "stages a multiple of pp microbatches"
+        + ", and for a2a a tp times cp that divides all heads"
+        * (fixed.cp_comm_type == "a2a")
     )
 
 

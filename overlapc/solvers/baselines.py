@@ -80,14 +80,36 @@ def megatron_without(problem: Problem, dropped: set[str], solver: str) -> Plan:
 
 
 def core_attention(problem: Problem) -> set[str]:
+    """What the core of attention makes, with what it gets from context-parallel ranks for it."""
     trace = problem.trace
     dropped: set[str] = set()
     for op in trace.ops:
         if op.is_forward and is_core_attention(op):
             dropped |= {trace.value[name].storage for name in op.outputs}
+            dropped |= _received(trace, op)
             if "_softmax" in op.signature:
                 dropped |= _around_softmax(problem, op)
     return dropped
+
+
+def _received(trace: Trace, core: Op) -> set[str]:
+    """Storages of what the core of attention reads that comes from other ranks, and of what is made
+    of it for the core by moving alone."""
+    found: set[str] = set()
+
+    def comes(name: str) -> bool:
+        maker = trace.op.get(trace.value[name].producer)
+        if maker is None or not maker.is_forward:
+            return False
+        there, made = storages_of(trace, maker.inputs), storages_of(trace, maker.outputs)
+        moves = target(maker) in _MOVES or made <= there
+        is_mine = maker.role in ("start", "wait") or (moves and any(map(comes, maker.inputs)))
+        found.update(made if is_mine else ())
+        return is_mine
+
+    for name in core.inputs:
+        comes(name)
+    return found
 
 
 def _outputs_of(problem: Problem, *targets: str) -> set[str]:
@@ -145,7 +167,8 @@ def target(op: Op) -> str:
 
 def is_core_attention(op: Op) -> bool:
     called = op.signature.split(" ", 1)[0]
-    return "scaled_dot_product" in called or called.startswith("aten._softmax.")
+    cores = "aten._softmax.", "overlapc.ring_"
+    return "scaled_dot_product" in called or called.startswith(cores)
 
 
 def _around_softmax(problem: Problem, softmax: Op) -> set[str]:

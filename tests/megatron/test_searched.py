@@ -78,13 +78,14 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
         "interleaved": layers_of(config(virtual_pipeline_model_parallel_size=2)),
         "other": error(CHOSEN, other, {**GIVEN, "num_microbatches": 4, "micro_batch_size": 1}, 2),
         "zero-bubble": error(zero_bubble, uneven, GIVEN, 1),
-        "context": [
-            error(replace(CHOSEN, layout=replace(CHOSEN.layout, cp=2)), divided, GIVEN, 1)
-            for divided in (
-                config(**two, cp_comm_type=kind)
+        "context": {
+            searched: [
+                error(replace(CHOSEN, layout=layout), config(**two, cp_comm_type=kind), GIVEN, 1)
                 for kind in ("all_gather", "p2p", None, ["p2p"] * 4 + ["all_gather"] * 4)
-            )
-        ],
+            ]
+            for searched in ("all_gather", "p2p")
+            for layout in [replace(CHOSEN.layout, cp=2, cp_comm_type=searched)]
+        },
     }
 
 
@@ -95,11 +96,16 @@ def test_every_mismatch_is_in_one_error(version: str) -> None:
         pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
     (found,) = run_ranks(errors, 1, version)
     assert found["same"] == ""
-    gathers, *others = found["context"]
+    gathers, *others = found["context"]["all_gather"]
     assert gathers == ""
     for said, kinds in zip(others, ("p2p", "p2p", "all_gather p2p"), strict=True):
         assert f"context parallelism: found {kinds}, expected all_gather" in said
         assert "pass --cp-comm-type all_gather" in said
+    gathers, *rings, mixed = found["context"]["p2p"]
+    assert rings == ["", ""]  # Megatron's default is the ring
+    for said, kinds in ((gathers, "all_gather"), (mixed, "all_gather p2p")):
+        assert f"context parallelism: found {kinds}, expected p2p" in said
+        assert "pass --cp-comm-type p2p" in said
     assert found["layers"] == [(4, 4), (3, 5), (3, 5), (3, 3)]
     assert found["interleaved"] == (2, 2, 2, 2)
     assert found["other"].splitlines()[1:-1] == [

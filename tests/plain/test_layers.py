@@ -67,6 +67,7 @@ LAYERS = {
     "shares": Layer("errors ir ledger planning simulate solvers", "passes runtime"),
     # torch, one process.
     "layers": Layer("torch"),
+    "context": Layer("torch"),
     "passes": Layer("errors flags ir layers merge stages torch valid"),
     "profiler": Layer("emulate errors ir passes torch"),
     "profiler.cache": Layer("errors files"),
@@ -89,6 +90,7 @@ LAYERS = {
         "layers overlapc passes torch",
     ),
     "search.groups": Layer("errors torch"),
+    "search.context": Layer("context layers torch"),
     "search.modules": Layer("layers torch"),
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.

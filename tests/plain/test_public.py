@@ -43,7 +43,7 @@ def test_published_tables_are_read(path: Path) -> None:
     table = load_table(path)
     assert table.rows
     for row in table.rows:
-        assert row.layout.tp * row.layout.pp * row.layout.dp == row.cluster.gpus
+        assert row.layout.tp * row.layout.pp * row.layout.replicas == row.cluster.gpus
         assert row.fits or not row.step_ns
 
 

@@ -115,9 +115,28 @@ def test_attention_takes_what_was_measured(
     assert kernels is not None
     flops = heads * 4096**2 * 2 * 128  # half of all scores, two products
     for kind, us, times in (("forward", forward_us, 1.0), ("backward", backward_us, 2.5)):
-        part = kernels.attention_part(heads, 4096, f"attention_{kind}")
+        part = kernels.attention_part(heads, 4096, 4096, f"attention_{kind}", True)
         took_us = machine.flops_ns(times * flops, "bfloat16", part) / 1000
         assert took_us == pytest.approx(us, rel=0.17)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "forward", "backward"),
+    [  # parts of the peak, of half of all scores; B200, SimuMax 1.2's system files
+        (8, 32768, 0.601, 0.477),
+        (16, 32768, 0.583, 0.436),
+        (8, 131072, 0.501, 0.413),
+        (16, 131072, 0.494, 0.413),
+    ],
+)
+def test_attention_of_long_sequences_takes_what_was_measured(
+    heads: int, tokens: int, forward: float, backward: float
+) -> None:
+    kernels = load_hardware("b200").kernels
+    assert kernels is not None
+    for kind, part in (("forward", forward), ("backward", backward)):
+        found = kernels.attention_part(heads, tokens, tokens, f"attention_{kind}", True)
+        assert found == pytest.approx(part, rel=0.08)
 
 
 def test_unknown_machine_names_the_known_ones() -> None:
