@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -68,16 +71,7 @@ def _main(pipe: Connection, port: int, name: str, rank: int, options: dict[str, 
 def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float) -> None:
     if cpu.folder("0.16.1") is None:
         pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
-    server, port = processes_that_know_torch(), free_port()
-    pipes, processes = [], []
-    try:
-        for rank in range(2):
-            ours, theirs = server.Pipe(duplex=False)
-            processes.append(server.Process(target=_main, args=(theirs, port, name, rank, {})))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        assert [_next(pipe) for pipe in pipes] == ["planning"] * 2
+    with _two_planning(name, {}) as (pipes, processes):
         wait([pipes[victim]], timeout=after_s)
         os.kill(processes[victim].pid or 0, signal.SIGKILL)
         struck = time.monotonic()
@@ -85,10 +79,6 @@ def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float)
         assert kind == RankError.__name__, text
         assert f"rank {victim}" in text or "store" in text, text
         assert when - struck <= PROMISED_S
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.slow
@@ -96,22 +86,31 @@ def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float)
 def test_a_rank_that_stops_for_a_while_is_waited_for_if_asked() -> None:
     if cpu.folder("0.16.1") is None:
         pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
-    server, port = processes_that_know_torch(), free_port()
-    pipes, processes = [], []
-    try:
-        for rank in range(2):
-            ours, theirs = server.Pipe(duplex=False)
-            args = theirs, port, "tp", rank, {"timeout_s": 50.0}
-            processes.append(server.Process(target=_main, args=args))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        assert [_next(pipe) for pipe in pipes] == ["planning"] * 2
+    with _two_planning("tp", {"timeout_s": 50.0}) as (pipes, processes):
         time.sleep(1.0)
         os.kill(processes[1].pid or 0, signal.SIGSTOP)
         time.sleep(TIMEOUT_S + 4)
         os.kill(processes[1].pid or 0, signal.SIGCONT)
         assert [_next(pipe) for pipe in pipes] == ["planned"] * 2
+
+
+@contextmanager
+def _two_planning(
+    name: str, options: dict[str, Any]
+) -> Iterator[tuple[list[Connection], list[BaseProcess]]]:
+    """Two ranks of a layout that have begun to plan; they are killed in the end."""
+    server, port = processes_that_know_torch(), free_port()
+    pipes, processes = [], []
+    try:
+        for rank in range(2):
+            ours, theirs = server.Pipe(duplex=False)
+            process = server.Process(target=_main, args=(theirs, port, name, rank, options))
+            process.start()
+            processes.append(process)
+            theirs.close()
+            pipes.append(ours)
+        assert [_next(pipe) for pipe in pipes] == ["planning"] * 2
+        yield pipes, processes
     finally:
         for process in processes:
             process.kill()
