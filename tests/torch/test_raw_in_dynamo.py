@@ -31,6 +31,7 @@ from tests.torch.test_raw_collectives import (
     each,
     received,
     scaled,
+    scattered_unevenly,
     sent,
 )
 
@@ -125,6 +126,7 @@ IN_DYNAMO = {
     by_the_group: "allreduce",
     coalesced: "dist._coalescing_manager cannot be captured",
     scaled: "_make_nccl_premul_sum",
+    scattered_unevenly: "RuntimeError when making fake tensor call .at File .*test_raw_coll",
 }
 
 
