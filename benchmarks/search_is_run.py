@@ -3,13 +3,13 @@
     python benchmarks/search_is_run.py --rate 400 --reps 9
 
 Two ranks as in `link_bench.py`, each on a core of its own, with a shaped link between them
-(`lab.py`). First the hardware is profiled: the machine and its link (`overlapc profile`), and the
-times of the model's ops (on both ranks at the same time, as they will run). From these figures
-alone, and on no ranks, `search` plans the layouts TP 2, PP 2 and DP 2. Then `TrainStep` and
-`Pipeline` plan them on the ranks, once from the same figures and once from what they measure
-themselves, and run. Every repetition runs every layout, in turn: a step untimed, since memory that
-lay idle while others ran is faulted in anew (110,000 faults and a second of a pipeline's step), and
-a timed one.
+(`lab.py`). First the hardware is profiled: the machine and its link (as by `overlapc profile`, over
+the process group of the steps), and the times of the model's ops (on both ranks at the same time,
+as they will run). From these figures alone, and on no ranks, `search` plans the layouts TP 2, PP 2
+and DP 2. Then `TrainStep` and `Pipeline` plan them on the ranks, once from the same figures and
+once from what they measure themselves, and run. Every repetition runs every layout, in turn: a step
+untimed, since memory that lay idle while others ran is faulted in anew (110,000 faults and a second
+of a pipeline's step), and a timed one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from benchmarks.measuring import timed_ms
 from examples.common import Text, leave, say
 from examples.gpt.model import GPTConfig, with_ends
 from overlapc import Repeats
+from overlapc.files import write_file
 from overlapc.passes.capture import capture
 from overlapc.planning.report import Report
 from overlapc.profiler.cache import Cache
-from overlapc.profiler.hardware import load_hardware
+from overlapc.profiler.hardware import format_hardware, load_hardware
+from overlapc.profiler.machine import measure_machine
 from overlapc.profiler.measure import measure
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
@@ -81,6 +83,12 @@ def stage_of(found: Found, stage: int, microbatch: int) -> nn.Module:
     torch.manual_seed(stage)
     part, _ = find_model(WHERE).stage(found.layers[stage], *ends, tokens, group, None)
     return part
+
+
+def profile_machine(args: argparse.Namespace) -> None:
+    here = measure_machine("here", load_hardware("cpu-gloo"), args.seconds)
+    if dist.get_rank() == 0:
+        write_file(args.folder / "here.toml", format_hardware(here))
 
 
 def measure_ops(args: argparse.Namespace) -> None:
@@ -217,7 +225,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     init_duplex()
-    {"measure": measure_ops, "run": run_layouts}[args.phase](args)
+    phases = {"profile": profile_machine, "measure": measure_ops, "run": run_layouts}
+    phases[args.phase](args)
     leave()
 
 
@@ -267,10 +276,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         own = [__file__, *sys.argv[1:], "--folder", folder, "--phase"]
-        profile = ["-m", "overlapc.cli", "profile", "--out", f"{folder}/here.toml"]
         try:
             with ShapedPair(rate) as pair:
-                pair.run([*profile, "--seconds", str(args.seconds)], quiet)
+                pair.run([*own, "profile"], quiet)
                 pair.run([*own, "measure"], quiet)
                 search_layouts(args)
                 pair.run([*own, "run"], quiet)

@@ -136,6 +136,7 @@ def measure_links(
     repeats: int = 7,
     budget_s: float = 10.0,
     cache: Cache | None = None,
+    beside: Kind | None = None,
 ) -> LinkModel:
     """Time each collective at its exact size, and at a smaller one, which gives a line.
 
@@ -144,6 +145,8 @@ def measure_links(
     since the launch belongs to the compute lane. `budget_s` limits the whole; when it runs out,
     only the largest and the smallest size of each kind are still measured, and those between are
     interpolated. A figure in `cache` is used only if one fresh run of the largest size agrees.
+    `beside` names the kind with which the slowdown is measured; by default the one that takes
+    longest in all.
     """
     if repeats < 1 or not budget_s > 0:
         raise OptionError(
@@ -159,16 +162,23 @@ def measure_links(
                     'estimate (profile="estimate"), or give links of your own'
                 )
         with torch.no_grad():
-            return _Links(device, repeats, budget_s, cache).measure(agree_sizes(calls, device))
+            return _Links(device, repeats, budget_s, cache, beside).measure(
+                agree_sizes(calls, device)
+            )
     except RuntimeError as error:  # torch's error for a dead peer or a timeout
         raise RankError(f"a collective failed while links were measured: {error}") from error
 
 
 class _Links:
     def __init__(
-        self, device: torch.device, repeats: int, budget_s: float, cache: Cache | None
+        self,
+        device: torch.device,
+        repeats: int,
+        budget_s: float,
+        cache: Cache | None,
+        beside: Kind | None,
     ) -> None:
-        self.device, self.repeats, self.cache = device, repeats, cache
+        self.device, self.repeats, self.cache, self.beside = device, repeats, cache, beside
         self.budget_ns = int(budget_s * 1e9)
         self.clock = Clock(device)
         self.identities: dict[str, str] = {}
@@ -185,7 +195,8 @@ class _Links:
         alone = LinkModel(tuple(curves))
         totals = Counter[Curve]()
         for call in calls:
-            totals[alone.curve(call)] += alone.time_ns(call)
+            if self.beside in (None, call.kind):
+                totals[alone.curve(call)] += alone.time_ns(call)
         slowdown, how = measure_slowdown(totals, self.functional, self.clock, self.budget_ns // 3)
         if self.cache is not None:
             self.cache.save()

@@ -206,7 +206,7 @@ def _link(
         for kind in _KINDS
         for size in sizes
     ]
-    model = measure_links(calls, device=device, repeats=9, budget_s=budget_s)
+    model = measure_links(calls, device=device, repeats=9, budget_s=budget_s, beside="all_reduce")
     busbw: dict[str, Table] = {}
     latencies = {}
     for curve in model.curves:

@@ -30,6 +30,7 @@ _GROWS = 16
 _WORST_PERMILLE = 5000
 _REPEATS = 3
 _CHAIN = 5  # collectives one after the other
+_BATCH = 0.75  # of the collective's time alone, that matmuls take beside it
 
 Start = Callable[[], Any]
 Wait = Callable[[Any], Any]
@@ -62,14 +63,16 @@ def measure_slowdown(
         alone_ns = _alone_ns(call.group, clock, start, wait)
     batch = _batch(clock.device)
     # A batch ends before its collective: what is left of the collective shows how much it was
-    # slowed. The batch's length is fitted twice, since on a busy machine a long batch takes
-    # longer than its first part suggests.
+    # slowed. The less is left, the less a late end of it counts for the slowdown.
     count = 10
     for _ in range(3):  # the first run is a warm-up
+        pending = start()
         begin = clock.mark()
         batch(count)
-        took_ns = max(1, clock.read([begin, clock.mark()])[1])
-        count = max(1, min(10_000, int(count * 0.6 * alone_ns / took_ns)))
+        end = clock.mark()
+        wait(pending)
+        took_ns = max(1, clock.read([begin, end])[1])
+        count = max(1, min(10_000, int(count * _BATCH * alone_ns / took_ns)))
     chain = _Chain(call.group, clock, start, wait, lambda: batch(count))
     affordable = budget_ns // (3 * _CHAIN * alone_ns)
     runs = []

@@ -61,6 +61,7 @@ def test_ranks_measure_the_link_between_them(ranks: int, here: int) -> None:
             found = one.collective_ns(kind, size, 2, 2 if which == "intra" else 1)  # type: ignore[arg-type]
             assert 0.7 * expected < found < 2 * expected, (kind, size)
     assert one.sources[f"{which}.alpha_ns"].startswith("measured")
+    assert "chain of all_reduce" in one.sources[f"{which}.slowdown.comm_permille"]
     assert one.sources[f"{other}.alpha_ns"].startswith("not measured")
 
 
