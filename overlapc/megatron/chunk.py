@@ -9,7 +9,7 @@ backward are deferred until Megatron waits for another stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,11 @@ _OUT_OF_ORDER = (
     "a step of Megatron ended, and a backward that was laid by did not run; expected one forward "
     "and one backward of each microbatch: pass merge=False"
 )
+_LEFT_OUT = (
+    "the loss leaves out a tensor that the model's forward returns: gradients would be zeros where "
+    "Megatron has none; expected every result that requires a gradient in the loss: leave out the "
+    "head that makes it (--bert-no-binary-head)"
+)
 
 
 @dataclass
@@ -40,27 +45,36 @@ class Backward:
 
     planned: Planned
     flight: Flight | SlicedFlight
-    tangent: Tensor
+    tangents: Sequence[Tensor]
     scales: list[Tensor]  # as they are at the time of asking
     reduces: list[bool]  # whether its gradients let DDP reduce buckets
 
     def begin(self) -> None:
-        self.planned.ask(self.flight, self.tangent, self.scales)
+        self.planned.ask(self.flight, self.tangents, self.scales)
 
 
 class _Run(torch.autograd.Function):
     """The autograd Function of the planned forward: its backward asks for the planned backward."""
 
     @staticmethod
-    def forward(ctx: Any, chunk: Chunk, planned: Planned, call: Call, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, chunk: Chunk, planned: Planned, call: Call, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.chunk, ctx.planned = chunk, planned
-        ctx.flight, out = chunk.run_forward(planned, call)
-        return out
+        ctx.flight, outs = chunk.run_forward(planned, call)
+        named = zip(outs, planned.tangents, strict=True)
+        ctx.mark_non_differentiable(*(out for out, name in named if not name))
+        ctx.set_materialize_grads(False)
+        return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         flight, ctx.flight = ctx.flight, None
-        gradients = ctx.chunk.ask_backward(ctx.planned, flight, tangents[0])
+        named = zip(tangents, ctx.planned.tangents, strict=True)
+        came = [tangent for tangent, name in named if name and tangent is not None]
+        if len(came) < sum(map(bool, ctx.planned.tangents)):
+            raise OverlapcError(_LEFT_OUT)
+        gradients = ctx.chunk.ask_backward(ctx.planned, flight, came)
         return None, None, None, None, *gradients
 
 
@@ -147,7 +161,8 @@ class Chunk:
             self.ran["plain"] += 1
             return self.original(*args, **kwargs)
         gathered(self.ddp)
-        return _Run.apply(self, planned, call, self._anchor, *call.tensors)
+        outs = _Run.apply(self, planned, call, self._anchor, *call.tensors)
+        return planned.returned.made(outs)
 
     def _scales(self) -> dict[Any, Tensor]:
         """The current factors of auxiliary losses in the backward, by class. (Before the first
@@ -161,17 +176,19 @@ class Chunk:
             for each, scale in found.items()
         }
 
-    def run_forward(self, planned: Planned, call: Call) -> tuple[Flight | SlicedFlight, Tensor]:
+    def run_forward(
+        self, planned: Planned, call: Call
+    ) -> tuple[Flight | SlicedFlight, list[Tensor]]:
         """Run F, merged with a deferred backward, if there is one."""
         before, self._pending = self._pending, None
         flat = [*self._lasting, *call.tensors]
         with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
             if before is None:
-                flight, out = planned.begin(flat)
+                flight, outs = planned.begin(flat)
             else:
                 before.begin()
                 with as_then(self.ddp, before.reduces):
-                    flight, out = planned.begin(flat, before.flight)
+                    flight, outs = planned.begin(flat, before.flight)
                 self._ended += 1
                 self.ran["merged"] += 1
                 self._gradient = _handed(before)
@@ -179,14 +196,14 @@ class Chunk:
         self.ran["planned"] += 1
         if planned.apart:
             self._flights.append(flight)
-        return flight, out
+        return flight, outs
 
     def ask_backward(
-        self, planned: Planned, flight: Flight | SlicedFlight, tangent: Tensor
+        self, planned: Planned, flight: Flight | SlicedFlight, tangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Run B now, or defer it to the next forward; return gradients of the call's tensors."""
         scales = [*self._scales().values()]
-        asked = Backward(planned, flight, tangent, scales, reduces(self.ddp))
+        asked = Backward(planned, flight, tangents, scales, reduces(self.ddp))
         if self._may_wait(planned):
             self._pending = asked
             return [None for _ in planned.gradients]

@@ -106,6 +106,32 @@ class Call:
                 )
 
 
+@dataclass(frozen=True)
+class Returned:
+    """What `forward` returns: one tensor, or a structure of tensors and Nones."""
+
+    spec: TreeSpec
+    is_tensor: tuple[bool, ...]
+
+    @staticmethod
+    def of(out: Any) -> tuple[Returned, list[Tensor]]:
+        leaves, spec = tree_flatten(out)
+        if other := [leaf for leaf in leaves if not isinstance(leaf, (Tensor, type(None)))]:
+            raise CaptureError(f"forward returns a {type(other[0]).__name__}, expected tensors")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return Returned(spec, tuple(isinstance(leaf, Tensor) for leaf in leaves)), tensors
+
+    @property
+    def count(self) -> int:
+        return sum(self.is_tensor)
+
+    def made(self, tensors: Sequence[Tensor]) -> Any:
+        left = iter(tensors)
+        return tree_unflatten(
+            [next(left) if is_one else None for is_one in self.is_tensor], self.spec
+        )
+
+
 class Whole(nn.Module):
     """The chunk as a function of tensors alone: the stage's input, if it has one, scales of
     auxiliary losses, the tensors among the arguments, and those that modules have as attributes."""
@@ -114,6 +140,7 @@ class Whole(nn.Module):
         super().__init__()
         self.model = module
         self.taps = tracing.Taps()
+        self.returned: Returned
         self._original, self._call = original, call
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -132,11 +159,11 @@ class Whole(nn.Module):
         ]
         with placed(attributes), changes.refused(self.model, "forward"), changes.unseeded():
             out = self._original(*args, **kwargs)
-        if not isinstance(out, Tensor):
-            raise CaptureError(f"forward returns a {type(out).__name__}, expected one tensor")
-        if out._is_view() or any(out is one for one in given):
-            out = out.clone()
-        return (out, *self.taps.values)
+        self.returned, results = Returned.of(out)
+        for i, result in enumerate(results):
+            if result._is_view() or any(result is one for one in (*given, *results[:i])):
+                results[i] = result.clone()
+        return (*results, *self.taps.values)
 
 
 @dataclass
@@ -148,30 +175,32 @@ class Planned:
     owners: dict[str, Receiver]
     scales: tuple[str, ...]  # names of inputs of the graph
     gradients: tuple[str, ...]  # by tensor of the call; "" if it has none
-    out: str
+    outs: tuple[str, ...]  # the tensors that forward returns
     taps: tuple[str, ...]
     changed: tuple[tuple[str, int], ...]  # (new value, place) of each changed buffer
-    tangent: str
+    tangents: tuple[str, ...]  # by tensor that forward returns; "" if it has no gradient
+    returned: Returned
     apart: bool  # parts of the backward may run early or late
 
     @property
     def slices(self) -> int:
         return 1
 
-    def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, Tensor]:
+    def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, list[Tensor]]:
         """Run F on parameters, buffers and tensors of a call, merged with the backward of the
-        flight `before`, if there is one; return the flight and the chunk's result."""
+        flight `before`, if there is one; return the flight and the tensors of the result."""
         state: State = dict(zip(self.program.joint.inputs, flat, strict=True))
         flight = self.program.begin(state | self.owners, before)
         for name, place in self.changed:
             flat[place].copy_(flight.state.pop(name))
         self.log.replay([flight.state.pop(name) for name in self.taps])
         # Megatron may free the result's memory as soon as it is sent.
-        return flight, flight.state.pop(self.out).detach()
+        return flight, [flight.state.pop(name).detach() for name in self.outs]
 
-    def ask(self, flight: Any, tangent: Tensor, scales: Sequence[Tensor]) -> None:
-        """Give the backward of a flight what it begins with."""
-        flight.state[self.tangent] = tangent
+    def ask(self, flight: Any, tangents: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        """Give the backward of a flight what it begins with: the gradients of those results that
+        have one."""
+        flight.state |= dict(zip(filter(None, self.tangents), tangents, strict=True))
         for name, scale in zip(self.scales, scales, strict=True):
             if name in flight.state:
                 flight.state[name] = scale
@@ -213,7 +242,7 @@ def emitted(
 ) -> Planned:
     """Make the planned parts of a captured call. `lasting` are parameters and buffers. `actions` of
     the backward's issues say which may run early or late."""
-    joint = described(captured)
+    joint = described(captured, whole.returned.count)
     owners = owners_in(joint, lasting, ddp)
     parts = cut(captured, report.plan, deliver)
     tracing.in_streams(captured, parts.forward)
@@ -221,7 +250,7 @@ def emitted(
         fuse(parts.backward, owners, fused)
     program = Program(joint, report, whole=False, parts=parts)
     moved = program.move(actions)
-    names = names_in(joint, call, len(lasting))
+    names = names_in(joint, call, len(lasting), whole.returned)
     return Planned(program, whole.taps, owners, apart=moved, **names)
 
 
@@ -234,11 +263,13 @@ def owners_in(joint: Joint, lasting: Sequence[Tensor], ddp: Any) -> dict[str, Re
     }
 
 
-def names_in(joint: Joint, call: Call, first: int) -> dict[str, Any]:
+def names_in(joint: Joint, call: Call, first: int, returned: Returned) -> dict[str, Any]:
     """Names in the graph of a call, by field of `Planned`. The call's tensors come after the
     `first` inputs, which last."""
     names, scales = joint.inputs, first + call.has_input
-    (out, *taps), changed = _results(joint)
+    results, changed = _results(joint)
+    count = returned.count
+    tangents = {desc.output.idx: name for name, desc in joint.tangents.items()}
     gradients = tuple(
         f"gradient{place}" if names[place] in joint.leaves else ""
         for place in range(first, first + len(call.tensors))
@@ -246,16 +277,17 @@ def names_in(joint: Joint, call: Call, first: int) -> dict[str, Any]:
     return {
         "scales": names[scales : scales + call.scales],
         "gradients": gradients,
-        "out": out,
-        "taps": tuple(taps),
+        "outs": tuple(results[:count]),
+        "taps": tuple(results[count:]),
         "changed": changed,
-        "tangent": next(iter(joint.tangents)),
+        "tangents": tuple(tangents.get(i, "") for i in range(count)),
+        "returned": returned,
     }
 
 
-def described(captured: Captured) -> Joint:
+def described(captured: Captured, returns: int) -> Joint:
     """Describe the captured joint graph of a module: its inputs are parameters, buffers,
-    arguments."""
+    arguments, its results what its forward `returns`, and logged losses."""
     inputs = primal_nodes(captured.joint)
     output = captured.joint.graph.find_nodes(op="output")[0]
     count = captured.num_fwd_outputs
@@ -264,9 +296,11 @@ def described(captured: Captured) -> Joint:
     plain = range(sum(isinstance(desc, descriptors.PlainAOTOutput) for desc in descs))
     placeholders = captured.joint.graph.find_nodes(op="placeholder")
     tangents = {n.name: n.meta.get("desc") for n in placeholders if n not in inputs}
-    if len(tangents) != 1:
+    places = [getattr(getattr(d, "output", None), "idx", returns) for d in tangents.values()]
+    if not places or max(places) >= returns:
         raise CaptureError(
-            f"{len(tangents)} results of forward require a gradient, expected one: its output"
+            f"{len(places)} results of forward require a gradient, expected at least one, and none "
+            "that it does not return"
         )
     return Joint(
         captured,

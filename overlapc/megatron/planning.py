@@ -151,6 +151,11 @@ class Planning:
         """Plan a call in so many slices."""
         primals, cut = [*self.lasting, *call.tensors], None
         if count > 1:
+            if whole.returned.count != 1:
+                raise OptionError(
+                    f"slices={count}: forward returns {whole.returned.count} tensors, expected "
+                    "one: leave slices out"
+                )
             cut = Cut.of(self.module, call, self.step.batch, count)
             first, uncut = cut.slice(0), captured
             whole, captured = self._traced("captured in slices", first, exchange)

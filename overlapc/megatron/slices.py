@@ -120,7 +120,7 @@ class Cut:
         actions: Mapping[str, str],
     ) -> SlicedPlanned:
         """Make the planned parts of all slices; `whole` and `captured` are of one."""
-        joint = described(captured)
+        joint = described(captured, whole.returned.count)
         owners = owners_in(joint, lasting, ddp)
         fused = fused_weights(whole.model)
 
@@ -138,7 +138,7 @@ class Cut:
             whole.taps,
             owners,
             apart=moved,
-            **names_in(joint, self.whole, len(lasting)),
+            **names_in(joint, self.whole, len(lasting), whole.returned),
             cut=replace(self, whole=self.whole.emptied()),
             ways=self.compared.ways,
             unreduced={name: unreduced(owner, ddp) for name, owner in owners.items()},
@@ -173,7 +173,7 @@ class SlicedPlanned(Planned):
     def slices(self) -> int:
         return self.cut.count
 
-    def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, Tensor]:
+    def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, list[Tensor]]:
         """Run F of all slices. (They are never merged with a backward.)"""
         first = len(flat) - len(self.cut.places)
         states = []
@@ -184,10 +184,10 @@ class SlicedPlanned(Planned):
         found = self.program.whole(self.program.forward(states), self.ways)
         results = dict(zip(self.program.joint.results, found, strict=True))
         self.log.replay([results[name] for name in self.taps])
-        return SlicedFlight(self.program, states), results[self.out]
+        return SlicedFlight(self.program, states), [results[name] for name in self.outs]
 
-    def ask(self, flight: Any, tangent: Tensor, scales: Sequence[Tensor]) -> None:
-        flight.gradients_came([tangent], self.ways)
+    def ask(self, flight: Any, tangents: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        flight.gradients_came(tangents, self.ways)
         for state in flight.states:
             for name, scale in zip(self.scales, scales, strict=True):
                 if name in state:

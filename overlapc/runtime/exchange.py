@@ -199,7 +199,10 @@ class Exchange:
             wait([result], BEAT_S / 4)
             self._raise_if_failed()
         self._say(PLANNING, ())
-        return result.result()
+        if result.exception() is not None:
+            self._raise_if_failed()
+        with named_dead(self._timeout_s):
+            return result.result()
 
     def _disagreement(self, topic: str, parts: list[bytes], hint: str) -> str:
         holders: dict[bytes, list[int]] = {}
@@ -416,15 +419,23 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def busy(phase: str, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+def busy(
+    phase: str, timeout_s: float = TIMEOUT_S, further: Callable[[], str | None] | None = None
+) -> Iterator[None]:
     """While the block runs, other ranks see that this one works towards a round, and wait for it.
-    If it takes long, stderr reports it, too."""
+    If it takes long, stderr reports it, too. The guard also asks `further` what is wrong; "": it
+    will say so soon."""
     if not has_peers():
         with doing(phase, own_rank()):
             yield
         return
     line, rank = line_to(_get_default_store(), dist.get_rank()), dist.get_rank()
-    look = look_after(line, range(dist.get_world_size()), rank, timeout_s)
+    watch = look_after(line, range(dist.get_world_size()), rank, timeout_s)
+
+    def look() -> str | None:
+        said = None if further is None else further()
+        return watch() if said is None else said or None
+
     with guarded(look), line.busy(phase), doing(phase, rank), named_dead(timeout_s):
         yield
 

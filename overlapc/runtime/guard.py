@@ -23,6 +23,8 @@ LOOK_S = 0.5
 _OFTEN_S, _PATIENCE_S = 0.001, 1.0
 _BETWEEN = ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # in names of ops that let others run
 _CALLED_BACK = "/torch/_library/"  # files whose functions PyTorch's dispatcher calls
+# In what collectives say when the process of another rank has ended, or waits no more.
+_BROKEN = ("onnection", "Broken pipe", "pair closure", "imed out", "NCCL")
 
 
 class Lost(BaseException):
@@ -75,11 +77,17 @@ def named_dead(within_s: float) -> Iterator[None]:
     finds out who died: it interrupts the wait."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, RankError) as error:
         until = time.monotonic() + within_s
-        while "onnection" in str(error) and time.monotonic() < until:
+        while is_broken(error) and time.monotonic() < until:
             time.sleep(LOOK_S / 5)
         raise
+
+
+def is_broken(error: BaseException) -> bool:
+    """Has a collective failed because another rank is gone?"""
+    kind = isinstance(error, (RuntimeError, RankError))
+    return kind and any(word in str(error) for word in _BROKEN)
 
 
 @contextlib.contextmanager

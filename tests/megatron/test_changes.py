@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlapc.errors import CaptureError
+from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.stand_in import _after
 from tests.megatron import cpu
-from tests.megatron.models import Layout, Trained, set_up, twins
+from tests.megatron.models import STEPS, Layout, Trained, bert_step, set_up, twins
 from tests.megatron.test_patch import compared, differences
 from tests.multiprocess.spawn import run_ranks
 
@@ -199,20 +199,53 @@ def test_an_error_within_an_opaque_module_keeps_the_first_reason() -> None:
 
 
 def bert(rank: int, ranks: int, version: str) -> dict[str, Any]:
-    """Two stages of BERT, whose last one returns a pair."""
+    """BERT returns a pair: in two stages, and merged. It is refused in slices, and if the loss
+    leaves one of the pair out."""
     cpu.use(version)
     dist.init_process_group("gloo")
-    return compared(Layout(pp=2, model="bert"))
+    found = {"pp": compared(Layout(pp=2, model="bert"))}
+    merged = Layout(tp=2, layers=1, model="bert")
+    found["merged"] = compared(merged)
+    import overlapc.megatron as patched
+
+    said = []
+    for options in ({"slices": 2}, {}):
+        trained = Trained(merged)
+        if not options:
+            STEPS["bert"] = words_alone
+        patched.patch(solver="none", profile="estimate", **options)
+        with pytest.raises(OverlapcError) as told:
+            trained.step(0)
+        said.append(str(told.value))
+        patched.unpatch()
+    dist.barrier()
+    return found | {"said": said}
+
+
+def words_alone(*given: Any, **more: Any) -> Any:
+    out, _ = bert_step(*given, **more)
+
+    def loss(out: Any) -> Any:
+        total = out[0].float().mean()
+        return total, {"loss": total.detach()}
+
+    return out, loss
 
 
 @pytest.mark.timeout(300)
-def test_a_stage_that_returns_a_pair_runs_plain_and_the_others_do_not() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
-    first, last = run_ranks(bert, 2, "0.16.1", timeout_s=280)
-    assert [first["wrong"], last["wrong"], first["why"]] == [[], [], []]
-    assert first["ran"][0]["planned"] == last["ran"][0]["plain"] == 12
-    assert "forward returns a tuple" in last["why"][0]
+@pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
+def test_a_chunk_that_returns_a_pair_is_planned(version: str) -> None:
+    if cpu.folder(version) is None:
+        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    for rank in run_ranks(bert, 2, version, timeout_s=280):
+        for name in ("pp", "merged"):
+            found = rank[name]
+            assert (found["wrong"], found["why"], found["left"]) == ([], [], []), name
+            assert found["ran"][0]["planned"] == 12, name
+        assert rank["merged"]["ran"][0]["merged"] == 9
+        sliced, left_out = rank["said"]
+        assert "slices=2: forward returns 2 tensors, expected one" in sliced
+        assert "the loss leaves out a tensor that the model's forward returns" in left_out
 
 
 def summed(rank: int, ranks: int) -> bool:
