@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.layers import beside, in_turn, sliced
 from overlapc.passes.draws import Draw, Drawn, Whole, drawing, draws_of
 from overlapc.passes.joint import Joint, Raised
@@ -123,7 +123,13 @@ def compared(
     on all ranks, if slices give anything else."""
     mine = _BothWays(model, forward, batch, each, joint, [*draws.values()])
     found = Compared(mine.ways, mine.apart, mine.tolerance, held=mine.ends)
-    return told(found, mine.different, mine.first_module, len(each), exchange)
+    if mine.failed is None or exchange is None:
+        return told(found, mine.different, mine.first_module, len(each), exchange)
+    exchange.hurry()
+    try:
+        return told(found, mine.different, mine.first_module, len(each), exchange)
+    except RankError as late:
+        raise RankError(f"slices={len(each)}: {mine.different}, on this rank; {late}") from late
 
 
 def told(
@@ -172,7 +178,7 @@ class _BothWays:
         self.ways: tuple[Way, ...] = ()
         self.ends: tuple[str, ...] = ()  # the last results, which are in objects
         self.different, self.apart = "", 0.0
-        self.fails = False  # for a slice alone
+        self.failed: Exception | None = None  # for a slice alone
         with as_it_was(model):
             expected = self.uncut()
         try:
@@ -183,7 +189,7 @@ class _BothWays:
         except OverlapcError:
             raise
         except Exception as error:
-            self.different, self.fails = f"the model fails for a slice, {error!r}", True
+            self.different, self.failed = f"the model fails for a slice, {error!r}", error
         else:
             self.apart, self.different = farthest(expected, found, self.tolerance)
 
@@ -305,7 +311,10 @@ class _BothWays:
                 found.append(None)
                 continue
             count = len(self.each)
-            if isinstance(way, int) and result.shape[way] * count != whole.shape[way]:
+            of_all = [*result.shape]
+            if isinstance(way, int):
+                of_all[way] *= count
+            if of_all != [*whole.shape]:
                 raise uneven(name, count, [tuple(result.shape), f"(of {tuple(whole.shape)})"])
             found.append(apart(whole, way, count)[k])
         return found
@@ -324,7 +333,7 @@ class _BothWays:
     def first_module(self) -> str:
         """The first module that makes of the same inputs other results in slices; "" if none
         does. Of a model that fails, what it was given."""
-        if self.fails:
+        if self.failed is not None:
             return _cut(self.batch)
 
         def agree(one: Tensor, parts: Sequence[Tensor]) -> bool:

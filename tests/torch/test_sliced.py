@@ -504,11 +504,13 @@ def test_a_result_whose_size_depends_on_data_is_refused_if_it_requires_a_gradien
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x[x[:, 0] > 0])
 
-    model, even, uneven = Chosen(), torch.ones(8, 16), torch.ones(8, 16)
-    uneven[0] = -1
+    model, even, uneven, some = Chosen(), *(torch.ones(8, 16) for _ in range(3))
+    uneven[0], some[4:] = -1, -1
     twin = optimize(model, slices=2, profile="estimate")
     with pytest.raises(OptionError, match=r"result 0, .* of shapes \(3, 4\) \(of \(7, 4\)\) in"):
         twin(uneven)
+    with pytest.raises(OptionError, match=r"result 0, .* of shapes \(0, 4\) \(of \(4, 4\)\) in"):
+        twin(some)
     twin(even)
     with pytest.raises(OptionError, match=r"result 0, .* of shapes \(3, 4\) \(4, 4\) in slices"):
         twin(uneven)
