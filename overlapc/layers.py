@@ -185,6 +185,12 @@ class _Turns:
         self.now += 1
 
     def pass_on(self, counts: Tensor) -> Tensor:
+        _refuse_again("before", self.count)
+        if not 0 <= self.now < self.count:
+            raise RuntimeError(
+                f"before: found slice {self.now + 1} of {self.count}; expected begin() once before "
+                "each of so many slices: overlapc.layers.in_turn(count)"
+            )
         place = self.places[self.now]
         if place == len(self.totals):
             self.totals.append(torch.zeros_like(counts))
@@ -196,9 +202,18 @@ class _Turns:
     def total(self, x: Tensor) -> Tensor:
         if self.count == 1:
             return x.clone()
+        _refuse_again("total", self.count)
         raise RuntimeError(
             "total: found slices that run one after the other; expected them beside each other: "
             "overlapc.layers.beside(run, slices)"
+        )
+
+
+def _refuse_again(name: str, count: int) -> None:
+    if count > 1 and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"{name}: called again in the backward, where other slices are not asked; expected it "
+            "outside of torch.utils.checkpoint: what overlapc plans needs none"
         )
 
 
@@ -298,13 +313,13 @@ class _Thread:
         self.is_done = self.is_ended = False
         self.error: BaseException | None = None
         self.mine, self.theirs = threading.Semaphore(0), threading.Semaphore(0)
-        as_here = _as_here()
+        here = as_here()
 
         def body() -> None:
             self.mine.acquire()
             try:
                 if not self.is_ended:
-                    with as_here():
+                    with here():
                         self.value = run(part)
             except BaseException as error:
                 self.error = error
@@ -336,8 +351,8 @@ class _Thread:
         self.thread.join()
 
 
-def _as_here() -> Callable[[], contextlib.ExitStack]:
-    """What makes PyTorch's settings of this thread those of another."""
+def as_here() -> Callable[[], contextlib.ExitStack]:
+    """What makes gradients and autocast elsewhere, or in another thread, as they are here."""
     gradients, devices = torch.is_grad_enabled(), ("cpu", "cuda")
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 

@@ -24,6 +24,7 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     TorchDynamoException,
+    TorchRuntimeError,
 )
 from torch._functorch._aot_autograd import descriptors
 from torch._inductor import config as inductor_config
@@ -32,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.layers import as_here
 from overlapc.passes.aot import as_boxed, export, lasting, metas_of, views_of, without_backward
 from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
 from overlapc.passes.differences import asked, differences
@@ -57,6 +59,8 @@ GUARDS = {
     "use_numpy_random_stream": True,  # numpy's random numbers, not torch's in their place
 }
 _CONTEXT = "Developer debug context:"  # marks the details in Dynamo's errors
+_RAISED = "Observed exception"  # Dynamo's words for what a function raises
+_GOT = re.compile(r"with fake tensors: .*: got (.*)")  # ... and for what an op raises
 _numbers = itertools.count()
 
 
@@ -106,6 +110,8 @@ class Joint:
     views: tuple[bool, ...] = ()  # by result of Dynamo's graph: a view of another or of an input?
     arguments: Sequence[Any] = ()  # of Dynamo's graph; set only during `adopt`
     hands_on: bool = False  # does what a call does depend on the calls before it?
+    # gradients and autocast as in the call that was traced
+    as_called: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
         """Return the values that the parts of the graph read, from the arguments of one call."""
@@ -131,6 +137,10 @@ class Stop(Exception):
     """`adopt`, or the code that runs in a graph's place, raises this to end the call."""
 
 
+class Raised(CaptureError):
+    """The function itself raises when it is traced."""
+
+
 class Traced:
     """A function whose graphs are replaced: for each, `adopt` returns the code to run. `ran` tells
     whether the last call ran a graph.
@@ -152,13 +162,14 @@ class Traced:
         self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
         self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
         self.ran = False
+        self._here = as_here()  # of the last call
         self.differences: list[str] = []  # lines whose trace may differ from eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.opaques.traced(lambda: self._called(*args, **kwargs))
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        self.ran = False
+        self.ran, self._here = False, as_here()
         if _switched_off():
             raise CaptureError("torch.compile is switched off")
         settings = dynamo_config.patch(**_settings())
@@ -174,7 +185,17 @@ class Traced:
             except FailOnRecompileLimitHit as error:
                 raise CaptureError(f"it has become another graph {RECOMPILES} times") from error
             except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
-                raise CaptureError(*_reason(error)) from error
+                raised = isinstance(error, TorchRuntimeError) or _RAISED in str(error)
+                kind = Raised if raised else CaptureError
+                raise kind(*_reason(error)) from error
+            except (OverlapcError, Stop):
+                raise
+            except Exception as error:
+                if self.ran:
+                    raise
+                # Dynamo passes on what some ops raise of the tensors that it traces with.
+                reason, place = _reason(error)
+                raise Raised(f"{type(error).__name__}: {reason}", place) from error
 
     def _begin(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`."""
@@ -198,6 +219,7 @@ class Traced:
             captured = trace_joint(traced, results, inner_places(traced, static))
             joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
             joint.arguments, joint.hands_on = arguments, has_order
+            joint.as_called = self._here
             run, joint.arguments = self._adopt(joint), ()
             return joint
 
@@ -277,7 +299,8 @@ def _reason(error: Exception) -> tuple[str, str]:
     """Extract what Dynamo could not trace, and the line of the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
-    reason = ": ".join(part for part in (*lines[:1], *about[:1]) if part)
+    about += [found[1] for line in lines if (found := _GOT.search(line))]
+    reason = ": ".join([*lines[:1], *[details for details in about if details][:1]])
     frames = list(getattr(error, "real_stack", None) or ())
     frames = [frame for frame in frames if is_models(frame.filename)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
@@ -417,6 +440,15 @@ def is_gradient(node: Any) -> bool:
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
     """Return the joint graph of a call, without running it."""
+    return _captured(function, args, kwargs, alone=False)
+
+
+def capture_as_called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
+    """The same, but without gradients, or where nothing requires one, of the forward alone."""
+    return _captured(function, args, kwargs, alone=True)
+
+
+def _captured(function: Callable[..., Any], args: Any, kwargs: Any, alone: bool) -> Joint:
     joints: list[Joint] = []
 
     def adopt(joint: Joint) -> Run:
@@ -424,7 +456,7 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
         raise Stop
 
     with contextlib.suppress(Stop):
-        Traced(function, adopt, function)(*args, **kwargs)
+        Traced(function, adopt, function, alone=alone)(*args, **kwargs)
     if not joints:
         raise CaptureError("torch.compile traced nothing; expected it to be enabled")
     return joints[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import Infeasible, OptionError
+from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.runtime.foreign import unmade, untraced
@@ -29,7 +29,7 @@ class _Ranking:
     said: dict[int, str] = field(default_factory=dict)  # what is known of each number
 
     @staticmethod
-    def of(plan: Callable[[int], Report | None]) -> _Ranking:
+    def of(plan: Callable[[int], Report]) -> _Ranking:
         """Plan all numbers of slices. What cannot be captured, or fits in no way, runs whole."""
         found: dict[int, int] = {}
         ranking = _Ranking([])
@@ -39,7 +39,8 @@ class _Ranking:
             except (Infeasible, OptionError) as refused:
                 ranking.said[count] = str(refused)
                 continue
-            if report is None:
+            except CaptureError as refused:
+                ranking.said[count] = f"cannot be planned: {refused}"
                 break
             found[count] = report.step_ns
             ranking.said[count] = f"{report.step_ns / 1e6:.3f} ms predicted"
@@ -132,10 +133,17 @@ class AutoStep(TrainStep):
             self._rankings[key] = _Ranking.of(lambda count: self._planned(count, microbatches))
         return self._rankings[key]
 
-    def _planned(self, count: int, microbatches: Sequence[Any]) -> Report | None:
+    def _planned(self, count: int, microbatches: Sequence[Any]) -> Report:
         if count not in self._steps:
             self._steps[count] = self._make(count)
-        return self._steps[count].plan(microbatches)
+        step = self._steps[count]
+        return _there(step.plan(microbatches), step.unchanged)
+
+
+def _there(report: Report | None, unchanged: Sequence[str]) -> Report:
+    if report is None:
+        raise CaptureError("; ".join(unchanged) or "torch.compile is switched off")
+    return report
 
 
 class AutoCalls:
@@ -160,10 +168,16 @@ class AutoCalls:
         try:
             each = Given(args, kwargs).cut(1, gradients=True)
         except OptionError as refused:
-            return _Ranking([1], {1: str(refused)})
+            said = f"it cannot be cut: {str(refused).partition(': ')[2]}"
+            return self._rankings.setdefault(said, _Ranking([1], {1: said}))
         key = alike(each), torch.is_grad_enabled()
         if key not in self._rankings:
-            self._rankings[key] = _Ranking.of(lambda count: self._calls[count].plan(args, kwargs))
+
+            def planned(count: int) -> Report:
+                calls = self._calls[count]
+                return _there(calls.plan(args, kwargs), calls.unchanged)
+
+            self._rankings[key] = _Ranking.of(planned)
         return self._rankings[key]
 
     @property

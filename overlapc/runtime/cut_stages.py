@@ -125,7 +125,7 @@ class CutStages:
             try:
                 self.found[stage].append(self._compared(whole, count, given))
             except (CaptureError, OptionError) as error:
-                self.said[stage][count] = str(error)
+                self.said[stage][count] = str(error).removeprefix(f"stage {stage}: ")
         if not goes_on:
             return ()
         with as_it_was(whole.module), torch.no_grad():

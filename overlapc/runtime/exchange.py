@@ -147,6 +147,11 @@ class Exchange:
             if not line.call(methodcaller("check", [f"{name}/skipped"]), self._timeout_s):
                 return name
 
+    def hurry(self) -> None:
+        """Wait for ranks at work no longer than for those that give no sign of life: they may wait
+        for this rank in a collective."""
+        self._limit_s = self._timeout_s
+
     # Messages between ranks
 
     def agree(self, topic: str, value: str, hint: str) -> None:

@@ -54,10 +54,15 @@ def inside(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
-def rebuilt(value: Any, change: Callable[[Tensor], Tensor], done: list[Any] | None = None) -> Any:
+def rebuilt(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object, and of the objects, lists, tuples and dicts in it, with each of its
     tensors changed. This is traced, too."""
-    done = [] if done is None else done  # what was met, and its copy
+    return _walked(value, change, True, [])
+
+
+def _walked(value: Any, change: Callable[[Tensor], Tensor], copies: bool, done: list[Any]) -> Any:
+    """Call `change` with each tensor in an object, as often as it is there; return the object with
+    what that returns, if it `copies`. `done`: what was met, and its copy."""
     if isinstance(value, Tensor):
         return change(value)
     for old, new in done:
@@ -65,72 +70,75 @@ def rebuilt(value: Any, change: Callable[[Tensor], Tensor], done: list[Any] | No
             return new
     made: Any
     if type(value) is tuple:
-        return tuple(rebuilt(part, change, done) for part in value)
+        made = tuple(_walked(part, change, copies, done) for part in value)
+        done.append((value, made))
+        return made
     if type(value) is list:
         made = []
         done.append((value, made))
-        made.extend([rebuilt(part, change, done) for part in value])
+        made.extend([_walked(part, change, copies, done) for part in value])
         return made
     if type(value) is dict:
         made = {}
         done.append((value, made))
         for key, part in value.items():
-            made[key] = rebuilt(part, change, done)
+            made[key] = _walked(part, change, copies, done)
         return made
     if not is_held(value):
         return value
-    made = copy.copy(value)
+    made = copy.copy(value) if copies else value
     done.append((value, made))
     for key, part in list(vars(value).items()):
-        object.__setattr__(made, key, rebuilt(part, change, done))  # also if it is frozen
+        changed = _walked(part, change, copies, done)
+        if copies:
+            object.__setattr__(made, key, changed)  # also if it is frozen
     return made
 
 
-def with_gradient(leaves: Sequence[Any]) -> list[Tensor]:
-    """The tensors in objects among these leaves of a pytree that require a gradient, but for
-    parameters: each as often as it is there, in the order in which `rebuilt` meets them."""
+def ends_in(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors in objects among these leaves of a pytree that are results of their own, each as
+    often as it is there, in the order in which `rebuilt` meets them: those that require a gradient.
+    If no result does, the numbers, of which one may be the loss. No parameters."""
+    found = [tensor for leaf in leaves if is_held(leaf) for tensor in tensors_in(leaf)]
+    plain = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    differentiable = any(_needs_gradient(tensor) for tensor in [*plain, *found])
+    is_end = _needs_gradient if differentiable else _may_be_loss
+    return [tensor for tensor in found if is_end(tensor)]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in an object, in the order in which `rebuilt` meets them."""
     found: list[Tensor] = []
-    if torch.is_grad_enabled():
-        for leaf in leaves:
-            if is_held(leaf):
-                _look(leaf, found, [])
+
+    def meet(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _walked(value, meet, False, [])
     return found
 
 
 def opened(results: Sequence[Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the objects among these results hold, by the way to it: the tensors `with_gradient`, and
-    all else."""
+    """What the objects among these results hold, by the way to it: results of their own
+    (`ends_in`), and all else."""
     held: dict[str, Any] = {}
     for i, value in enumerate(results):
         held |= inside(f"result {i}", value) if is_held(value) else {}
     ends: dict[str, Tensor] = {}
-    for end in with_gradient(results):
+    for end in ends_in(results):
         name = next(name for name, value in held.items() if value is end)
         ends[name] = held.pop(name)
     return ends, held
 
 
-def _look(value: Any, found: list[Tensor], seen: list[Any]) -> None:
-    if isinstance(value, Tensor):
-        if needs_gradient(value):
-            found.append(value)
-        return
-    if type(value) in (list, dict) or is_held(value):
-        if any(value is other for other in seen):
-            return
-        seen.append(value)
-    if type(value) in (list, tuple):
-        parts = list(value)
-    elif type(value) is dict:
-        parts = list(value.values())
-    else:
-        parts = list(vars(value).values()) if is_held(value) else []
-    for part in parts:
-        _look(part, found, seen)
+def _needs_gradient(tensor: Tensor) -> bool:
+    wanted = torch.is_grad_enabled() and tensor.requires_grad
+    return wanted and not isinstance(tensor, nn.Parameter)
 
 
-def needs_gradient(tensor: Tensor) -> bool:
-    return tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+def _may_be_loss(tensor: Tensor) -> bool:
+    is_number = not tensor.dim() and tensor.is_floating_point()
+    return is_number and not isinstance(tensor, nn.Parameter)
 
 
 def detached(results: Any, but: Tensor | None = None) -> Any:
@@ -144,7 +152,7 @@ def detached(results: Any, but: Tensor | None = None) -> Any:
         detach(leaf)
         if isinstance(leaf, Tensor)
         else rebuilt(leaf, detach)
-        if with_gradient([leaf])
+        if any(_needs_gradient(tensor) for tensor in tensors_in(leaf))
         else leaf
         for leaf in leaves
     ]

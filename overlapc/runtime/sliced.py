@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError
 from overlapc.layers import sliced
 from overlapc.passes.draws import Draw
-from overlapc.passes.joint import Joint, Run, Stop, Traced, capture, owner_of
+from overlapc.passes.joint import Joint, Run, Stop, Traced, capture_as_called, owner_of
 from overlapc.passes.parts import parameter_gradients
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
@@ -44,7 +43,7 @@ from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
 from overlapc.runtime.train_step import adding
-from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
+from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
 
 Uncut = Callable[[Any, Any], Any]  # args, kwargs -> the model's results
 
@@ -215,7 +214,7 @@ class SlicedCalls:
     def _uncut(self) -> Joint:
         """The graph of the whole batch."""
         (batch,) = self._given.cut(1, gradients=True)
-        return capture(self.model, *batch.args, **batch.kwargs)
+        return capture_as_called(self.model, *batch.args, **batch.kwargs)
 
     def _report(self, joint: Joint, state: State, draws: Mapping[str, Draw]) -> Report:
         """Plan a graph, or return the plan of an equal graph."""
@@ -244,6 +243,7 @@ class SlicedCalls:
 
     def _refused(self, key: Any, error: CaptureError) -> None:
         self._attempts.refused(error)  # other ranks may wait for this one
+        refuse_failing(error, self.count, self._given, self._uncut)
         self._plain.add(key)
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
@@ -342,11 +342,30 @@ class _InSlices(torch.autograd.Function):
     """Hands gradients of the batch's results to the backward of its slices."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _Batch, ends: Sequence[Tensor], *_owners: Tensor) -> Any:
-        ctx.batch = batch
+    def forward(ctx: Any, batch: _Batch, ends: Sequence[Tensor], *owners: Tensor) -> Any:
+        ctx.batch, ctx.owners = batch, owners
         return tuple(ends)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *ctx.batch.backward(gradients)
+        with torch.no_grad():
+            found = ctx.batch.backward(gradients)
+        if torch.is_grad_enabled():  # `create_graph`
+            pairs = zip(ctx.owners, found, strict=True)
+            found = [None if made is None else _Once.apply(owner, made) for owner, made in pairs]
+        return None, None, *found
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(_ctx: Any, _owner: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            "a gradient of a batch in slices is differentiated again, which is not supported; "
+            "expected one backward: call the model itself, not what optimize returned"
+        )

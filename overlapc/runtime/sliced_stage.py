@@ -20,14 +20,14 @@ from overlapc.errors import CaptureError
 from overlapc.layers import sliced
 from overlapc.merge import at
 from overlapc.passes.draws import Draw
-from overlapc.passes.joint import Joint, Stop, capture
+from overlapc.passes.joint import Joint, Raised, Stop, capture
 from overlapc.planning.report import Report
 from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.given import Given
 from overlapc.runtime.program import Program, State
 from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
 from overlapc.runtime.stage import Form, InFlight, Shapes, Stage, has_gradient, leaves_of
-from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
+from overlapc.runtime.uncut import Compared, compared, draws_for, failing, refuse_whole
 
 
 class SlicedStage(Stage):
@@ -60,7 +60,14 @@ class SlicedStage(Stage):
         return () if self.compared is None else self.compared.ways
 
     def trace(self, given: tuple[Any, ...]) -> None:
-        super().trace(given)
+        try:
+            super().trace(given)
+        except CaptureError as error:
+            raised = error.__cause__
+            if isinstance(raised, Raised):  # `whole` does not
+                batch = Given(leaves_of(given, self.incoming), {})
+                raise CaptureError(failing(raised, self.slices, batch)) from raised
+            raise
         sent = [has_gradient(shape) for shape in self.form.outgoing]
         if sent != [has_gradient(shape) for shape in self.outgoing]:
             raise CaptureError(

@@ -29,7 +29,7 @@ from overlapc.passes.parts import Parts, cut, join
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
 from overlapc.runtime.objects import alike as equal
-from overlapc.runtime.objects import is_held, needs_gradient, rebuilt, with_gradient
+from overlapc.runtime.objects import ends_in, is_held, rebuilt, tensors_in
 from overlapc.runtime.program import Flight, Program, State
 from overlapc.stages import turns
 
@@ -42,7 +42,20 @@ def cut_batch(arguments: Any, count: int, gradients: bool = False) -> list[Any]:
     """Cut the arguments of a call: tensors along dimension 0; every slice has all others. With
     `gradients` inputs may require one; their slices are leaves that do."""
     flat, spec = tree_flatten(arguments)
+    for leaf in flat:
+        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise OptionError(
+                f"slices={count}: an input is a {kind} tensor; expected dense ones, which can be "
+                "cut along dimension 0"
+            )
     tensors = [leaf for leaf in flat if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors:
+        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in flat))
+        raise OptionError(
+            f"slices={count}: found no tensors among the inputs, but {kinds or 'nothing'}; "
+            "expected a batch in tensors, or in lists, tuples and dicts of them"
+        )
     sizes = {leaf.shape[0] for leaf in tensors}
     if len(sizes) != 1 or sizes.pop() % count:
         raise OptionError(
@@ -99,6 +112,14 @@ def together(name: str, parts: Sequence[Any], way: Way) -> Any:
     )
 
 
+def uneven(name: str, count: int, shapes: Sequence[Any]) -> OptionError:
+    return OptionError(
+        f"slices={count}: {name}, which requires a gradient, is of shapes "
+        f"{' '.join(map(str, shapes))} in slices; expected one shape: leave out of the results "
+        "what depends on data in its size"
+    )
+
+
 def apart(value: Tensor, way: Way, count: int) -> Sequence[Tensor]:
     """The gradient of a batch's result as those of its slices'."""
     if isinstance(way, int):
@@ -108,27 +129,35 @@ def apart(value: Tensor, way: Way, count: int) -> Sequence[Tensor]:
 
 def marked(results: Any, arguments: Any, loss: Tensor | None = None) -> Any:
     """Mark each tensor among a model's results by its place, so that the graph says which is
-    which; tensors with a gradient in objects among them come last (`with_gradient`). Of a `loss`,
-    that alone requires a gradient. This is traced."""
+    which; those in objects that are results of their own come last (`ends_in`). Of a `loss`, that
+    alone requires a gradient. This is traced."""
     leaves, spec = tree_flatten(results)
+    ends = ends_in(leaves)
     seen = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
 
     def made(leaf: Tensor, i: int) -> Tensor:
-        make = Tensor.clone if any(leaf is other for other in seen) else Tensor.contiguous
+        # A number without a gradient may be a buffer, or be kept by the model.
+        copied = not (leaf.dim() or leaf.requires_grad) or any(leaf is other for other in seen)
         seen.append(leaf)
+        make = Tensor.clone if copied else Tensor.contiguous
         return mark(leaf if loss is None or leaf is loss else leaf.detach(), i, make)
 
     found = [made(leaf, i) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
     number = len(leaves)
 
+    def is_end(tensor: Tensor) -> bool:
+        return any(tensor is end for end in ends)
+
     def marked_there(tensor: Tensor) -> Tensor:
         nonlocal number
-        if not needs_gradient(tensor):
+        if not is_end(tensor):
             return tensor
         number += 1
         return made(tensor, number - 1)
 
-    found = [rebuilt(leaf, marked_there) if with_gradient([leaf]) else leaf for leaf in found]
+    for i, leaf in enumerate(leaves):
+        if is_held(leaf) and any(map(is_end, tensors_in(leaf))):
+            found[i] = rebuilt(leaf, marked_there)
     return tree_unflatten(found, spec)
 
 
@@ -204,7 +233,11 @@ class SlicedProgram(Program):
 
         def one(name: str, parts: Sequence[Any]) -> Any:
             if name in self.places:
-                return together(f"result {self.places[name]}", parts, ways[self.places[name]])
+                place = self.places[name]
+                shapes = [tuple(part.shape) for part in parts if place in self.tangents]
+                if len({*shapes}) > 1:  # `apart` cuts their gradient evenly
+                    raise uneven(f"result {place}", self.count, shapes)
+                return together(f"result {place}", parts, ways[place])
             batched = isinstance(parts[0], Tensor) and parts[0].dim()
             return together("what the forward sets", parts, 0 if batched else "alike")
 

@@ -40,7 +40,7 @@ from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, marked
 from overlapc.runtime.steps import Step
-from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_whole
+from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
 
 
 class TrainStep:
@@ -160,6 +160,7 @@ class TrainStep:
                 return detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
         except CaptureError as error:
             self._attempts.refused(error)
+            refuse_failing(error, len(each), given, self._uncut)
             result = plainly(self._whole(*given.args, **given.kwargs))
             self._refused(key, error)
             return result
@@ -207,6 +208,7 @@ class TrainStep:
             return self.report
         except CaptureError as error:
             self._attempts.refused(error)
+            refuse_failing(error, slices, self._given, self._uncut)
             self._refused(key, error)
         finally:
             self._step = None

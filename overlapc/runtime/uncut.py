@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from overlapc.errors import OptionError
+from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.layers import beside, in_turn, sliced
 from overlapc.passes.draws import Draw, Drawn, Whole, drawing, draws_of
-from overlapc.passes.joint import Joint
+from overlapc.passes.joint import Joint, Raised
 from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import Captured, changed_inputs
 from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
 from overlapc.runtime.program import State
-from overlapc.runtime.slices import Way, apart, together, way_of
-from overlapc.runtime.snapshot import as_it_was, left_alone
+from overlapc.runtime.slices import Way, apart, together, uneven, way_of
+from overlapc.runtime.snapshot import as_it_was, holding_the_same, left_alone
 
 # How far slices may be from the uncut batch, relative to a tensor's largest number, by the coarsest
 # type that the graph works with.
@@ -72,12 +72,38 @@ def refuse_whole(joint: Joint, state: State, model: nn.Module, count: int) -> No
         )
 
 
+def refuse_failing(error: CaptureError, count: int, given: Any, uncut: Callable[[], Joint]) -> None:
+    """Raise if the model raised this when a slice was traced, and does not for the whole batch,
+    which `uncut` captures."""
+    if not isinstance(error, Raised) or count == 1:
+        return
+    try:
+        with sliced(1):
+            uncut()
+    except OverlapcError:
+        return
+    raise OptionError(failing(error, count, given)) from error
+
+
+def failing(error: CaptureError, count: int, given: Any) -> str:
+    return (
+        f"slices={count}: the model fails for a slice and not for the whole batch, {error}; "
+        f"{_cut(given)}: expected the batch there, and what is not the batch, a hidden state of "
+        "several layers say, as an attribute of the model"
+    )
+
+
+def _cut(given: Any) -> str:
+    shapes = [tuple(x.shape) for x in _tensors_in((given.args, given.kwargs)) if x.dim()]
+    return f"inputs of shapes {shapes} were cut along dimension 0"
+
+
 def draws_for(joint: Joint, count: int, uncut: Callable[[], Joint]) -> dict[str, Draw]:
     """What slices draw together, by op; `uncut` captures the whole batch."""
     captured = joint.captured
     if not drawing(captured):
         return {}
-    with sliced(1):
+    with sliced(1), joint.as_called():
         return draws_of(captured, uncut().captured, count)
 
 
@@ -97,7 +123,13 @@ def compared(
     on all ranks, if slices give anything else."""
     mine = _BothWays(model, forward, batch, each, joint, [*draws.values()])
     found = Compared(mine.ways, mine.apart, mine.tolerance, held=mine.ends)
-    return told(found, mine.different, mine.first_module, len(each), exchange)
+    if mine.failed is None or exchange is None:
+        return told(found, mine.different, mine.first_module, len(each), exchange)
+    exchange.hurry()
+    try:
+        return told(found, mine.different, mine.first_module, len(each), exchange)
+    except RankError as late:
+        raise RankError(f"slices={len(each)}: {mine.different}, on this rank; {late}") from late
 
 
 def told(
@@ -146,6 +178,7 @@ class _BothWays:
         self.ways: tuple[Way, ...] = ()
         self.ends: tuple[str, ...] = ()  # the last results, which are in objects
         self.different, self.apart = "", 0.0
+        self.failed: Exception | None = None  # for a slice alone
         with as_it_was(model):
             expected = self.uncut()
         try:
@@ -153,6 +186,10 @@ class _BothWays:
                 found = self.in_slices()
         except OptionError as error:  # the other ranks wait
             self.different = str(error).partition(": ")[2]
+        except OverlapcError:
+            raise
+        except Exception as error:
+            self.different, self.failed = f"the model fails for a slice, {error!r}", error
         else:
             self.apart, self.different = farthest(expected, found, self.tolerance)
 
@@ -196,37 +233,42 @@ class _BothWays:
         held: list[dict[str, Any]] = [{} for _ in self.each]
 
         def run(k: int, part: Any) -> list[Any]:
+            if self.totals:  # beside others
+                return each(k, part)
+            with holding_the_same([self.model]):  # what a forward counts it counts once
+                return each(k, part)
+
+        def each(k: int, part: Any) -> list[Any]:
             before = _attributes(self.model)
             results, held[k] = self.forward(part)
             kept.append(_set_since(before, self.model))
             if not k:
                 self.ways = tuple(
-                    way_of(name, whole, part, count)
+                    # Without gradients any number may be a loss.
+                    "mean"
+                    if not self.backward and _is_number(whole, part)
+                    else way_of(name, whole, part, count)
                     for (name, whole), part in zip(uncut, results, strict=True)
                 )
             if self.backward and not self.totals:
-                _differentiate(results, self.cotangents_of(k))
+                _differentiate(results, self.cotangents_of(k, results))
                 return [_detached(leaf) for leaf in results]
             return results
 
         parts = self.ran(self.each, run)
         if self.backward and self.totals:
-            cotangents = [c for k in range(count) for c in self.cotangents_of(k)]
-            _differentiate([leaf for results in parts for leaf in results], cotangents)
+            cotangents = [c for k in range(count) for c in self.cotangents_of(k, parts[k])]
+            with in_turn(count):  # no slice runs again
+                _differentiate([leaf for results in parts for leaf in results], cotangents)
         columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
-        if not self.backward:  # without gradients a loss is a number that is not alike
-            self.ways = tuple(
-                "mean" if _is_loss(column) else way
-                for way, column in zip(self.ways, columns, strict=True)
-            )
         found = {
             name: together(name, column, way)
             for (name, _), column, way in zip(uncut, columns, self.ways, strict=True)
             if way != "inside"
         }
-        names = dict.fromkeys(name for each in (self.held, *held) for name in each)
-        found |= {name: joined(name, [each.get(name) for each in held]) for name in names}
-        found |= {name: _end_to_end([each.get(name) for each in kept]) for name in self.kept}
+        names = dict.fromkeys(name for one in (self.held, *held) for name in one)
+        found |= {name: joined(name, [one.get(name) for one in held]) for name in names}
+        found |= {name: _end_to_end([one.get(name) for one in kept]) for name in self.kept}
         return found | self.gradients(self.each)
 
     def refuse_inputs(self, set_or_held: Mapping[str, Any]) -> None:
@@ -260,17 +302,27 @@ class _BothWays:
                 found.append(drawn(k, part))
         return found
 
-    def cotangents_of(self, k: int) -> list[Tensor | None]:
+    def cotangents_of(self, k: int, results: Sequence[Any]) -> list[Tensor | None]:
         """The gradients of a slice's results."""
-        return [
-            c if c is None else apart(c, way, len(self.each))[k]
-            for c, way in zip(self.cotangents, self.ways, strict=True)
-        ]
+        found: list[Tensor | None] = []
+        each = zip(self.results, results, self.cotangents, self.ways, strict=True)
+        for name, result, whole, way in each:
+            if whole is None:
+                found.append(None)
+                continue
+            count = len(self.each)
+            of_all = [*result.shape]
+            if isinstance(way, int):
+                of_all[way] *= count
+            if of_all != [*whole.shape]:
+                raise uneven(name, count, [tuple(result.shape), f"(of {tuple(whole.shape)})"])
+            found.append(apart(whole, way, count)[k])
+        return found
 
     def gradients(self, parts: Sequence[Any]) -> dict[str, Any]:
         if not self.backward:
             return {}
-        found = {f"the gradient of {n}": p.grad for n, p in self.model.named_parameters()}
+        found = {f"the gradient of {n}": _dense(p.grad) for n, p in self.model.named_parameters()}
         each = zip(*(tree_leaves((part.args, part.kwargs)) for part in parts), strict=True)
         for i, leaves in enumerate(each):
             if isinstance(leaves[0], Tensor) and leaves[0].requires_grad:
@@ -280,7 +332,9 @@ class _BothWays:
 
     def first_module(self) -> str:
         """The first module that makes of the same inputs other results in slices; "" if none
-        does."""
+        does. Of a model that fails, what it was given."""
+        if self.failed is not None:
+            return _cut(self.batch)
 
         def agree(one: Tensor, parts: Sequence[Tensor]) -> bool:
             try:
@@ -289,6 +343,8 @@ class _BothWays:
                 return False
             if isinstance(way, int):
                 return self.agree(one, torch.cat(tuple(parts), way))
+            if any(part.shape != one.shape for part in parts):
+                return False
             if one.is_floating_point() and self.agree(one, together("", parts, "mean")):
                 return True
             return all(self.agree(one, part) for part in parts)
@@ -371,11 +427,9 @@ def _end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(found) if alike and len(found) == len(parts) else None
 
 
-def _is_loss(column: Sequence[Any]) -> bool:
-    """Are these numbers of slices, which are not alike?"""
-    first = column[0]
-    is_number = isinstance(first, Tensor) and first.is_floating_point() and first.numel() == 1
-    return is_number and any(part.shape == first.shape and part != first for part in column)
+def _is_number(whole: Any, part: Any) -> bool:
+    both = isinstance(whole, Tensor) and isinstance(part, Tensor) and whole.shape == part.shape
+    return both and whole.is_floating_point() and whole.numel() == 1
 
 
 def _cotangent(i: int, leaf: Any) -> Tensor | None:
@@ -429,6 +483,10 @@ def _distance(one: Any, other: Any, least: float = 0.0) -> tuple[float, str]:
     far = _largest(one.detach().double() - other.detach().double())
     far /= max(_largest(one), least) or 1.0
     return far, f"{far:.2g} of its largest number apart"
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _detached(leaf: Any) -> Any:

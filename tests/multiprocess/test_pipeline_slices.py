@@ -18,7 +18,7 @@ from overlapc.runtime.pipeline import Pipeline
 from overlapc.solvers.schedules import make_schedule
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
-from tests.multiprocess.test_pipeline import ROWS, WIDTH, ExpertStage, loss, make
+from tests.multiprocess.test_pipeline import ROWS, WIDTH, ExpertStage, Stage, loss, make
 from tests.slow import slow_hardware
 
 pytestmark = pytest.mark.multiprocess
@@ -51,6 +51,15 @@ def accumulated(stages: Sequence[nn.Module], slices: int, states: list[Tensor]) 
 
 def states_of(stages: int) -> list[Tensor]:
     return [torch.Generator().manual_seed(100 + number).get_state() for number in range(stages)]
+
+
+class Fours(Stage):
+    """A stage that takes only the whole microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 4:
+            raise ValueError("four rows")
+        return super().forward(x)
 
 
 class Centred(nn.Module):
@@ -231,6 +240,9 @@ def refused(rank: int, ranks: int) -> list[str]:
     mixed = Pipeline({rank: module}, "1f1b", COUNT, end, slices={rank: 2 - rank}, **how)
     mixed(*batches())  # only the first stage is cut
     found.append(str(mixed.reports[rank].slices))
+    fours = Fours(0, 1, 0.0) if rank == 0 else make(1, 1, 0.0)
+    pipeline = Pipeline({rank: fours}, "1f1b", COUNT, end, slices=2, **how)
+    found.append(caught(lambda: pipeline(*batches()))[1])
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -238,7 +250,8 @@ def refused(rank: int, ranks: int) -> list[str]:
 
 def test_a_stage_that_sees_the_whole_microbatch_is_refused_on_every_rank() -> None:
     first, second = run_ranks(refused, 2, timeout_s=120)
-    for sees, _ in (first, second):
+    for sees, _, fails in (first, second):
         assert "stage 1: slices=2: " in sees
         assert "Centred) sees the whole batch" in sees
+        assert re.match(r"stage 0: slices=2: the model fails for a slice .*'four rows'", fails)
     assert (first[1], second[1]) == ("2", "1")

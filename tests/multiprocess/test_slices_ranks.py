@@ -299,3 +299,38 @@ def test_what_one_rank_refuses_all_refuse() -> None:
     for kind, said, _, _ in run_ranks(centered, 2, timeout_s=120):
         assert kind == "OptionError"
         assert "is another in slices" in said
+
+
+class Looks(nn.Module):
+    """Adds rows of a table that is as large as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+        x = self.inner(x) + table[rows]
+        return SumOverRanks.apply(x, dist.group.WORLD.group_name).square().mean()
+
+
+def failing(rank: int, ranks: int) -> list[Any]:
+    """On all ranks, and then on one, while the other waits for it in a collective."""
+    dist.init_process_group("gloo")
+    found = []
+    for rows in ([3, 2, 1, 0], [3, 2, 1, 0] if rank else [1, 0, 1, 0]):
+        step = TrainStep(Looks(), timeout_s=5, slices=2, profile="estimate")
+        given = torch.randn(4, 16), torch.randn(4, 16), torch.tensor(rows)
+        found.append(caught(lambda step=step, given=given: step([given])))
+    return found
+
+
+def test_a_model_that_fails_for_a_slice_is_an_error_on_every_rank() -> None:
+    first, second = run_ranks(failing, 2, timeout_s=280)
+    for kind, said, _, _ in (first[0], second[0]):
+        assert kind == "OptionError"
+        assert "slices=2: the model fails for a slice, IndexError" in said
+    kind, said, _, _ = second[1]
+    assert kind == "RankError"
+    assert "slices=2: the model fails for a slice, IndexError" in said
+    assert "on this rank; " in said
+    assert first[1][0] == "RankError"

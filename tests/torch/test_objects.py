@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -155,6 +156,62 @@ def test_a_loss_in_an_object_is_the_batchs(call, slices):
     assert ".loss mean" in twin.explain()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
+@pytest.mark.parametrize("slices", [2, 3])
+@pytest.mark.parametrize("call", [*LOSSES[:2], LOSSES[3]])
+def test_a_loss_in_an_object_is_the_batchs_without_gradients(call, slices, mode):
+    """In evaluation, or where nothing requires a gradient; and the first batch may be one of whose
+    slices the losses are alike."""
+
+    def wanted(result: Any) -> Tensor:
+        found = result[0] if isinstance(result, tuple) else result
+        return found.loss
+
+    model, _, _ = made(call)
+    twin = optimize(model.requires_grad_(mode is not None), slices=slices, profile="estimate")
+    with contextlib.nullcontext() if mode is None else mode():
+        for x in (torch.zeros(12, 16), randn(12, 16)):
+            result = twin(x)
+            whole, parts = model(x), [wanted(model(each)) for each in x.chunk(slices)]
+            assert torch.equal(wanted(result), sum(part / slices for part in parts))
+            mine, theirs = inside("", result), inside("", whole)
+            assert mine.keys() == theirs.keys()
+            pairs = [(mine[n], value) for n, value in theirs.items() if isinstance(value, Tensor)]
+            assert all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+    assert twin.unchanged == []
+    assert ".loss mean" in twin.explain()
+
+
+def test_a_number_that_the_model_keeps_stays_in_its_object():
+    def call(m: Any, x: Tensor, y: Tensor) -> Any:
+        return y, Held(scale=m.scale, rows=y)
+
+    model, twin, x = made(call)
+    model.register_buffer("scale", torch.tensor(3.0))
+    with torch.no_grad():
+        for _ in range(2):
+            assert twin(x)[1].scale.item() == 3.0
+    assert twin.unchanged == []
+
+
+def test_what_stands_at_two_places_of_an_object_is_one_result():
+    def call(m: Any, x: Tensor, y: Tensor) -> Any:
+        pair = (y * 2, y + 1)
+        return Output(y.square().mean(), y, [pair, pair, y])
+
+    def loss(result: Any) -> Tensor:
+        (one, _), (again, more), out = result.more
+        return result.loss + (one * more).mean() + again.square().mean() + out.sum() / len(out)
+
+    model, twin, x = made(call)
+    loss(model(x)).backward()
+    expected = taken(model)
+    for _ in range(2):
+        loss(twin(x)).backward()
+        torch.testing.assert_close(taken(model), expected)
+    assert twin.unchanged == []
+
+
 def test_a_loss_of_what_an_object_holds():
     """The loss is outside of the model, and reads tensors that lie differently in the batch."""
 
@@ -244,7 +301,8 @@ def test_a_registered_class_has_its_own_dimension_for_each_tensor():
         (lambda m, x, y: (y, Held(turned=y.t() + 1)), r"result 1\.turned is another in slices"),
         (lambda m, x, y: (y, Held(a=[{"b": x}])), r"result 1\.a\[0\]\['b'\] is an input"),
         (lambda m, x, y: (y, Held(a=x[:, 1:])), r"result 1\.a is an input or a view of one"),
-        (lambda m, x, y: (y, Held(total=y.sum())), r"result 1\.total is .* for slices"),
+        (lambda m, x, y: (y, Held(total=y.sum())), r"result 1\.total is another in slices"),
+        (lambda m, x, y: (y, Held(n=y.argmax(1).sum())), r"result 1\.n is .* for slices"),
         (lambda m, x, y: (y, Held(places=torch.arange(3))), r"result 1\.places is another"),
         (lambda m, x, y: (y, Held(l=Held(mean=y - y.mean(0)))), r"result 1\.l\.mean is another"),
     ],

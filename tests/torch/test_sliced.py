@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from overlapc import optimize
+from overlapc import TrainStep, optimize
 from overlapc.errors import OptionError
+from overlapc.layers import SumOverRanks
 from overlapc.profiler.memory import measure_peak
 from tests.torch.exact import DYNAMO_WARNINGS, randn
 from tests.torch.random_models import WIDTH, RandomModel, Recipe, recipes
@@ -318,6 +321,265 @@ def test_results_that_are_no_tensors_of_their_own_run_uncut(kept, said):
         assert torch.equal(one, other)
 
 
+class WithHidden(nn.Module):
+    """Takes what is as large along dimension 0 as the batch, and no batch there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gru = nn.GRU(16, 16, num_layers=4, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        if self.kind == "hidden state":
+            x = self.gru(x, other)[0]
+        elif self.kind == "mask":
+            x = self.attention(x, x, x, attn_mask=other)[0]
+        elif self.kind == "table":
+            x = x + other[3]
+        else:
+            x = x + other[torch.tensor([3, 2, 1, 0])][: len(x), None]
+        for _ in range(3):
+            x = self.out(x)
+            if dist.is_initialized():
+                x = SumOverRanks.apply(x, dist.group.WORLD.group_name).tanh()
+        return x.square().mean()
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        shape = {"hidden state": (4, 4, 16), "mask": (4, 4)}.get(self.kind, (4, 16))
+        return randn(4, 4, 16), randn(*shape, seed=1)
+
+
+HIDDEN = {
+    "hidden state": r"RuntimeError\('Expected hidden size \(4, 2, 16\), got \[2, 4, 16\]'\)",
+    "mask": r"RuntimeError\('The shape of the 2D attn_mask is torch.Size\(\[2, 4\]\)",
+    "table": "IndexError: index 3 is out of bounds",
+    "looked up": r"IndexError\('index 3 is out of bounds",
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_an_input_that_is_only_as_large_as_the_batch_is_refused_by_name(kind):
+    """It raised the model's own error, or ran uncut with a warning."""
+    torch.manual_seed(1)
+    model = WithHidden(kind)
+    x, other = model.inputs()
+    shapes = re.escape(str([tuple(x.shape), tuple(other.shape)]))
+    said = rf"slices=2: the model fails for a slice.*{HIDDEN[kind]}.*; .*{shapes}"
+    for _ in range(2):
+        with pytest.raises(OptionError, match=said):
+            optimize(model, slices=2, profile="estimate")(x, other)
+        with pytest.raises(OptionError, match=said):
+            TrainStep(model, slices=2, profile="estimate")([(x, other)])
+        with torch.no_grad(), pytest.raises(OptionError, match=said):
+            optimize(model, slices=2, profile="estimate")(x, other)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [*HIDDEN][:3])
+def test_auto_runs_it_whole_and_says_why(kind, auto):
+    with on_fabric():
+        torch.manual_seed(1)
+        model = WithHidden(kind)
+        expected = model(*model.inputs())
+        expected.backward()
+        others = gradients(model)
+        model.zero_grad()
+        twin = optimize(model, **auto)
+        loss = twin(*model.inputs())
+        loss.backward()
+        assert torch.equal(loss, expected)
+        assert_same(gradients(model), others)
+        assert "2 slices: slices=2: the model fails for a slice" in twin.explain()
+        model.zero_grad()
+        step = TrainStep(model, **auto)
+        (found,) = step([model.inputs()])
+        assert torch.equal(found, expected.detach())
+        assert_same(gradients(model), others)
+        assert "2 slices: slices=2: the model fails for a slice" in step.explain()
+
+
+@pytest.mark.parametrize("slices", [2, "auto"])
+def test_what_fails_of_the_whole_batch_too_is_the_models_own_error(slices):
+    class Wrong(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x):
+                raise LookupError("mine")
+            return x
+
+    twin = optimize(Wrong(), slices=slices, profile="estimate")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with pytest.raises(LookupError, match="mine"):
+            twin(randn(8, 16))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ((randn(8, 16), randn(1, 16)), r"found inputs of shapes \[\(8, 16\), \(1, 16\)\]"),
+        ((torch.eye(8, 16).to_sparse(), randn(8, 16)), "an input is a sparse_coo tensor"),
+        (("a", 3), "found no tensors among the inputs, but str, int"),
+        ((), "found no tensors among the inputs, but nothing"),
+    ],
+)
+def test_inputs_that_cannot_be_cut_are_named(inputs, said):
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 4)
+
+        def forward(self, *inputs: Any) -> Tensor:
+            found = [self.inner(x.to_dense()) for x in inputs if isinstance(x, Tensor)]
+            return sum(found, self.inner.bias * 2)
+
+    model = Sums()
+    with pytest.raises(OptionError, match=rf"slices=2: {said}"):
+        optimize(model, slices=2, profile="estimate")(*inputs)
+    for mode in (torch.no_grad, torch.enable_grad):
+        twin = optimize(model, slices="auto", profile="estimate")
+        with mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # Dynamo takes no sparse tensor
+            for _ in range(2):
+                assert torch.equal(twin(*inputs), model(*inputs))
+        assert re.search(rf"1 slices: it cannot be cut: {said}", twin.explain())
+
+
+def test_auto_says_why_a_batch_cannot_be_planned():
+    class Picky(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out if out.sum().item() > -1e9 else -out
+
+    twin = optimize(Picky(), slices="auto", profile="estimate")
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="overlapc runs the batch uncut"):
+        twin(randn(8, 16))
+    assert re.search(r"1 slices: cannot be planned: .*test_sliced.py", twin.explain())
+
+
+def test_a_number_is_the_batchs_where_the_first_slices_have_the_same():
+    """A batch of zeros to warm up: the loss of its slices is alike, that of others is not."""
+
+    class Scored(MLP):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return {"loss": out.square().mean(), "right": (out > 0).float().mean()}
+
+    torch.manual_seed(1)
+    model = Scored()
+    twin = optimize(model, slices=2, profile="estimate")
+    with torch.no_grad():
+        for x in (torch.zeros(8, 16), randn(8, 16)):
+            parts = [model(each) for each in x.chunk(2)]
+            for name, value in twin(x).items():
+                assert torch.equal(value, sum(part[name] / 2 for part in parts))
+
+
+def test_what_the_forward_counts_it_counts_once():
+    """Slices of the first batch, which eager computes too, find what the whole batch finds."""
+
+    class Warm(MLP):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    torch.manual_seed(1)
+    model, x = Warm(), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    body = MLP.forward(model, x)
+    for i in range(1, 4):
+        torch.testing.assert_close(twin(x), body * i)
+        assert model.calls == i
+
+
+def test_a_result_whose_size_depends_on_data_is_refused_if_it_requires_a_gradient():
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x[x[:, 0] > 0])
+
+    model, even, uneven, some = Chosen(), *(torch.ones(8, 16) for _ in range(3))
+    uneven[0], some[4:] = -1, -1
+    twin = optimize(model, slices=2, profile="estimate")
+    with pytest.raises(OptionError, match=r"result 0, .* of shapes \(3, 4\) \(of \(7, 4\)\) in"):
+        twin(uneven)
+    with pytest.raises(OptionError, match=r"result 0, .* of shapes \(0, 4\) \(of \(4, 4\)\) in"):
+        twin(some)
+    twin(even)
+    with pytest.raises(OptionError, match=r"result 0, .* of shapes \(3, 4\) \(4, 4\) in slices"):
+        twin(uneven)
+    with torch.no_grad():
+        torch.testing.assert_close(twin(uneven), model(uneven))
+
+
+def test_gradients_that_are_added_up_sparsely():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4)
+
+        def forward(self, places: Tensor) -> Tensor:
+            return self.out(self.table(places))
+
+    torch.manual_seed(1)
+    model, places = Looks(), torch.arange(8) % 5
+    outside(model(places)).backward()
+    others = {name: p.grad.to_dense() for name, p in model.named_parameters()}
+    twin = optimize(model, slices=2, profile="estimate")
+    for _ in range(2):
+        model.zero_grad()
+        outside(twin(places)).backward()
+        mine = {name: p.grad.to_dense() for name, p in model.named_parameters()}
+        torch.testing.assert_close(mine, others)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_masks_under_autocast_are_of_its_type(inside):
+    """The whole batch, of which masks are drawn, was traced without autocast."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def body(self, x: Tensor) -> Tensor:
+            return F.dropout(self.last(F.dropout(self.first(x), 0.3)), 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False) if inside else self.body(x)
+
+    model, x = Dropped(), randn(8, 16)
+    made: list[Any] = []
+    for run in (model, optimize(model, slices=2, profile="estimate")):
+        model.zero_grad()
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(x)
+        outside(out.float()).backward()
+        made.append((out.detach(), gradients(model), torch.get_rng_state()))
+    (out, others, state), (mine, found, after) = made
+    assert mine.dtype == torch.bfloat16
+    assert torch.equal(after, state)
+    torch.testing.assert_close(mine, out, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(found, others, rtol=0.05, atol=0.05)
+
+
+def test_a_gradient_is_not_differentiated_again():
+    """Without a word the second gradient was left out."""
+    model, x = MLP(), randn(8, 16, requires_grad=True)
+    twin = optimize(model, slices=2, profile="estimate")
+    (gradient,) = torch.autograd.grad(outside(twin(x)), x, create_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(outside(model(x)), x)[0])
+    with pytest.raises(RuntimeError, match="batch in slices is differentiated again"):
+        (outside(twin(x)) + gradient.square().sum()).backward()
+
+
 class Checkpointed(nn.Module):
     """Drops within and between blocks that eager runs again in its backward."""
 
@@ -378,7 +640,7 @@ class Setting(nn.Module):
     ("kind", "said"),
     [
         ("average", r"average, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
-        ("cache", r"cache, which the forward sets, .* \(None for shape \(4,\)"),
+        ("cache", r"cache, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
         ("number", "what the forward sets is a number that is another for each slice"),
     ],
 )

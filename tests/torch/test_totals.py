@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from overlapc import optimize
 from overlapc.errors import Infeasible, OptionError
@@ -173,6 +174,40 @@ def test_forwards_alone_add_up_too():
     with torch.no_grad():
         torch.testing.assert_close(twin(x), model(x))
     assert twin.unchanged == []
+
+
+class Again(nn.Module):
+    """Asks within what a checkpoint runs again."""
+
+    def __init__(self, ask: str) -> None:
+        super().__init__()
+        self.inner, self.ask = nn.Linear(16, 16), ask
+
+    def body(self, x: Tensor) -> Tensor:
+        counts = (x > 0).sum(0)
+        asked = before(counts) if self.ask == "before" else total(counts)
+        return self.inner(x) * asked.sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize("ask", ["before", "total"])
+def test_what_a_checkpoint_asks_again_is_refused_by_name(ask):
+    model, x = Again(ask), randn(8, 16)
+    with pytest.raises(OptionError, match=rf"slices=2: .*{ask}: called again in the backward"):
+        TrainStep(model, slices=2, profile="estimate")([x])
+    (loss,) = TrainStep(model, profile="estimate")([x])
+    assert torch.equal(loss, model(x).detach())
+
+
+def test_slices_in_turn_begin_each():
+    for begins in (0, 3):
+        with in_turn(2) as begin:
+            for _ in range(begins):
+                begin()
+            with pytest.raises(RuntimeError, match=rf"slice {begins} of 2; expected begin"):
+                before(torch.ones(2))
 
 
 def test_uncut_a_total_is_what_it_is_of():
