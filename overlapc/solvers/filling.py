@@ -125,7 +125,7 @@ class _Filling:
             if not self.taste.seed:
                 ranked = self.ranked(sides, refused, left)
             for side, n in islice(ranked, RUNGS):
-                moved = side.groups[n]
+                moved, behind = side.groups[n], self.at[n] + 1
                 group = side.members(moved)
                 if self.move(group[::-1] if side is early else group, end):
                     break
@@ -136,10 +136,9 @@ class _Filling:
                 early.drop(moved)
                 continue
             early.drop(early.bits(other for g in group for other in self.before[g]))
-            if self.stays[n]:  # others wait for it no longer
-                late = _Side(self.at[wait] + 1)
-            else:
-                late.leave(moved)
+            late.leave(moved)
+            if self.stays[n]:  # what needs it may move now
+                late.forget(moved, behind)
 
     def look_before(self, side: _Side, begin: int, end: int) -> None:
         """Look at work before the window, as far as it reaches: what may move there, with the nodes
@@ -308,3 +307,9 @@ class _Side:
         for n in self.members(bits):
             del self.groups[n]
         self.groups = {n: group & ~bits for n, group in self.groups.items()}
+
+    def forget(self, bits: int, place: int) -> None:
+        """Look again at what is farther away than these: from this place on."""
+        self.next, farthest = place, bits.bit_length() - 1
+        del self.nodes[farthest:]
+        self.groups = {n: group for n, group in self.groups.items() if not group >> farthest}
