@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import config as fx_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -23,10 +24,13 @@ from overlapc.passes.identities import without_identities
 from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.parts import cut
+from overlapc.passes.shared_changes import replaced
 from overlapc.passes.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program, State
+
+_NO_LINES = "do_not_emit_stack_traces"  # newer torch can leave out each op's line of the model
 
 
 @dataclass
@@ -222,6 +226,8 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
         if getattr(ddp, "remove_forward_pre_hook_handles", None):
             ddp.disable_forward_pre_hook(param_sync=False)
             stack.callback(ddp.enable_forward_pre_hook)
+        if hasattr(fx_config, _NO_LINES):  # nobody reads them, and to find them takes long
+            stack.enter_context(replaced(fx_config, _NO_LINES, True))
         stack.enter_context(tracing.standing_in(whole.model, whole.taps))
         stack.enter_context(as_eager())
         stack.enter_context(changes.refused(whole.model, "the backward"))

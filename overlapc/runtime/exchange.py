@@ -305,7 +305,7 @@ class Exchange:
         assert self._line is not None
         watch = Watch(self._line, self._timeout_s)
         got: dict[int, bytes] = {}
-        pause_s = 0.002
+        pause_s = 0.002  # it grows, up to a time for each rank that loads the store with its looks
         while True:
             # Read first: an answer that was there before a rank failed still counts.
             failure = self._failure()
@@ -336,7 +336,7 @@ class Exchange:
                 wait([work], pause_s)
             else:
                 time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.2)
+            pause_s = min(pause_s * 1.5, 0.2, 1.0 if working else 0.02 * len(self.ranks))
 
     def _raise_if_hopeless(
         self, watch: Watch, missing: list[int], present: list[int], topic: str

@@ -11,8 +11,11 @@ exceed the budget is not made. A window takes:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
+from itertools import accumulate, islice, pairwise
+from operator import add
 from random import Random
 
 from overlapc.ir import Plan
@@ -37,9 +40,6 @@ class Taste:
         return f"{first} {'pulled' if self.pull else 'pushed'}"
 
 
-# A node, a bit for each node that moves with it, the place in the order of the lowest bit, and the
-# most time that they all take:
-Move = tuple[int, int, int, int]
 Passes = tuple[Taste, ...]  # each pass goes through all windows in order
 PASSES: tuple[Passes, ...] = (
     (Taste(False, False),),
@@ -95,6 +95,9 @@ class _Filling:
             self.at[n] = i
         # held before the i-th issue of the order:
         self.held = [work.held_bytes, *Balance(self.flow, work.held_bytes).along(self.order)]
+        self.gains = [0] * (2 * work.count)  # by node: what is held more when it has run
+        for n, (held, then) in zip(self.order, pairwise(self.held), strict=True):
+            self.gains[n] = then - held
 
     def run(self, until: float) -> Plan:
         starts = [n for n in self.order if self.work.roles[n] == "start"]
@@ -107,6 +110,7 @@ class _Filling:
     def fill(self, start: int) -> None:
         """Move work into one window until it is full or nothing fits."""
         wait = next(n for n in self.work.after[start] if self.work.roles[n] == "wait")
+        early, late = _Side(self.at[start] - 1), _Side(self.at[wait] + 1)
         refused: set[int] = set()
         while True:
             begin, end = self.at[start], self.at[wait]
@@ -114,110 +118,198 @@ class _Filling:
             left -= sum([self.took[n] for n in self.order[begin:end]])
             if left <= 0:
                 return
-            moves = [m for m in self.moves(begin, end) if m[0] not in refused]
-            moves.sort(key=lambda m: self.rank(m, left, begin))
-            for n, group, low, _ in moves[:RUNGS]:
-                if self.move(self.nodes(group, low), end):
+            self.look_before(early, begin, end)
+            self.look_behind(late, end)
+            sides = (late, early) if self.taste.pull else (early, late)
+            ranked = self.shuffled(early, late, refused, left, begin)
+            if not self.taste.seed:
+                ranked = self.ranked(sides, refused, left)
+            for side, n in islice(ranked, RUNGS):
+                moved, behind = side.groups[n], self.at[n] + 1
+                group = side.members(moved)
+                if self.move(group[::-1] if side is early else group, end):
                     break
                 refused.add(n)
             else:
                 return
-
-    def moves(self, begin: int, end: int) -> Iterator[Move]:
-        """For each node that may run in the window, the nodes that must move with it."""
-        at, order, took = self.at, self.order, self.took
-        after, before = self.work.after, self.before
-        pulls, pushes, stays = self.pulls, self.pushes, self.stays
-        low = max(0, begin - REACH + 1)
-        pushed: dict[int, tuple[int, int]] = {}  # with the nodes that need it before the end
-        for i in range(begin - 1, low - 1, -1):
-            n = order[i]
-            if not pushes[n]:
+            if side is early:
+                early.drop(moved)
                 continue
-            group, most = 1 << i - low, took[n]
+            early.drop(early.bits(other for g in group for other in self.before[g]))
+            late.leave(moved)
+            if self.stays[n]:  # what needs it may move now
+                late.forget(moved, behind)
+
+    def look_before(self, side: _Side, begin: int, end: int) -> None:
+        """Look at work before the window, as far as it reaches: what may move there, with the nodes
+        that need it before the end?"""
+        at, took, after, groups, most = self.at, self.took, self.work.after, side.groups, side.most
+        low = max(0, begin - REACH + 1)
+        for n in self.order[low : side.next + 1][::-1]:
+            if not self.pushes[n]:
+                continue
+            others, all_ns = 0, took[n]
             for user in after[n]:
                 if at[user] <= end:
-                    if (needed := pushed.get(user)) is None:
+                    if (needed := groups.get(user)) is None:
                         break
-                    group, most = group | needed[0], most + needed[1]
+                    others, all_ns = others | needed, all_ns + most[user]
             else:
-                pushed[n] = group, most
-                if took[n]:
-                    yield n, group, low, most
-        pulled: dict[int, tuple[int, int]] = {}  # with the nodes that it needs
-        for i in range(end + 1, min(len(order), end + REACH)):
-            n = order[i]
-            if not pulls[n]:
+                side.add(n, others, all_ns)
+        side.next = low - 1
+
+    def look_behind(self, side: _Side, end: int) -> None:
+        """The same for work behind the window, with the nodes that it needs."""
+        at, took, before, groups, most = self.at, self.took, self.before, side.groups, side.most
+        high = min(len(self.order), end + REACH)
+        for n in self.order[side.next : high]:
+            if not self.pulls[n]:
                 continue
-            group, most = 1 << i - end, took[n]
+            others, all_ns = 0, took[n]
             for other in before[n]:
                 if at[other] >= end:
-                    if stays[other] or (needed := pulled.get(other)) is None:
+                    if self.stays[other] or (needed := groups.get(other)) is None:
                         break
-                    group, most = group | needed[0], most + needed[1]
+                    others, all_ns = others | needed, all_ns + most[other]
             else:
-                pulled[n] = group, most
-                if took[n]:
-                    yield n, group, end, most
+                side.add(n, others, all_ns)
+        side.next = high
 
-    def nodes(self, group: int, low: int) -> list[int]:
-        """The nodes of a move, in order."""
-        found = []
-        while group:
-            bit = group & -group
-            found.append(self.order[low + bit.bit_length() - 1])
-            group ^= bit
-        return found
-
-    def takes_more(self, group: int, low: int, limit: float) -> bool:
+    def is_long(self, side: _Side, n: int, limit: float) -> bool:
         """Do the nodes of a move take more than the limit?"""
-        while group and limit >= 0:
-            bit = group & -group
-            limit -= self.took[self.order[low + bit.bit_length() - 1]]
-            group ^= bit
-        return limit < 0
+        if self.took[n] > limit:
+            return True
+        return (
+            side.most[n] > limit
+            and sum([self.took[g] for g in side.members(side.groups[n])]) > limit
+        )
 
-    def rank(self, move: Move, left: int, begin: int) -> tuple[bool, bool, bool, float]:
-        n, group, low, most = move
-        limit = OVERSHOOT * left
-        long = self.took[n] > limit or (most > limit and self.takes_more(group, low, limit))
-        recompute, pull = self.taste.recompute, self.taste.pull
-        far = 1.0
-        if self.taste.seed:
-            recompute ^= self.random.random() < 0.5
-            pull ^= self.random.random() < 0.5
-            far = self.random.uniform(0.3, 3.0)
-        wanted = (n >= self.work.count) == recompute
-        pulled = self.at[n] > begin
-        return long, not wanted, pulled != pull, abs(self.at[n] - begin) * far
+    def ranked(
+        self, sides: Sequence[_Side], refused: set[int], left: int
+    ) -> Iterator[tuple[_Side, int]]:
+        """Moves into a window, the best first: those that fit, of wanted work, from the side where
+        the taste begins, the nearest."""
+        count, limit = self.work.count, OVERSHOOT * left
+        long: list[tuple[_Side, int]] = []
+        for recompute in (self.taste.recompute, not self.taste.recompute):
+            for side in sides:
+                for n in side.groups:
+                    if (n >= count) == recompute and self.took[n] and n not in refused:
+                        if self.is_long(side, n, limit):
+                            long.append((side, n))
+                        else:
+                            yield side, n
+        yield from long
+
+    def shuffled(
+        self, early: _Side, late: _Side, refused: set[int], left: int, begin: int
+    ) -> Iterator[tuple[_Side, int]]:
+        """The same, with deviations at random."""
+        count, limit, draw = self.work.count, OVERSHOOT * left, self.random
+        found: list[tuple[bool, bool, bool, float, int, _Side, int]] = []
+        for side in (early, late):
+            for n in side.groups:
+                if self.took[n] and n not in refused:
+                    recompute = self.taste.recompute ^ (draw.random() < 0.5)
+                    pull = self.taste.pull ^ (draw.random() < 0.5)
+                    far = abs(self.at[n] - begin) * draw.uniform(0.3, 3.0)
+                    unwanted, other = (n >= count) != recompute, (side is late) != pull
+                    long = self.is_long(side, n, limit)
+                    found.append((long, unwanted, other, far, len(found), side, n))
+        for *_, side, n in nsmallest(RUNGS, found):
+            yield side, n
 
     def move(self, group: list[int], end: int) -> bool:
         """Put these nodes right before place `end` of the order, if memory allows."""
+        at, order, gains, allocates = self.at, self.order, self.gains, self.flow.allocates
         going = set(group)
-        low = min(end, self.at[group[0]])
-        high = max(end, self.at[group[-1]] + 1)
-        early = [n for n in self.order[low:end] if n not in going]
-        late = [n for n in self.order[end:high] if n not in going]
+        low = min(end, at[group[0]])
+        high = max(end, at[group[-1]] + 1)
+        early = [n for n in order[low:end] if n not in going]
+        late = [n for n in order[end:high] if n not in going]
         part = [*early, *group, *late]
-        readers = _Readers(self.flow.users, self.at, low)
-        held = Balance(self.flow, self.held[low], readers).along(part, self.budget)
-        if len(held) < len(part):
+        passed_on = self.passed_on(group, going, end, high)
+        for old, new, size in passed_on:
+            gains[old] += size
+            gains[new] -= size
+        held = list(accumulate([gains[n] for n in part], initial=self.held[low]))
+        if max(map(add, held, [allocates[n] for n in part])) > self.budget:
+            for old, new, size in passed_on:
+                gains[old] -= size
+                gains[new] += size
             return False
         self.moved += 1
-        self.order[low:high] = part
-        self.held[low + 1 : high + 1] = held
-        for i in range(low, high):
-            self.at[self.order[i]] = i
+        order[low:high] = part
+        self.held[low : high + 1] = held
+        for i, n in enumerate(part, low):
+            at[n] = i
         return True
 
+    def passed_on(
+        self, group: list[int], going: set[int], end: int, high: int
+    ) -> list[tuple[int, int, int]]:
+        """Which holdings another node frees when these have moved to place `end`: (the node that
+        freed it, the node that will, bytes). The order changes up to place `high`."""
+        at, flow = self.at, self.flow
+        found = []
+        for holding, new in {h: n for n in group for h in flow.frees[n]}.items():
+            users = flow.users[holding]
+            last = max([at[user] for user in users])
+            if last >= high:
+                continue  # a later node frees it
+            behind = [at[user] for user in users if at[user] >= end and user not in going]
+            if behind:
+                new = self.order[max(behind)]
+            if new != (old := self.order[last]):
+                found.append((old, new, flow.size[holding]))
+        return found
 
-class _Readers(dict[int, int]):
-    """How many readers of each holding stand at place `low` of the order or behind; counted on
-    demand."""
 
-    def __init__(self, users: Sequence[Sequence[int]], at: Sequence[int], low: int) -> None:
-        self.users, self.at, self.low = users, at, low
+class _Side:
+    """Work on one side of a window that could run in it. A *group* has a bit for a node, its
+    highest, and one for each that must move with it; the nearer to the window, the lower. A move
+    changes few of them, so they are made once for each window."""
 
-    def __missing__(self, holding: int) -> int:
-        at, low = self.at, self.low
-        return sum([at[user] >= low for user in self.users[holding]])
+    def __init__(self, place: int) -> None:
+        self.next = place  # of the order, at which nothing has looked yet
+        self.nodes: list[int] = []  # by bit
+        self.groups: dict[int, int] = {}  # of what may move, the nearest first
+        self.most: dict[int, int] = {}  # the most time that they take
+
+    def add(self, n: int, others: int, most: int) -> None:
+        self.groups[n] = 1 << len(self.nodes) | others
+        self.nodes.append(n)
+        self.most[n] = most
+
+    def members(self, group: int) -> list[int]:
+        """The nodes of a group, the nearest first."""
+        found = []
+        while group:
+            bit = group & -group
+            found.append(self.nodes[bit.bit_length() - 1])
+            group ^= bit
+        return found
+
+    def bits(self, nodes: Iterable[int]) -> int:
+        """The nodes' own bits, of those that may move."""
+        found = 0
+        for group in filter(None, map(self.groups.get, nodes)):
+            found |= 1 << group.bit_length() - 1
+        return found
+
+    def drop(self, bits: int) -> None:
+        """These may move no longer, nor may what takes them along."""
+        if bits:
+            self.groups = {n: group for n, group in self.groups.items() if not group & bits}
+
+    def leave(self, bits: int) -> None:
+        """These are in the window now: nothing takes them along."""
+        for n in self.members(bits):
+            del self.groups[n]
+        self.groups = {n: group & ~bits for n, group in self.groups.items()}
+
+    def forget(self, bits: int, place: int) -> None:
+        """Look again at what is farther away than these: from this place on."""
+        self.next, farthest = place, bits.bit_length() - 1
+        del self.nodes[farthest:]
+        self.groups = {n: group for n, group in self.groups.items() if not group >> farthest}

@@ -4,6 +4,7 @@ whose orders come from list scheduling of the whole trace."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import islice
 
 from overlapc.ir import Plan, Problem
@@ -191,12 +192,12 @@ def schedules(
     yield plan
     large = len(problem.trace.ops) > LARGE
     limit = NEVER if budget is None else budget
+    works = cache(partial(backward_work, problem, choice))
     if peak_bytes(problem, plan) <= limit:
-        work = backward_work(problem, choice)
         for passes in _PASSES if defer else _RECOMPUTE_ONLY:
-            yield filled(plan, work, limit, passes)
+            yield filled(plan, works(True), limit, passes)
     for late in (True, False) if defer else ():
-        work = backward_work(problem, choice, late)
+        work = works(late)
         for permille in (1000,) if large else (1000, 930):
             for style in _STYLES[:1] if large else _STYLES:
                 backward = list_schedule(work, limit * permille // 1000, style)

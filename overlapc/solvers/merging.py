@@ -225,13 +225,8 @@ class _Merging(Listing):
         forward, self.plain = work.chains
         self.forward = set(forward)
         self.plain_at = 0  # place of the first of these that has not run
-        self.share: dict[int, float] = {}
-        self.distance: dict[int, int] = {}
-        for chain in work.chains:
-            share, distance = work.along(chain)
-            self.share |= share
-            self.distance |= distance
-        self.room = Room(work, *work.chains) if limit < NEVER else None
+        self.share, self.distance = work.along_chains
+        self.room = Room(work) if limit < NEVER else None
 
     def is_spare(self, n: int) -> bool:
         return self.work.deadline[n] == NEVER
@@ -281,12 +276,14 @@ class _Merging(Listing):
 
     def choose(self) -> int | None:
         """Choose the chain that goes on; None if neither can, or memory forbids it."""
-        back = self.next_of_backward()
-        front = self.front[0] if self.front else None
-        found = [*([] if front is None else [front]), *back]
-        if back and front is not None and not self.is_fronts_turn(front, back[0]):
-            found = [*back, front]
-        return next((n for n in found if self.is_safe(n)), None)
+        found = self.next_of_backward()
+        if self.front:
+            first = not found or self.is_fronts_turn(self.front[0], found[0])
+            found.insert(0 if first else len(found), self.front[0])
+        for n in found:
+            if self.is_safe(n):
+                return n
+        return None
 
     def next_of_backward(self) -> list[int]:
         """The next nodes of the backward: of input gradients and recompute, the one due first, then
@@ -295,12 +292,15 @@ class _Merging(Listing):
         found = [] if ready is None else [ready]
         if self.refill:
             due, n = self.refill[0]
-            waiting = any(w not in self.forward and not self.is_spare(w) for _, w in self.flying)
-            early = ready is None and waiting
+            early = ready is None and self.backward_waits()
             during = self.balance.held + self.flow.allocates[n]
             if not early or during <= self.limit * self.pace.ahead:
                 found.insert(0 if ready is None or due < ready else 1, n)
         return found
+
+    def backward_waits(self) -> bool:
+        """Does the way to the input gradients wait for a collective?"""
+        return any(n not in self.forward and not self.is_spare(n) for _, n in self.flying)
 
     def in_plain_order(self) -> int | None:
         """The next node of the backward's plain order, which fits if anything does; None if it
@@ -313,11 +313,11 @@ class _Merging(Listing):
         return n
 
     def is_fronts_turn(self, front: int, back: int) -> bool:
-        lane_ends = min([lane.free_ns for lane in self.lanes.values()], default=0)
         near, other = self.distance[front], self.distance[back]
-        left = lane_ends - self.clock.free_ns
-        if self.pace.hurry and near != other and left <= min(near, other):
-            return near < other
+        if self.pace.hurry and near != other:
+            lane_ends = min([lane.free_ns for lane in self.lanes.values()], default=0)
+            if lane_ends - self.clock.free_ns <= min(near, other):
+                return near < other
         return self.share[front] - self.pace.lead <= self.share[back]
 
     def is_safe(self, n: int) -> bool:

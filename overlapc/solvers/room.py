@@ -4,11 +4,8 @@ memory."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate
 
-from overlapc.ledger import Balance
-from overlapc.solvers.work import NEVER, Place, Work
+from overlapc.solvers.work import Place, Work
 
 
 class Room:
@@ -20,33 +17,16 @@ class Room:
     the backward has freed.)
     """
 
-    def __init__(self, work: Work, forward: Sequence[int], backward: Sequence[int]) -> None:
-        self.chains = forward, backward
+    def __init__(self, work: Work) -> None:
+        self.chains = forward, _ = work.chains
         self.is_forward = set(forward)
         self.done: set[int] = set()
         self.late: set[int] = set()  # delayed weight gradients
         self.held_by: dict[Place, int] = {}  # place -> how many delayed ones hold it
         self.late_bytes = 0
-        self.work = work
-        self.spare = {n for n in backward if work.deadline[n] == NEVER}
+        self.work, self.alone = work, work.alone
         self.at, self.back_at = 0, 0  # the first of each chain that has not run
-        self.held = Balance(work.flow).along(forward)
-        self.during = work.flow.during(forward, [0, *self.held])
         self.back_now = 0  # what the backward holds beyond the start
-        self.back_held = [0, *Balance(work.flow).along(backward)]
-        during = work.flow.during(backward, self.back_held)
-        self.back_most = [*[*accumulate(reversed(during), max)][::-1], -NEVER]
-        last = len(forward) - 1
-        self.lows = [
-            i
-            for i in range(len(forward))
-            if i == last or (self.held[i] < self.held[i + 1] and self.held[i] <= self.held[i - 1])
-        ]
-        self.most_to_low = list(self.during)  # the most from each place to the next low
-        lows = set(self.lows)
-        for i in range(last - 1, -1, -1):
-            if i not in lows:
-                self.most_to_low[i] = max(self.during[i], self.most_to_low[i + 1])
 
     def passed(self, n: int, growth: int) -> None:
         self.done.add(n)
@@ -79,8 +59,8 @@ class Room:
     def first_back(self, at: int) -> int:
         """The first node of the backward that has not run, passing over weight gradients, which may
         be late."""
-        backward = self.chains[1]
-        while at < len(backward) and (backward[at] in self.done or backward[at] in self.spare):
+        backward, spare = self.chains[1], self.alone.spare
+        while at < len(backward) and (backward[at] in self.done or backward[at] in spare):
             at += 1
         return at
 
@@ -90,6 +70,8 @@ class Room:
         changes = [(other, 1) for other in coming if other not in self.done and other != n]
         if n in self.late:
             changes.append((n, -1))
+        if not changes:
+            return self.late_bytes
         for other, change in changes:
             self.count(other, change)
         held = self.late_bytes
@@ -103,20 +85,21 @@ class Room:
         at, back_at = self.first(self.at), self.first_back(self.back_at)
         self.done.discard(n)
         left -= growth
+        alone = self.alone
         back_now = self.back_now + (0 if n in self.is_forward else growth)
-        more = max(self.held_late(back_at, n), back_now - self.back_held[back_at])
-        need = self.back_most[back_at] + more - back_now
-        here = self.held[at - 1] if at else 0
+        more = max(self.held_late(back_at, n), back_now - alone.back_held[back_at])
+        need = alone.back_most[back_at] + more - back_now
+        here = alone.held[at - 1] if at else 0
         if need <= left:
             return True
         most = 0
         begin = at
-        first = bisect_left(self.lows, at)
-        for low in self.lows[first : first + 2]:
-            most = max(most, self.most_to_low[begin])
+        first = bisect_left(alone.lows, at)
+        for low in alone.lows[first : first + 2]:
+            most = max(most, alone.most_to_low[begin])
             begin = low + 1
             if most - here > left:
                 return False
-            if self.held[low] - here + need <= left:
+            if alone.held[low] - here + need <= left:
                 return True
         return False

@@ -87,8 +87,9 @@ class _Step:
         quick = self.merged(start)
         took = _took(problem, quick, microbatches, self.lag)
         slow = len(problem.trace.ops) > LARGE and len(quick) > 1  # `overlap` takes half a minute
-        if slow or took <= microbatches * bound_ns(problem) * NEAR:  # or gains little or nothing
-            return quick
+        bounds = (bound(problem) for bound in (simple_bound_ns, bound_ns))  # the second is slow
+        if slow or any(took <= microbatches * bound * NEAR for bound in bounds):
+            return quick  # or `overlap` gains little or nothing
         known = rival(-(-took // microbatches)) if rival is not None else alone()
         if known is None or took <= microbatches * step_ns(problem, known):
             return quick

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 
 from overlapc.ir import Plan, Problem, issue
-from overlapc.ledger import Flow
+from overlapc.ledger import Balance, Flow
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, saved_bytes
 from overlapc.solvers.choice import Choice, on_demand
 
@@ -125,6 +125,34 @@ class Work:
         return forward, [n for n in plain if n not in apart]
 
     @cached_property
+    def along_chains(self) -> tuple[dict[int, float], dict[int, int]]:
+        """`along` of both chains together."""
+        (shares, distances), (more, others) = map(self.along, self.chains)
+        return shares | more, distances | others
+
+    @cached_property
+    def alone(self) -> Alone:
+        """What both chains hold."""
+        forward, backward = self.chains
+        held = Balance(self.flow).along(forward)
+        most_to_low = self.flow.during(forward, [0, *held])
+        back_held = [0, *Balance(self.flow).along(backward)]
+        during = self.flow.during(backward, back_held)
+        back_most = [*[*accumulate(reversed(during), max)][::-1], -NEVER]
+        last = len(forward) - 1
+        lows = [
+            i
+            for i in range(len(forward))
+            if i == last or (held[i] < held[i + 1] and held[i] <= held[i - 1])
+        ]
+        ends = set(lows)
+        for i in range(last - 1, -1, -1):
+            if i not in ends:
+                most_to_low[i] = max(most_to_low[i], most_to_low[i + 1])
+        spare = frozenset(n for n in backward if self.deadline[n] == NEVER)
+        return Alone(held, most_to_low, lows, back_held, back_most, spare)
+
+    @cached_property
     def before(self) -> dict[int, list[int]]:
         """Node -> the nodes before it: the reverse of `after`."""
         found: dict[int, list[int]] = {n: [] for n in self.nodes}
@@ -200,6 +228,19 @@ class Work:
                 starts += self.roles[n] == "start"
                 coming[n] = starts
         return shares, distances, coming
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What a forward, and the backward beside it, hold beyond the start, each by itself and in its
+    plain order."""
+
+    held: list[int]  # after each node of the forward
+    most_to_low: list[int]  # the most from each of these to the next low
+    lows: list[int]  # places in the forward that hold less than those around them
+    back_held: list[int]  # before each node of the backward, and at its end
+    back_most: list[int]  # the most from each of these to the end
+    spare: frozenset[int]  # of the backward: what nothing waits for
 
 
 def forward_work(problem: Problem) -> Work:

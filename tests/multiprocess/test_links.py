@@ -21,7 +21,7 @@ from overlapc.profiler.cache import Cache
 from overlapc.profiler.link_model import Collective, Curve, LinkModel
 from overlapc.profiler.links import measure_links
 from overlapc.profiler.measure import measure
-from overlapc.profiler.slowdown import _longest, _of_size, _slowdown
+from overlapc.profiler.slowdown import _alike, _longest, _of_size, _slowdown
 from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
@@ -174,6 +174,12 @@ def test_slowdowns_from_four_times() -> None:
     assert _slowdown(60, 100, 60, 70) == [1000, 2000]
     assert _slowdown(60, 100, 60, 120) == [1000, 5000]  # no progress at all: as bad as it gets
     assert _slowdown(60, 100, 200, 0) == [3333, 1000]  # it had ended: nothing to tell
+
+
+def test_two_runs_that_say_the_same_are_enough() -> None:
+    assert _alike((60, 100, 90, 40), (61, 100, 91, 39))
+    assert not _alike((60, 100, 90, 40), (60, 100, 95, 40))  # compute is slowed more
+    assert not _alike((60, 100, 90, 40), (60, 100, 90, 50))  # traffic is
 
 
 def test_slowdowns_are_measured_with_a_size_that_takes_long() -> None:

@@ -7,9 +7,11 @@ from random import Random
 
 from overlapc.check import check
 from overlapc.ir import Plan, parse_issue
+from overlapc.ledger import Balance
 from overlapc.simulate import memory_curve, simulate
+from overlapc.solvers import filling
 from overlapc.solvers.choice import Needs, on_demand
-from overlapc.solvers.filling import PASSES, Taste, _Filling, filled
+from overlapc.solvers.filling import PASSES, Taste, _Filling, _Side, filled
 from overlapc.solvers.keep import keep_sets
 from overlapc.solvers.work import NEVER, backward_work
 from tests.plain.strategies import random_problem
@@ -53,6 +55,46 @@ def test_memory_on_the_way_is_that_of_simulate():
         assert all(a >= b for a, b in zip(found, expected, strict=True)), seed
         compared += found == expected
     assert compared > 100
+
+
+class Afresh(_Filling):
+    """Compares what it knows of a window after each move with what it would find afresh."""
+
+    compared = 0
+
+    def look_before(self, side, begin, end):
+        super().look_before(side, begin, end)
+        fresh = _Side(begin - 1)
+        super().look_before(fresh, begin, end)
+        self.compare(side, fresh)
+
+    def look_behind(self, side, end):
+        super().look_behind(side, end)
+        fresh = _Side(end + 1)
+        super().look_behind(fresh, end)
+        self.compare(side, fresh)
+
+    def compare(self, side, fresh):
+        found, expected = (
+            [(n, each.members(group)) for n, group in each.groups.items()] for each in (side, fresh)
+        )
+        assert found == expected
+        took = {n: sum(self.took[other] for other in group) for n, group in expected}
+        assert all(took[n] <= fresh.most[n] <= side.most[n] for n in took)
+        held = Balance(self.flow, self.work.held_bytes).along(self.order)
+        assert self.held == [self.work.held_bytes, *held]
+        Afresh.compared += self.moved > 0
+
+
+def test_what_may_move_is_what_a_new_look_finds(monkeypatch):
+    tastes = [*(taste for passes in PASSES for taste in passes), Taste(True, False, seed=3)]
+    for reach in (4, 120):  # a short one, so that work comes into reach move by move
+        monkeypatch.setattr(filling, "REACH", reach)
+        for _, problem, work, plan in plans_on_demand(range(100)):
+            budget = max(memory_curve(problem, plan))
+            for taste in tastes:
+                Afresh(plan, work, budget, taste).run(float("inf"))
+    assert Afresh.compared > 1000
 
 
 def kind(problem, text):
