@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     TorchDynamoException,
-    TorchRuntimeError,
 )
 from torch._functorch._aot_autograd import descriptors
 from torch._inductor import config as inductor_config
@@ -40,10 +38,10 @@ from overlapc.passes.differences import asked, differences
 from overlapc.passes.guarding import guarding, hands_on
 from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.nodes import primal_nodes
-from overlapc.passes.places import is_models
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.stubs import never, stubs
 from overlapc.passes.trace import Captured, trace_joint
+from overlapc.passes.untraced import untraced
 
 RECOMPILES = 64  # after so many graphs a function is assumed to change at every call
 NO_GRADIENT = (
@@ -58,9 +56,6 @@ GUARDS = {
     "skip_no_tensor_aliasing_guards_on_parameters": False,
     "use_numpy_random_stream": True,  # numpy's random numbers, not torch's in their place
 }
-_CONTEXT = "Developer debug context:"  # marks the details in Dynamo's errors
-_RAISED = "Observed exception"  # Dynamo's words for what a function raises
-_GOT = re.compile(r"with fake tensors: .*: got (.*)")  # ... and for what an op raises
 _numbers = itertools.count()
 
 
@@ -137,10 +132,6 @@ class Stop(Exception):
     """`adopt`, or the code that runs in a graph's place, raises this to end the call."""
 
 
-class Raised(CaptureError):
-    """The function itself raises when it is traced."""
-
-
 class Traced:
     """A function whose graphs are replaced: for each, `adopt` returns the code to run. `ran` tells
     whether the last call ran a graph.
@@ -185,17 +176,13 @@ class Traced:
             except FailOnRecompileLimitHit as error:
                 raise CaptureError(f"it has become another graph {RECOMPILES} times") from error
             except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
-                raised = isinstance(error, TorchRuntimeError) or _RAISED in str(error)
-                kind = Raised if raised else CaptureError
-                raise kind(*_reason(error)) from error
+                raise untraced(error) from error
             except (OverlapcError, Stop):
                 raise
             except Exception as error:
                 if self.ran:
                     raise
-                # Dynamo passes on what some ops raise of the tensors that it traces with.
-                reason, place = _reason(error)
-                raise Raised(f"{type(error).__name__}: {reason}", place) from error
+                raise untraced(error) from error
 
     def _begin(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`."""
@@ -218,8 +205,7 @@ class Traced:
             nonlocal run, joint
             captured = trace_joint(traced, results, inner_places(traced, static))
             joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
-            joint.arguments, joint.hands_on = arguments, has_order
-            joint.as_called = self._here
+            joint.arguments, joint.hands_on, joint.as_called = arguments, has_order, self._here
             run, joint.arguments = self._adopt(joint), ()
             return joint
 
@@ -293,18 +279,6 @@ def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
     code = call.__code__.replace(co_name=f"call{next(_numbers)}")
     return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-
-
-def _reason(error: Exception) -> tuple[str, str]:
-    """Extract what Dynamo could not trace, and the line of the user's code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
-    about += [found[1] for line in lines if (found := _GOT.search(line))]
-    reason = ": ".join([*lines[:1], *[details for details in about if details][:1]])
-    frames = list(getattr(error, "real_stack", None) or ())
-    frames = [frame for frame in frames if is_models(frame.filename)] or frames
-    place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
-    return re.sub(r" at 0x\w+", "", reason) or type(error).__name__, place  # the same on all ranks
 
 
 def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:

@@ -105,8 +105,8 @@ class Exchange:
                 "(two beats) <= limit_s; pass seconds in that range"
             )
         self.leader = self.ranks[0]
-        self._timeout_s = timeout_s
-        self._limit_s = limit_s
+        self.timeout_s = timeout_s
+        self.limit_s = limit_s
         self._line: Line | None = None
         if len(self.ranks) > 1 and (store is not None or has_peers()):
             self._line = line_to(_get_default_store() if store is None else store, self.rank)
@@ -118,7 +118,7 @@ class Exchange:
         if self._line is not None:
             self._group = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
             self._round = self._next_round(self._line)
-            look = look_after(self._line, self.ranks, self.rank, self._timeout_s)
+            look = look_after(self._line, self.ranks, self.rank, self.timeout_s)
             self._exits.enter_context(guarded(look))
             self._say = self._exits.enter_context(self._line.busy(PLANNING))
         return self
@@ -144,13 +144,8 @@ class Exchange:
         while True:
             name = f"{self._group}/{line.history.rounds[self._group]}"
             line.history.rounds[self._group] += 1
-            if not line.call(methodcaller("check", [f"{name}/skipped"]), self._timeout_s):
+            if not line.call(methodcaller("check", [f"{name}/skipped"]), self.timeout_s):
                 return name
-
-    def hurry(self) -> None:
-        """Wait for ranks at work no longer than for those that give no sign of life: they may wait
-        for this rank in a collective."""
-        self._limit_s = self._timeout_s
 
     # Messages between ranks
 
@@ -266,14 +261,14 @@ class Exchange:
         records = {f"{key}/{i}": chunk for i, chunk in enumerate(chunks) if i > 0}
         records[key] = head + chunks[0]
         for name, record in records.items():
-            self._line.call(methodcaller("set", name, record), self._timeout_s)
+            self._line.call(methodcaller("set", name, record), self.timeout_s)
         self._line.history.written[self._group] += records
 
     def _read(self, keys: list[str], topic: str) -> list[bytes | None]:
         """Read the values under `keys`; None for a value that is not there yet."""
         assert self._line is not None
         values: list[bytes | None] = []
-        records = self._line.call(lambda store: present(store, keys), self._timeout_s)
+        records = self._line.call(lambda store: present(store, keys), self.timeout_s)
         for key, record in zip(keys, records, strict=True):
             if record is None:
                 values.append(None)
@@ -288,7 +283,7 @@ class Exchange:
                     "version of overlapc and the same options on all ranks"
                 )
             for i in range(1, chunks):
-                packed += self._line.call(methodcaller("get", f"{key}/{i}"), self._timeout_s)
+                packed += self._line.call(methodcaller("get", f"{key}/{i}"), self.timeout_s)
             values.append(zlib.decompress(packed))
         return values
 
@@ -303,7 +298,7 @@ class Exchange:
         self, topic: str, keys: dict[int, str], work: Future[Any] | None
     ) -> dict[int, bytes]:
         assert self._line is not None
-        watch = Watch(self._line, self._timeout_s)
+        watch = Watch(self._line, self.timeout_s)
         got: dict[int, bytes] = {}
         pause_s = 0.002  # it grows, up to a time for each rank that loads the store with its looks
         while True:
@@ -344,20 +339,20 @@ class Exchange:
         self._raise_if_refused(missing)
         hopeless = watch.lost(missing, present, self.rank)
         waited_s = time.monotonic() - watch.start
-        if hopeless is not None or (missing and waited_s > self._limit_s):
+        if hopeless is not None or (missing and waited_s > self.limit_s):
             self._raise_if_failed()  # report the cause, not that others have left
         if hopeless is not None:
             raise RankError(
                 f"planning stopped at the step {topic!r}: {hopeless}; expected an answer of "
-                f"{_named(self.ranks)} within {self._timeout_s:g} s: see the output of that rank "
+                f"{_named(self.ranks)} within {self.timeout_s:g} s: see the output of that rank "
                 "for why it ended or never came; if it is only late, give a longer timeout"
             )
-        if missing and waited_s > self._limit_s:
+        if missing and waited_s > self.limit_s:
             late = watch.at_work(missing[0])
             raise RankError(
                 f"planning stopped at the step {topic!r}: rank {late} did not come in "
                 f"{waited_s:.0f} s, though still busy ({watch.phase(late)}); expected at "
-                f"most {self._limit_s:g} s: make that work smaller or give a longer limit"
+                f"most {self.limit_s:g} s: make that work smaller or give a longer limit"
             )
 
     # All ranks fail together
@@ -366,11 +361,11 @@ class Exchange:
         """Raise if one of the ranks could not capture what this round is about."""
         assert self._line is not None
         keys = [f"refused/{rank}" for rank in missing if self._attempt]
-        records = self._line.call(lambda store: present(store, keys), self._timeout_s)
+        records = self._line.call(lambda store: present(store, keys), self.timeout_s)
         for rank, record in zip(missing, records, strict=False):
             attempt, reason, place = json.loads(record or '["", "", ""]')
             if attempt and attempt == self._attempt:
-                self._line.call(methodcaller("set", f"{self._round}/skipped", ""), self._timeout_s)
+                self._line.call(methodcaller("set", f"{self._round}/skipped", ""), self.timeout_s)
                 raise CaptureError(f"{reason} (on rank {rank})", place)
 
     def _raise_if_failed(self) -> None:
@@ -382,7 +377,7 @@ class Exchange:
         """Why the round has failed on some rank."""
         assert self._line is not None
         record = self._line.call(
-            lambda store: present(store, [f"{self._round}/failed"]), self._timeout_s
+            lambda store: present(store, [f"{self._round}/failed"]), self.timeout_s
         )[0]
         if record is None:
             return None
@@ -413,14 +408,14 @@ class Exchange:
             line.history.written.setdefault(self._group, []).extend([failed, told])
         with contextlib.suppress(RankError):
             if not self._failed:
-                line.call(methodcaller("set", failed, text), self._timeout_s)
+                line.call(methodcaller("set", failed, text), self.timeout_s)
             # This rank stays in the round but is lost to it; the others can read why.
             self._say(IDLE, ())
             until = time.monotonic() + LINGER_S
-            count = line.call(methodcaller("add", told, 1), self._timeout_s)
+            count = line.call(methodcaller("add", told, 1), self.timeout_s)
             while count < len(self.ranks) and time.monotonic() < until:
                 time.sleep(0.02)
-                count = line.call(methodcaller("add", told, 0), self._timeout_s)
+                count = line.call(methodcaller("add", told, 0), self.timeout_s)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from overlapc.errors import CaptureError
 from overlapc.layers import sliced
 from overlapc.merge import at
 from overlapc.passes.draws import Draw
-from overlapc.passes.joint import Joint, Raised, Stop, capture
+from overlapc.passes.joint import Joint, Stop, capture
+from overlapc.passes.untraced import Raised
 from overlapc.planning.report import Report
 from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.given import Given

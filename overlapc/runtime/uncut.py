@@ -19,20 +19,18 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.layers import beside, in_turn, sliced
 from overlapc.passes.draws import Draw, Drawn, Whole, drawing, draws_of
-from overlapc.passes.joint import Joint, Raised
+from overlapc.passes.joint import Joint
 from overlapc.passes.nodes import is_total
-from overlapc.passes.trace import Captured, changed_inputs
+from overlapc.passes.trace import changed_inputs
+from overlapc.passes.untraced import Raised
+from overlapc.runtime.distances import dense, distance, farthest, tolerance_of
 from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
+from overlapc.runtime.objects import is_held, joined, objects_in, opened, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, uneven, way_of
 from overlapc.runtime.snapshot import as_it_was, holding_the_same, left_alone
 
-# How far slices may be from the uncut batch, relative to a tensor's largest number, by the coarsest
-# type that the graph works with.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 SAID = {"mean": "mean", "alike": "alike", "inside": "each tensor in it along dimension 0"}
-_NOISE = 0.01  # of the largest number of all gradients: what is smaller is compared with that
 Forward = Callable[[Any], list[Any]]  # part of a batch -> the model's results, in a list
 
 
@@ -125,7 +123,8 @@ def compared(
     found = Compared(mine.ways, mine.apart, mine.tolerance, held=mine.ends)
     if mine.failed is None or exchange is None:
         return told(found, mine.different, mine.first_module, len(each), exchange)
-    exchange.hurry()
+    # The others may wait for this rank in a collective.
+    exchange.limit_s = exchange.timeout_s
     try:
         return told(found, mine.different, mine.first_module, len(each), exchange)
     except RankError as late:
@@ -322,7 +321,7 @@ class _BothWays:
     def gradients(self, parts: Sequence[Any]) -> dict[str, Any]:
         if not self.backward:
             return {}
-        found = {f"the gradient of {n}": _dense(p.grad) for n, p in self.model.named_parameters()}
+        found = {f"the gradient of {n}": dense(p.grad) for n, p in self.model.named_parameters()}
         each = zip(*(tree_leaves((part.args, part.kwargs)) for part in parts), strict=True)
         for i, leaves in enumerate(each):
             if isinstance(leaves[0], Tensor) and leaves[0].requires_grad:
@@ -359,7 +358,7 @@ class _BothWays:
         return ""
 
     def agree(self, one: Tensor, other: Tensor) -> bool:
-        return _distance(one, other)[0] <= self.tolerance
+        return distance(one, other)[0] <= self.tolerance
 
     def calls(self, parts: Sequence[Any]) -> list[list[tuple[str, list[Any], list[Any]]]]:
         """For each part the modules that it calls, with their inputs and results."""
@@ -380,23 +379,6 @@ class _BothWays:
 
             self.ran(parts, run)
         return each
-
-
-def farthest(
-    expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: float
-) -> tuple[float, str]:
-    """How far the farthest of all is from what is expected, relative to its largest number, and
-    which of them is farther than the tolerance; "" if none is."""
-    gradients = [g for name, g in expected.items() if "gradient" in name and g is not None]
-    least = _NOISE * max([_largest(gradient) for gradient in gradients], default=0.0)
-    farthest, different = 0.0, ""
-    for name, value in expected.items():
-        far, how = _distance(value, found[name], least if "gradient" in name else 0.0)
-        farthest = max(farthest, far)
-        if not far <= tolerance and not different:
-            more = f"{how}, expected at most {tolerance:g}"
-            different = f"{name} is another in slices ({more})"
-    return farthest, different
 
 
 def _attributes(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -451,42 +433,6 @@ def noise(seed: int, like: Tensor) -> Tensor:
 def _differentiate(results: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
     pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
     torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-
-
-def tolerance_of(captured: Captured) -> float:
-    """How far slices of this graph may be from the batch."""
-    nodes = captured.joint.graph.nodes
-    kinds = {n.meta["val"].dtype for n in nodes if isinstance(n.meta.get("val"), Tensor)}
-    if torch.get_float32_matmul_precision() != "highest":
-        kinds.add(torch.float16)
-    return max([TOLERANCE[kind] for kind in kinds if kind in TOLERANCE], default=0.0)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-
-
-def _distance(one: Any, other: Any, least: float = 0.0) -> tuple[float, str]:
-    """How far the two are apart, relative to the largest number of `one`, or to `least` if that is
-    larger; infinite if they cannot be compared. And the same in words."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        said = [
-            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (one, other)
-        ]
-        return (0.0 if alike(one, other) else float("inf")), f"{said[1]} for {said[0]}"
-    if one.shape != other.shape:
-        return float("inf"), f"of shape {tuple(other.shape)} for {tuple(one.shape)}"
-    if torch.equal(one, other):
-        return 0.0, ""
-    if not one.is_floating_point():
-        return float("inf"), "other numbers"
-    far = _largest(one.detach().double() - other.detach().double())
-    far /= max(_largest(one), least) or 1.0
-    return far, f"{far:.2g} of its largest number apart"
-
-
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _detached(leaf: Any) -> Any:

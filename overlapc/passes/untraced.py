@@ -1,0 +1,40 @@
+"""What Dynamo says of a function that it cannot trace, as a CaptureError."""
+
+from __future__ import annotations
+
+import re
+
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from overlapc.errors import CaptureError
+from overlapc.passes.places import is_models
+
+_CONTEXT = "Developer debug context:"  # marks the details in Dynamo's errors
+_RAISED = "Observed exception"  # Dynamo's words for what a function raises
+_GOT = re.compile(r"with fake tensors: .*: got (.*)")  # ... and for what an op raises
+
+
+class Raised(CaptureError):
+    """The function itself raises when it is traced."""
+
+
+def untraced(error: Exception) -> CaptureError:
+    """The CaptureError for what Dynamo raised, or passed on of an op or of the function."""
+    reason, place = _reason(error)
+    if not isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode)):
+        return Raised(f"{type(error).__name__}: {reason}", place)
+    raised = isinstance(error, TorchRuntimeError) or _RAISED in str(error)
+    return Raised(reason, place) if raised else CaptureError(reason, place)
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    """Extract what Dynamo could not trace, and the line of the user's code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
+    about += [found[1] for line in lines if (found := _GOT.search(line))]
+    reason = ": ".join([*lines[:1], *[details for details in about if details][:1]])
+    frames = list(getattr(error, "real_stack", None) or ())
+    frames = [frame for frame in frames if is_models(frame.filename)] or frames
+    place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
+    return re.sub(r" at 0x\w+", "", reason) or type(error).__name__, place  # the same on all ranks
