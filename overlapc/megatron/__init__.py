@@ -55,11 +55,30 @@ def patch(
     are an OptionError on all ranks in the first step. `slices="auto"`: each chunk runs whole, or
     in 2 or 4 slices, as is predicted to be fastest. The memory budget is for the most that a step
     allocates; the default is what the script's own recompute arguments would take (they are not
-    followed). A second call replaces the first.
+    followed). A second call replaces the first, unless it raises.
     """
     global _steps
+    from overlapc.megatron import roll, seams
+
+    try:
+        steps = _made(merge, fill, schedule, search, options)
+        seams.install(steps.run, roll.tell)
+    except Exception as error:
+        if _steps is None:
+            roll.tell(f"its overlapc.megatron.patch() raised {type(error).__name__}: {error}")
+        raise
+    _steps = steps
+    roll.tell()
+
+
+def _made(
+    merge: bool,
+    fill: bool,
+    schedule: str,
+    search: StrPath | None,
+    options: dict[str, Any],
+) -> Steps:
     from overlapc.errors import OptionError
-    from overlapc.megatron import seams
     from overlapc.megatron.steps import Steps
     from overlapc.planning.options import Options
     from overlapc.search.chosen import load_search
@@ -69,19 +88,18 @@ def patch(
         if options.get("memory_budget") is not None:
             raise OptionError("memory_budget: search has one for each stage; expected one of both")
         options = {"solver": chosen.solver, "slices": chosen.slices, **options}
-    unpatch()
-    _steps = Steps(Options.parse(options, "megatron"), merge, fill, schedule, chosen)
-    seams.install(_steps.run)
+    return Steps(Options.parse(options, "megatron"), merge, fill, schedule, chosen)
 
 
 def unpatch() -> None:
     """Leave Megatron as it was."""
     global _steps
     if _steps is not None:
-        from overlapc.megatron import seams
+        from overlapc.megatron import roll, seams
 
         seams.remove()
         _steps = None
+        roll.tell(roll.UNPATCHED)
 
 
 def explain() -> str:

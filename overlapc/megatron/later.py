@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import OptionError, RankError
-from overlapc.runtime.line import PREFIX, TIMEOUT_S, has_peers, line_to
+from overlapc.runtime.line import PREFIX, has_peers, line_to
 
 _numbers = itertools.count()  # all ranks patch alike
 
@@ -21,7 +21,8 @@ class Later:
     """What a rank refuses is written into the store before the rank goes on with the step. So a
     rank that the step makes wait for that one finds it when the step has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._key = f"{PREFIX}/megatron {next(_numbers)}"
         self._mine: OptionError | None = None
 
@@ -31,7 +32,7 @@ class Later:
         if has_peers():
             said = f"{self._mine} (on rank {dist.get_rank()})"
             line = line_to(_get_default_store(), dist.get_rank())
-            line.call(methodcaller("set", f"{self._key}/refused", said), TIMEOUT_S)
+            line.call(methodcaller("set", f"{self._key}/refused", said), self._timeout_s)
 
     def found(self) -> OptionError | None:
         """What some rank has refused."""
@@ -39,9 +40,9 @@ class Later:
             return self._mine
         line = line_to(_get_default_store(), dist.get_rank())
         key = f"{self._key}/refused"
-        if not line.call(methodcaller("check", [key]), TIMEOUT_S):
+        if not line.call(methodcaller("check", [key]), self._timeout_s):
             return None
-        return OptionError(line.call(methodcaller("get", key), TIMEOUT_S).decode())
+        return OptionError(line.call(methodcaller("get", key), self._timeout_s).decode())
 
     def leave(self) -> None:
         """Behind the first step: rank 0, whose process may host the store, goes on when all others
@@ -53,7 +54,7 @@ class Later:
         line = line_to(_get_default_store(), rank)
         with contextlib.suppress(RankError):  # a rank has ended: others say why
             if rank:
-                line.call(methodcaller("set", keys[rank - 1], ""), TIMEOUT_S)
+                line.call(methodcaller("set", keys[rank - 1], ""), self._timeout_s)
             else:
-                wait = methodcaller("wait", keys, timedelta(seconds=TIMEOUT_S))
-                line.call(wait, 2 * TIMEOUT_S)
+                wait = methodcaller("wait", keys, timedelta(seconds=self._timeout_s))
+                line.call(wait, 2 * self._timeout_s)

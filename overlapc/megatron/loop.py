@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from overlapc.errors import OptionError
+from overlapc.megatron import roll
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.steps import Steps, innermost
 from overlapc.planning.options import Options
@@ -43,6 +44,7 @@ class TrainStep:
         _refuse(model)
         parsed = Options.parse(options, "megatron")
         self._steps = Steps(parsed, merge, fill=False, schedule="1f1b")
+        roll.tell()
 
     @untraced
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:

@@ -18,12 +18,15 @@ from overlapc.megatron import merged as ticks
 from overlapc.megatron.chunk import Chunk
 from overlapc.megatron.later import Later
 from overlapc.megatron.planning import Step
+from overlapc.megatron.raised import Raised
 from overlapc.megatron.refused import reason, slices_of
+from overlapc.megatron.roll import Roll, absent
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.runtime.exchange import busy
+from overlapc.runtime.guard import is_broken
 from overlapc.runtime.ranks import exchange_of
 from overlapc.search.chosen import Chosen
 
@@ -66,7 +69,8 @@ class Steps:
         self._schedule, self._told = schedule, False
         self._searched = searched
         self._running = threading.Lock()
-        self.later = Later()
+        self._roll, self._raised = Roll(options.timeout_s), Raised(options.timeout_s)
+        self.later = Later(options.timeout_s)
         # By the ids of models, which are kept alive here.
         self._places: dict[tuple[int, ...], tuple[Place, list[Any]]] = {}
         self.chunks: dict[int, Chunk] = {}
@@ -94,7 +98,13 @@ class Steps:
                 "expected one after the other: run the steps on one thread"
             )
         try:
+            self._raised.begin(guards=place is None)
             return self._run(name, real, given, models, place)
+        except BaseException as error:
+            cause = self._raised.instead_of(error)
+            if cause is None:
+                raise
+            raise cause from error
         finally:
             self._running.release()
 
@@ -107,9 +117,14 @@ class Steps:
         place: Place | None,
     ) -> Any:
         begins = False
-        first = busy("the first step of training", self._options.timeout_s)
+        look = self._raised.look
+        first = busy("the first step of training", self._options.timeout_s, look)
         with contextlib.nullcontext() if place else first:
             if place is None:
+                joins = _joins_all(models, given)
+                patience_s = self._options.timeout_s if joins else FIRST_STEP_S
+                if not self._roll.is_complete(patience_s):
+                    return self._for_once_plain(real, given, patience_s)
                 place, begins = self._begin(models, given), True
             if place.refused:
                 return real(**given)
@@ -132,6 +147,30 @@ class Steps:
             if self._refused is not None:
                 raise self._refused
             return result
+
+    def _for_once_plain(
+        self, real: Callable[..., Any], given: dict[str, Any], waited_s: float
+    ) -> Any:
+        """Run a step as plain Megatron, as all ranks do. It ends when all ranks have been in it."""
+        try:
+            result = real(**given)
+        except Exception as error:
+            if is_broken(error) and (missing := self._roll.missing()):
+                ended = (
+                    "a collective of it failed, as a rank had ended: see the output of that rank"
+                )
+                raise absent(missing, ended) from error
+            raise
+        if missing := self._roll.missing():
+            raise absent(missing, "this step ran as plain Megatron")
+        warnings.warn(
+            f"overlapc ran a step as plain Megatron, and plans the next one: {waited_s:g} s after "
+            "some rank had begun it, another had not called overlapc.megatron.patch(); expected "
+            "patch() before ranks read data, or a larger timeout_s",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        return result
 
     def _begin(self, models: list[Any], given: dict[str, Any]) -> Place:
         """Before the first step of some models, find this rank's place, and check for refused
@@ -235,6 +274,20 @@ def _refused_slices(chunks: list[Chunk], place: Place) -> OptionError | None:
             told = told if exchange is None else exchange.gather("refused slices", told[0])
     first = next((why for refused in map(json.loads, told) for why in refused), None)
     return None if first is None else OptionError(first)
+
+
+def _joins_all(models: list[Any], given: dict[str, Any]) -> bool:
+    """Does a step of plain Megatron end nowhere before it has begun on every rank? Replicas are
+    joined by DDP alone."""
+    from megatron.core import parallel_state
+
+    replicas = getattr(given.get("pg_collection"), "dp", None)
+    if replicas is None and parallel_state.model_parallel_is_initialized():
+        replicas = parallel_state.get_data_parallel_group()
+    if replicas is not None and replicas.size() == 1:
+        return True
+    module, ddp = innermost(models[0])
+    return ddp is not None and module.config.finalize_model_grads_func is not None
 
 
 def _put_back(module: Any, forward: Any) -> None:

@@ -77,7 +77,7 @@ class CutStages:
             if stage in self.stages:
                 given = inputs[0] if stage == 0 else here
                 last = stage == self.schedule.stages - 1
-                with busy("comparing slices"):
+                with busy("comparing slices", self.links.timeout_s):
                     here = self._through(
                         stage, (*given, *targets[0]) if last else given, stage < end
                     )
@@ -85,7 +85,7 @@ class CutStages:
                 f"stage {stage} is compared", {}
             )  # ranks that wait so are not taken for lost
             if stage < end:
-                with busy("handing results on"):
+                with busy("handing results on", self.links.timeout_s):
                     here = self._handed_on(stage, here, shapes[stage])
         refused = {s: [*said.values()] for s, said in self.said.items() if not self.is_auto[s]}
         for told in self._told("refused slices", refused):

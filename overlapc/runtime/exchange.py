@@ -32,10 +32,8 @@ Between steps, and while it is `busy`, a rank watches the others, too: see `guar
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import hashlib
 import json
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +47,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
-from overlapc.runtime.guard import Lost, guarded, lost, named_dead, unguarded
+from overlapc.runtime.guard import Lost, guarded, lost, named_dead, started, unguarded
 from overlapc.runtime.line import (
     BEAT_S,
     IDLE,
@@ -182,7 +180,7 @@ class Exchange:
         """
         if self._line is None:
             return make()
-        work = _start(make) if self.rank == self.leader else None
+        work = started(make) if self.rank == self.leader else None
         reply = self._step(
             topic, b"", lambda parts: work.result().encode() if work is not None else b"", work
         )
@@ -193,13 +191,16 @@ class Exchange:
         daemon thread, so that this thread notices when a rank is lost or has failed."""
         if self._line is None:
             return work()
-        result = _start(work)
+        result = started(work)
         self._say(what, ())
         while not result.done():
             wait([result], BEAT_S / 4)
             self._raise_if_failed()
         self._say(PLANNING, ())
-        return result.result()
+        if result.exception() is not None:
+            self._raise_if_failed()
+        with named_dead(self._timeout_s):
+            return result.result()
 
     def _disagreement(self, topic: str, parts: list[bytes], hint: str) -> str:
         holders: dict[bytes, list[int]] = {}
@@ -416,32 +417,25 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def busy(phase: str, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+def busy(
+    phase: str, timeout_s: float = TIMEOUT_S, further: Callable[[], str | None] | None = None
+) -> Iterator[None]:
     """While the block runs, other ranks see that this one works towards a round, and wait for it.
-    If it takes long, stderr reports it, too."""
+    If it takes long, stderr reports it, too. The guard also asks `further` what is wrong; "": it
+    will say so soon."""
     if not has_peers():
         with doing(phase, own_rank()):
             yield
         return
     line, rank = line_to(_get_default_store(), dist.get_rank()), dist.get_rank()
-    look = look_after(line, range(dist.get_world_size()), rank, timeout_s)
+    watch = look_after(line, range(dist.get_world_size()), rank, timeout_s)
+
+    def look() -> str | None:
+        said = None if further is None else further()
+        return watch() if said is None else said or None
+
     with guarded(look), line.busy(phase), doing(phase, rank), named_dead(timeout_s):
         yield
-
-
-def _start(make: Callable[[], T]) -> Future[T]:
-    """Run `make` on a daemon thread, in a copy of this context."""
-    answer: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            answer.set_result(context.run(make))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="overlapc-make", daemon=True).start()
-    return answer
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -85,7 +85,7 @@ class Graph:
         assert self.compile is not None
         self._wanted = None
         try:
-            with busy("tracing"), tracing(TracingContext(self._mode)):
+            with busy("tracing", self.calls.options.timeout_s), tracing(TracingContext(self._mode)):
                 self.run = self.compile(self._inputs, plan)
         except Exception as error:
             warnings.warn(

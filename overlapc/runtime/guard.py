@@ -8,14 +8,19 @@ thread, at the next line of Python.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from opcode import opname
+from typing import TypeVar
 
 from overlapc.errors import RankError
+
+T = TypeVar("T")
 
 LOOK_S = 0.5
 # An exception that is raised where C++ calls Python and expects none ends the process. So the guard
@@ -23,6 +28,8 @@ LOOK_S = 0.5
 _OFTEN_S, _PATIENCE_S = 0.001, 1.0
 _BETWEEN = ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # in names of ops that let others run
 _CALLED_BACK = "/torch/_library/"  # files whose functions PyTorch's dispatcher calls
+# In what collectives say when the process of another rank has ended, or waits no more.
+_BROKEN = ("onnection", "Broken pipe", "pair closure", "imed out", "NCCL")
 
 
 class Lost(BaseException):
@@ -75,11 +82,17 @@ def named_dead(within_s: float) -> Iterator[None]:
     finds out who died: it interrupts the wait."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, RankError) as error:
         until = time.monotonic() + within_s
-        while "onnection" in str(error) and time.monotonic() < until:
+        while is_broken(error) and time.monotonic() < until:
             time.sleep(LOOK_S / 5)
         raise
+
+
+def is_broken(error: BaseException) -> bool:
+    """Has a collective failed because another rank is gone?"""
+    kind = isinstance(error, (RuntimeError, RankError))
+    return kind and any(word in str(error) for word in _BROKEN)
 
 
 @contextlib.contextmanager
@@ -94,6 +107,21 @@ def unguarded() -> Iterator[None]:
         yield
     finally:
         guard.rest(False)
+
+
+def started(make: Callable[[], T]) -> Future[T]:
+    """Run `make` on a daemon thread, in a copy of this context."""
+    answer: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            answer.set_result(context.run(make))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="overlapc-make", daemon=True).start()
+    return answer
 
 
 class _Guard(threading.Thread):

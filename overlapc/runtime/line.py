@@ -30,6 +30,8 @@ PREFIX = "overlapc/1"
 BEAT_S = 1.0
 # With beats each second, 7 s keep every rank's error within 10 s of a death.
 TIMEOUT_S = 7.0
+# The store's own limit. Callers have theirs, which may be longer than any default.
+_STORE_S = 600.0
 IDLE = "idle"
 
 
@@ -141,7 +143,7 @@ class Line:
         last = 0.0
         try:
             store = dist.PrefixStore(PREFIX, self._store.pop().clone())
-            store.set_timeout(timedelta(seconds=TIMEOUT_S))
+            store.set_timeout(timedelta(seconds=_STORE_S))
             while True:
                 try:
                     request = self._requests.get(timeout=self._rest_s(last))

@@ -218,7 +218,7 @@ class Pipeline:
         self._cuts = cuts = CutStages(self.schedule, self._whole, self._of_stages, links)
         cuts.cut(shapes, inputs, targets)
         for stage, made in self._whole.items():
-            with busy("planning its stages"):
+            with busy("planning its stages", links.timeout_s):
                 slower = max(sent.get(end, 0) for end in (stage - 1, stage))
                 took = slower, self._average_ns[stage]
                 took = alike_ns(made.captured.trace.lanes, took, links.timeout_s)
@@ -254,7 +254,7 @@ class Pipeline:
                     given = inputs[0] if stage == 0 else tuple(map(blank, shapes[stage - 1]))
                     made = self._stage(stage, len(given), shapes.get(stage - 1, ()))
                     last = stage == schedule.stages - 1
-                    with busy("tracing"):
+                    with busy("tracing", self._links.timeout_s):
                         made.trace((*given, *targets[0]) if last else given)
                     told = _format_shapes(made.outgoing).encode()
                 answers = exchange.gather(f"the output of stage {stage}", told)
@@ -282,7 +282,7 @@ class Pipeline:
                     raise Infeasible(figure["budget"], figure["least"], f"stage {stage}")
                 for way, plans in zip(ways, figure, strict=True):
                     way.append([StageFigures.parse(each) for each in plans])
-            with busy("placing rows"):
+            with busy("placing rows", self._links.timeout_s):
                 found = [plan_rows(self.schedule, ways[0], self._place)]
                 if ways[1] != ways[0]:
                     found.append(plan_rows(self.schedule, ways[1], self._place))

@@ -1,0 +1,96 @@
+"""`Raised` tells all ranks what one of them raised within a training step.
+
+That rank alone has its error. The others wait for it in collectives, which fail when its process
+ends, with an error that names an address. So the rank writes what it raised into the store before
+it goes on; a rank whose collective fails looks there. In the first step, which every rank guards,
+the guard looks as well: there ranks also wait for each other's messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from overlapc.errors import RankError
+from overlapc.runtime.guard import LOOK_S, is_broken
+from overlapc.runtime.line import Line, has_peers, line_to, present
+
+# So long a rank may still raise the same error itself: all ranks find some errors alike.
+_GRACE_S = 2.0
+_numbers = itertools.count()  # all ranks patch alike
+
+
+class Raised:
+    """What a rank raised in the step that runs, under a key of this step's own."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._number = next(_numbers)
+        self._step = 0
+        self._guards = False
+        self._seen: tuple[float, str] | None = None  # when, and what
+
+    def begin(self, guards: bool) -> None:
+        """A step begins; `guards`: all ranks call `look` in it, again and again."""
+        self._step += 1
+        self._guards, self._seen = guards, None
+
+    def look(self) -> str | None:
+        """What another rank has raised in this step; "" while this rank has time to do the same."""
+        if self._seen is None:
+            told = self._call(self._read)
+            if told is None:
+                return None
+            self._seen = time.monotonic(), told
+            self._call(lambda store: store.add(self._knows, 1))
+        when, told = self._seen
+        return told if time.monotonic() - when >= _GRACE_S else ""
+
+    def instead_of(self, error: BaseException) -> RankError | None:
+        """What to raise in the place of what this rank raised, if another rank's error explains it.
+        An error of this rank's own is told to the others."""
+        if not has_peers():
+            return None
+        with contextlib.suppress(RankError):  # the store has ended, too
+            if is_broken(error) or (isinstance(error, RankError) and self._seen):
+                told = self._seen[1] if self._seen else self._call(self._read)
+                known = told is None or told.partition(" raised ")[0] in str(error)
+                return None if known else RankError(told)
+            if not isinstance(error, RankError):
+                self._tell(error)
+        return None
+
+    def _tell(self, error: BaseException) -> None:
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        text = (
+            f"rank {dist.get_rank()} raised {said}; expected every rank to end the step: correct "
+            "that error (its output has the traceback)"
+        )
+        self._call(lambda store: store.compare_set(self._key, "", text))
+        knows = self._call(lambda store: store.add(self._knows, int(self._seen is None)))
+        # This process may host the store.
+        until = time.monotonic() + 2 * LOOK_S
+        while self._guards and knows < dist.get_world_size() and time.monotonic() < until:
+            time.sleep(LOOK_S / 20)
+            knows = self._call(lambda store: store.add(self._knows, 0))
+
+    def _read(self, store: Any) -> str | None:
+        (told,) = present(store, [self._key])
+        return None if told is None else told.decode()
+
+    def _call(self, request: Any) -> Any:
+        line: Line = line_to(_get_default_store(), dist.get_rank())
+        return line.call(request, self._timeout_s)
+
+    @property
+    def _key(self) -> str:
+        return f"megatron/raised/{self._number}/{self._step}"
+
+    @property
+    def _knows(self) -> str:
+        return f"{self._key}/knows"
