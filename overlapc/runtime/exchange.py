@@ -32,10 +32,8 @@ Between steps, and while it is `busy`, a rank watches the others, too: see `guar
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import hashlib
 import json
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +47,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
-from overlapc.runtime.guard import Lost, guarded, lost, named_dead, unguarded
+from overlapc.runtime.guard import Lost, guarded, lost, named_dead, started, unguarded
 from overlapc.runtime.line import (
     BEAT_S,
     IDLE,
@@ -182,7 +180,7 @@ class Exchange:
         """
         if self._line is None:
             return make()
-        work = _start(make) if self.rank == self.leader else None
+        work = started(make) if self.rank == self.leader else None
         reply = self._step(
             topic, b"", lambda parts: work.result().encode() if work is not None else b"", work
         )
@@ -193,7 +191,7 @@ class Exchange:
         daemon thread, so that this thread notices when a rank is lost or has failed."""
         if self._line is None:
             return work()
-        result = _start(work)
+        result = started(work)
         self._say(what, ())
         while not result.done():
             wait([result], BEAT_S / 4)
@@ -438,21 +436,6 @@ def busy(
 
     with guarded(look), line.busy(phase), doing(phase, rank), named_dead(timeout_s):
         yield
-
-
-def _start(make: Callable[[], T]) -> Future[T]:
-    """Run `make` on a daemon thread, in a copy of this context."""
-    answer: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            answer.set_result(context.run(make))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="overlapc-make", daemon=True).start()
-    return answer
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -8,14 +8,19 @@ thread, at the next line of Python.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from opcode import opname
+from typing import TypeVar
 
 from overlapc.errors import RankError
+
+T = TypeVar("T")
 
 LOOK_S = 0.5
 # An exception that is raised where C++ calls Python and expects none ends the process. So the guard
@@ -102,6 +107,21 @@ def unguarded() -> Iterator[None]:
         yield
     finally:
         guard.rest(False)
+
+
+def started(make: Callable[[], T]) -> Future[T]:
+    """Run `make` on a daemon thread, in a copy of this context."""
+    answer: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            answer.set_result(context.run(make))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="overlapc-make", daemon=True).start()
+    return answer
 
 
 class _Guard(threading.Thread):

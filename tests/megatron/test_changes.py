@@ -3,6 +3,7 @@ what changes between steps is traced again."""
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 import warnings
@@ -199,8 +200,8 @@ def test_an_error_within_an_opaque_module_keeps_the_first_reason() -> None:
 
 
 def bert(rank: int, ranks: int, version: str) -> dict[str, Any]:
-    """BERT returns a pair: in two stages, and merged. It is refused in slices, and if the loss
-    leaves one of the pair out."""
+    """BERT returns a pair: in two stages, merged, and with None for a head that it does not have.
+    It is refused in slices, and if the loss leaves one of the pair out."""
     cpu.use(version)
     dist.init_process_group("gloo")
     found = {"pp": compared(Layout(pp=2, model="bert"))}
@@ -218,6 +219,10 @@ def bert(rank: int, ranks: int, version: str) -> dict[str, Any]:
             trained.step(0)
         said.append(str(told.value))
         patched.unpatch()
+    from megatron.core.models.bert.bert_model import BertModel
+
+    BertModel.__init__ = functools.partialmethod(BertModel.__init__, add_binary_head=False)
+    found["None"] = compared(Layout(tp=2, layers=1, model="bert", merge=False))
     dist.barrier()
     return found | {"said": said}
 
@@ -238,7 +243,7 @@ def test_a_chunk_that_returns_a_pair_is_planned(version: str) -> None:
     if cpu.folder(version) is None:
         pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
     for rank in run_ranks(bert, 2, version, timeout_s=280):
-        for name in ("pp", "merged"):
+        for name in ("pp", "merged", "None"):
             found = rank[name]
             assert (found["wrong"], found["why"], found["left"]) == ([], [], []), name
             assert found["ran"][0]["planned"] == 12, name
