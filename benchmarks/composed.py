@@ -1,9 +1,9 @@
-"""Were vTrain's steps on one node run, or put together? From its own files.
+"""Were vTrain's steps on one node run, or put together? And do they recompute? From its own files.
 
     git clone https://github.com/VIA-Research/vTrain
     python benchmarks/composed.py vTrain
 
-`data/ground_truth_single.csv` is said to be measured. Two things are compared with what the
+`data/ground_truth_single.csv` is said to be measured. Three things are compared with what the
 project's simulator (`src/predictor.py`) would add, in nanoseconds:
 
 - of each step with replicas, how much longer it is than the same without, with the entry of the
@@ -12,7 +12,10 @@ project's simulator (`src/predictor.py`) would add, in nanoseconds:
   the last entry, which no run would;
 - of each step on four stages, how much longer it is than on two, beyond what its layers explain,
   with the time that the simulator gives a transfer between stages: twice its bytes over a quarter
-  of 800 Gb/s (of 2^30), though all stages are on one node. Two stages more are four transfers more.
+  of 800 Gb/s (of 2^30), though all stages are on one node. Two stages more are four transfers more;
+- of each step on several stages, how much longer a layer takes than of the same step on one. The
+  simulator recomputes in all stages but the last, so that a first stage that does would be a third
+  slower. A step on one stage has none that recomputes.
 """
 
 from __future__ import annotations
@@ -97,11 +100,22 @@ def main() -> None:
         apart.append(abs(alone[1] - alone[0] - 4 * transfer) / (4 * transfer))
     print(f"{len(apart)} pairs of stages: all within {max(apart):.4%} of four transfers")
 
+    longer = []
+    for (step, pp), of in ends.items():
+        if pp > 1 and (step, 1) in ends:
+            alone = _of_a_layer(ends[step, 1]) / step.count
+            longer.append(_of_a_layer(of) * pp / (step.count + pp - 1) / alone - 1)
+    print(f"{len(longer)} steps on several stages: a layer takes {max(longer):+.3%} at most")
+
+
+def _of_a_layer(steps: dict[int, float]) -> float:
+    """How much longer a step takes with a layer more."""
+    few, many = min(steps), max(steps)
+    return (steps[many] - steps[few]) / (many - few)
+
 
 def _at_none(steps: dict[int, float]) -> float:
-    few, many = min(steps), max(steps)
-    slope = (steps[many] - steps[few]) / (many - few)
-    return steps[few] - slope * few
+    return steps[min(steps)] - _of_a_layer(steps) * min(steps)
 
 
 if __name__ == "__main__":

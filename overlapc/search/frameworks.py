@@ -21,15 +21,19 @@ class Framework:
     name: str
     source: str
     # Of attention, softmax, norm, rotary, loss: what is not one kernel; bias, where gradients of a
-    # GPT's biases are kernels; and scores, where each rank gathers those of all words
+    # GPT's biases are kernels; gate, where a gate and what it gates are two products, each with an
+    # input of its own; scores, where each rank gathers those of all words; and replaced, where a
+    # fused loss writes the scores' gradient in their place
     unfused: str = ""
     attention: float = 1.0  # how long fused attention takes, or unfused one's ops on all scores,
     # beside the best kernels
+    loss: float = 1.0  # how long a fused loss takes, beside what its kernels move
     loss_bytes: int = 0  # of memory at the loss for a token and a word, if more than its ops take
     dropout: bool = False  # of which the one before a sum is one kernel with it
     shards_optimizer: bool = True  # over the replicas
     gradient_bytes: int = 4  # of an element, as it is added up and summed over replicas
     hides_reduction: bool = True  # under the backward of the last microbatch
+    hides_sums: bool = True  # of tensor-parallel ranks' gradients, under a product for a weight's
     # Buckets of gradients are summed under the last backward, and weights gathered under the first
     # forward; the elements of a bucket, and of one for each replica, of which the larger counts
     buckets: tuple[int, int] = 0, 0
@@ -57,7 +61,7 @@ class Framework:
     def plan(self, recompute: str) -> str:
         """The solver that plans as this framework runs, by what it recomputes: none, selective,
         full, or of Megatron the modules behind `selective:`."""
-        first = "" if self.name == "overlapc" else "megatron-"
+        first = "" if self.name == "overlapc" or not self.hides_sums else "megatron-"
         kind, colon, _ = recompute.partition(":")
         if kind not in ("none", "selective", "full") or (
             colon and not (first and kind == "selective")
@@ -66,6 +70,8 @@ class Framework:
             raise OptionError(
                 f"recompute {recompute!r}: expected one of none, selective, full{more}"
             )
+        if not self.hides_sums:
+            return "whole" if kind == "full" else kind
         return first + recompute
 
     def layers_of(self, layers: int, stages: int) -> tuple[int, ...] | None:
@@ -99,8 +105,9 @@ _MEGATRON_BUCKETS = 40_000_000, 1_000_000
 # half precision is 0.9% of it by our estimate, and the rest is this.
 _STRAGGLERS = 0.026
 # What the host of PyTorch takes without CUDA graphs: calibrated by `vtrain-small-calibration`,
-# whose steps were put together of kernels of a layer, traced with the gaps between them.
-_HOST_NS, _HOST_COLLECTIVE_NS = 48_000, 25_000
+# whose steps were put together of kernels of a layer, traced with the gaps between them; as if they
+# recomputed, which they do not (docs/validation.md).
+_HOST_NS, _HOST_COLLECTIVE_NS = 46_000, 25_000
 # Grouped products: of 108 on B200 and 12 on A100 PCIe (SimuMax 1.2, its system files) that figure
 # leaves a median error of 9 to 14% and of 2 to 13%; none, 21 to 37% and 10 to 21%.
 _MEGATRON: dict[str, Any] = {
@@ -114,7 +121,12 @@ _MEGATRON: dict[str, Any] = {
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
 }
+# Transformer Engine's loss: its kernels move 10 bytes a score, and take as long as 8 bytes at 0.28
+# of B200's peak rate (SimuMax 1.2, its system files), where other kernels reach 0.67.
+_FUSED_LOSS = 8 / 0.28 / (10 / 0.67)
 # Ops are those of Megatron-LM v2.5 (its transformer.py and layers.py, with fused bias and dropout).
+# Its mappings.py sums gradients when both products before have ended; since September 2021 (commit
+# 16c90445e7, behind v2.6) the sum starts before the weight's gradient.
 # Attention: selective recompute of the core adds 1.3 ms to a layer of 22B (Korthikanti et al. 2022,
 # table 4), and its two products, softmax and dropout take 1.15 at the rates of other kernels.
 _MEGATRON_2021: dict[str, Any] = {
@@ -131,6 +143,9 @@ _MEGATRON_2021: dict[str, Any] = {
 }
 # As its public sources have it (github.com/Aleph-Alpha/scaling): gradients are copied to a bucket,
 # divided, copied to float32, summed on all replicas, and copied back twice (24 bytes an element).
+# Its column-parallel layers, of which a gate is one, sum their inputs' gradients one by one, and
+# wait for each sum. How much slower: by the median of `layouts-13b`, whose mean follows a few runs
+# on two stages that take up to 63% longer than with an older attention.
 # The loss: calibrated by `layouts-13b`, where eight sequences at a time are at the edge of memory
 # on two stages, and with two tensor-parallel ranks.
 _SCALING: dict[str, Any] = {
@@ -143,7 +158,7 @@ _SCALING: dict[str, Any] = {
     "scatters": False,
     "ends": (1, 2),
     "stragglers": _STRAGGLERS,
-    "slower": 1.125,
+    "slower": 1.10,
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
 }
@@ -159,8 +174,15 @@ FRAMEWORKS = {
             **_MEGATRON,
         ),
         Framework(
+            "megatron-fused-loss",
+            "the same with --cross-entropy-loss-fusion and --cross-entropy-fusion-impl te",
+            unfused="replaced",
+            loss=_FUSED_LOSS,
+            **_MEGATRON,
+        ),
+        Framework(
             "megatron-overlap",
-            "the same with --overlap-grad-reduce and --overlap-param-gather",
+            "Megatron-LM with --overlap-grad-reduce and --overlap-param-gather",
             buckets=_MEGATRON_BUCKETS,
             **_MEGATRON,
         ),
@@ -169,12 +191,20 @@ FRAMEWORKS = {
             "Megatron-LM before FlashAttention: fused softmax, dropout, gradients in half "
             "precision that are summed when all are there, an optimizer on every replica",
             optimizer_moves=_MEGATRON_HALF,
+            hides_sums=False,
+            **_MEGATRON_2021,
+        ),
+        Framework(
+            "megatron-2022",
+            "the same with asynchronous sums of gradients of tensor-parallel ranks",
+            optimizer_moves=_MEGATRON_HALF,
             **_MEGATRON_2021,
         ),
         Framework(
             "megatron-deepspeed",
             "Megatron-DeepSpeed of the same time, whose optimizer moves less",
             optimizer_moves=34,
+            hides_sums=False,
             **_MEGATRON_2021,
         ),
         *(
@@ -185,19 +215,20 @@ FRAMEWORKS = {
                 attention=attention,
                 gradient_bytes=2,
                 hides_reduction=False,
+                hides_sums=False,
                 **_SCALING,
             )
             for kind, what, unfused, attention in (
-                ("", ", with FlashAttention 2 and a fused norm", "rotary scores", 1.0),
-                ("-unfused-norm", ", with FlashAttention 2", "norm rotary scores", 1.0),
-                ("-flash-1", ", with FlashAttention 1", "norm rotary scores", 2.0),
+                ("", ", with FlashAttention 2 and a fused norm", "rotary gate scores", 1.0),
+                ("-unfused-norm", ", with FlashAttention 2", "norm rotary gate scores", 1.0),
+                ("-flash-1", ", with FlashAttention 1", "norm rotary gate scores", 2.0),
                 (
                     "-fused-softmax",
                     ", with Megatron's softmax",
-                    "norm attention rotary scores",
+                    "norm attention rotary gate scores",
                     1.13,
                 ),
-                ("-torch", ", op by op", "norm attention softmax rotary scores", 1.0),
+                ("-torch", ", op by op", "norm attention softmax rotary gate scores", 1.0),
             )
         ),
     )

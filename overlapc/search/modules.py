@@ -164,12 +164,18 @@ class MLP(nn.Module):
         super().__init__()
         inner //= ranks.count
         self.ranks, self.gated = ranks, model.gated
-        biased = _has_biases(model)
-        self.up = _linear(model.width, inner * (2 if model.gated else 1), biased)
+        biased, apart = _has_biases(model), model.gated and "gate" in model.unfused.split()
+        self.gate = _linear(model.width, inner) if apart else None
+        self.up = _linear(model.width, inner * (1 + (model.gated and not apart)), biased)
         self.down = _linear(inner, model.width, biased)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ranks.leave(self.down(_act(self.up(self.ranks.enter(x)), self.gated)))
+        given = self.ranks.enter(x)
+        if self.gate is None:
+            return self.ranks.leave(self.down(_act(self.up(given), self.gated)))
+        # Without shared sequences the gradients of both products' inputs are summed apart.
+        again = given if self.ranks.sequence else self.ranks.enter(x)
+        return self.ranks.leave(self.down(F.silu(self.gate(given)) * self.up(again)))
 
 
 class Experts(nn.Module):
@@ -282,6 +288,8 @@ class Head(nn.Module):
         wanted = torch.zeros(scores.shape[0], dtype=torch.long, device=scores.device)
         if "scores" in self.unfused:
             return self.of_all_words(scores, wanted)
+        if "replaced" in self.unfused:
+            return LossInPlace.apply(scores, wanted, self.tensor.name)
         if "loss" in self.unfused:
             return LossByOps.apply(scores.float(), wanted, self.tensor.name).mean()
         return F.cross_entropy(scores.float(), wanted)
@@ -308,6 +316,24 @@ class GatherColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[..., : ctx.columns].contiguous(), None, None
+
+
+class LossInPlace(torch.autograd.Function):
+    """Stand for Transformer Engine's fused cross entropy: one kernel reads the scores, a second one
+    writes their gradient in their place, and the backward scales it there. Ops here have results of
+    their own; `units.in_place` puts them where they would be."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, wanted: Tensor, group: str | None) -> Tensor:
+        found = scores.amax(-1, keepdim=True)
+        found = found if group is None else all_reduce(found, group)
+        ctx.save_for_backward(scores * found)
+        return found.float().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weights,) = ctx.saved_tensors
+        return weights * grad, None, None
 
 
 class LossByOps(torch.autograd.Function):

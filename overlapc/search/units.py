@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline
+from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline, Trace
 from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import Hardware, load_hardware
@@ -153,14 +153,31 @@ def make_units(
 def _unit(key: UnitKey, of: Captures, bounded: bool, first: Unit | None) -> Unit:
     model = key.model
     problem, received, launching = _problem(key, of.blocks)
-    head, *_ = _problem(replace(key, fp8=False), of.head)
+    framework = find_framework(key.framework)
+    module = in_place(of.head) if "replaced" in framework.unfused else of.head
+    head, *_ = _problem(replace(key, fp8=False), module)
     head_ran = simulate(head, solve(head, "none"))
-    at_loss = find_framework(key.framework).loss_bytes * key.microbatch * model.seq * model.vocab
+    at_loss = framework.loss_bytes * key.microbatch * model.seq * model.vocab
     head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * of.element_bytes
     figures = of.boundary_bytes, table, least, head_ran, launching
     return Unit(of.count, problem, received, head, *figures, first)
+
+
+def in_place(head: Module) -> Module:
+    """The head of `modules.LossInPlace`, whose multiples of the scores are in their place."""
+    trace = head.described.trace
+    moved: dict[str, str] = {}
+    for op in trace.ops:
+        if op.signature.startswith("aten.mul."):
+            given, made = trace.value[op.inputs[0]], trace.value[op.outputs[0]]
+            if given.bytes == made.bytes and given.storage not in trace.resident:
+                moved[made.storage] = moved.get(given.storage, given.storage)
+    if not moved:
+        return head
+    values = tuple(replace(v, storage=moved.get(v.storage, v.storage)) for v in trace.values)
+    return replace(head, described=replace(head.described, trace=replace(trace, values=values)))
 
 
 def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], float]:
@@ -210,6 +227,13 @@ def _of_experts(
     return replace(profile, costs=costs)
 
 
+def _is_of_loss(trace: Trace, op: Op) -> bool:
+    """Is it one of a fused loss's kernels, that reads scores or writes in their place?"""
+    storages = ({trace.value[name].storage for name in names} for names in (op.inputs, op.outputs))
+    writes = op.signature.startswith("aten.mul.") and not set.isdisjoint(*storages)
+    return writes or op.signature.startswith("aten.amax.")
+
+
 def _dropped_and_added(
     problem: Problem, costs: Mapping[str, Cost], machine: Hardware
 ) -> dict[str, Cost]:
@@ -244,6 +268,9 @@ def _launched(
         scores = f",{seq},{seq}]"
         for op in problem.trace.ops:
             slower[op.name] *= framework.attention if scores in op.signature else 1.0
+    if "replaced" in framework.unfused:
+        for op in problem.trace.ops:
+            slower[op.name] *= framework.loss if _is_of_loss(problem.trace, op) else 1.0
     costs = {
         name: replace(cost, compute_ns=round(cost.compute_ns * slower[name]))
         for name, cost in profile.costs.items()

@@ -61,6 +61,7 @@ BASELINES: dict[str, Callable[[Problem], Plan]] = {
     "selective": baselines.selective,
 }
 FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
+    "whole": baselines.whole,
     "uniform": baselines.uniform,
     "block": baselines.block,
     "checkmate": baselines.checkmate,
@@ -72,7 +73,7 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
     "lynx": baselines.lynx,
 }
 # These have one plan, however much memory there is and however many microbatches are in flight.
-ONE_PLAN = (*BASELINES, "megatron-none", "megatron-selective", "megatron-full")
+ONE_PLAN = (*BASELINES, "whole", "megatron-none", "megatron-selective", "megatron-full")
 SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
 
 

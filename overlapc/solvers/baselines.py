@@ -6,6 +6,7 @@ none        save everything that the backward reads; with sequence parallelism t
             gathered values
 full        torch.utils.checkpoint around each layer: layers' inputs are kept, and what lies
             outside of layers. Like checkpoint, it stops where the last needed tensor is made
+whole       the same, but each layer runs again to its end, as checkpoint without such a stop
 lancet      save everything; weight gradients into windows by best fit (Lancet's backward)
 
 What Megatron does. Its column-parallel layers keep a rank's part of a sequence, and gather the
@@ -64,6 +65,12 @@ def full(problem: Problem) -> Plan:
     trace = problem.trace
     kept = {value.storage for value in trace.values} - made_inside(trace, layers(trace))
     return plan_on_demand(problem, kept, "full")
+
+
+def whole(problem: Problem) -> Plan:
+    """Recompute every layer from its first op to its last, also what nobody needs."""
+    plan = replace(full(problem), solver="whole")
+    return _layers_whole(problem.trace, layers(problem.trace), plan)
 
 
 def selective(problem: Problem) -> Plan:
