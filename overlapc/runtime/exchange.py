@@ -199,7 +199,7 @@ class Exchange:
         self._say(PLANNING, ())
         if result.exception() is not None:
             self._raise_if_failed()
-        with named_dead(self._timeout_s):
+        with named_dead(self.timeout_s):
             return result.result()
 
     def _disagreement(self, topic: str, parts: list[bytes], hint: str) -> str:
