@@ -93,10 +93,10 @@ class Variant:
         return found
 
     def step(self) -> list[torch.Tensor]:
-        from overlapc.megatron import seams
+        from overlapc.megatron import roll, seams
 
         if self.steps is not None:
-            seams.install(self.steps.run)
+            seams.install(self.steps.run, roll.tell)
         try:
             return self.trained.gradients(0)
         finally:
