@@ -204,7 +204,7 @@ def test_optimize_any_graph() -> None:
     @given(
         recipe=recipes(max_steps=8),
         solver=st.sampled_from(SOLVERS),
-        budget=st.sampled_from([None, 0.7, 0.3, 1]),
+        budget=st.sampled_from([1, 0.3, 0.7, None]),  # the first is drawn most often
         profile=st.sampled_from(["estimate", "measure"]),
     )
     def holds(recipe: Recipe, solver: str, budget: Any, profile: str) -> None:
