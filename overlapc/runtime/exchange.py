@@ -104,7 +104,7 @@ class Exchange:
             )
         self.leader = self.ranks[0]
         self.timeout_s = timeout_s
-        self.limit_s = limit_s
+        self._limit_s = limit_s
         self._line: Line | None = None
         if len(self.ranks) > 1 and (store is not None or has_peers()):
             self._line = line_to(_get_default_store() if store is None else store, self.rank)
@@ -146,6 +146,13 @@ class Exchange:
                 return name
 
     # Messages between ranks
+
+    @contextlib.contextmanager
+    def within(self, limit_s: float) -> Iterator[None]:
+        """In the block, wait no longer than this for a rank that is alive."""
+        before, self._limit_s = self._limit_s, limit_s
+        yield  # an error ends the round
+        self._limit_s = before
 
     def agree(self, topic: str, value: str, hint: str) -> None:
         """Return if all ranks have the same `value`; else RankError on each, ending in `hint`."""
@@ -298,7 +305,7 @@ class Exchange:
         assert self._line is not None
         watch = Watch(self._line, self.timeout_s)
         got: dict[int, bytes] = {}
-        pause_s = 0.002  # it grows, up to a time for each rank that loads the store with its looks
+        pause_s = 0.002
         while True:
             # Read first: an answer that was there before a rank failed still counts.
             failure = self._failure()
@@ -325,11 +332,9 @@ class Exchange:
             else:
                 self._say(f"waiting at the step {topic!r}", tuple(missing))
             self._raise_if_hopeless(watch, missing, list(got), topic)
-            if work is not None and working:
-                wait([work], pause_s)
-            else:
-                time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.2, 1.0 if working else 0.02 * len(self.ranks))
+            wait([work], pause_s) if work is not None and working else time.sleep(pause_s)
+            most_s = 0.2 if working else min(0.2, 0.02 * len(self.ranks))  # looks load the store
+            pause_s = min(pause_s * 1.5, most_s)
 
     def _raise_if_hopeless(
         self, watch: Watch, missing: list[int], present: list[int], topic: str
@@ -337,7 +342,7 @@ class Exchange:
         self._raise_if_refused(missing)
         hopeless = watch.lost(missing, present, self.rank)
         waited_s = time.monotonic() - watch.start
-        if hopeless is not None or (missing and waited_s > self.limit_s):
+        if hopeless is not None or (missing and waited_s > self._limit_s):
             self._raise_if_failed()  # report the cause, not that others have left
         if hopeless is not None:
             raise RankError(
@@ -345,12 +350,12 @@ class Exchange:
                 f"{_named(self.ranks)} within {self.timeout_s:g} s: see the output of that rank "
                 "for why it ended or never came; if it is only late, give a longer timeout"
             )
-        if missing and waited_s > self.limit_s:
+        if missing and waited_s > self._limit_s:
             late = watch.at_work(missing[0])
             raise RankError(
                 f"planning stopped at the step {topic!r}: rank {late} did not come in "
                 f"{waited_s:.0f} s, though still busy ({watch.phase(late)}); expected at "
-                f"most {self.limit_s:g} s: make that work smaller or give a longer limit"
+                f"most {self._limit_s:g} s: make that work smaller or give a longer limit"
             )
 
     # All ranks fail together

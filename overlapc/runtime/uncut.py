@@ -124,9 +124,9 @@ def compared(
     if mine.failed is None or exchange is None:
         return told(found, mine.different, mine.first_module, len(each), exchange)
     # The others may wait for this rank in a collective.
-    exchange.limit_s = exchange.timeout_s
     try:
-        return told(found, mine.different, mine.first_module, len(each), exchange)
+        with exchange.within(exchange.timeout_s):
+            return told(found, mine.different, mine.first_module, len(each), exchange)
     except RankError as late:
         raise RankError(f"slices={len(each)}: {mine.different}, on this rank; {late}") from late
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -432,3 +433,16 @@ def _logged() -> dict[str, Tensor]:
         found = {name: entry.values.clone() for name, entry in tracker.metrics.items()}
     tracker.clear()
     return found
+
+
+def two_steps(trained: Trained) -> tuple[list[dict[str, Any]], list[str], Any]:
+    """Two patched steps, and then none more: what they gave, the warnings, the chunk that ran."""
+    import overlapc.megatron as patched
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [trained.step(number) for number in range(2)]
+    assert patched._steps is not None
+    (chunk,) = patched._steps.chunks.values()
+    patched.unpatch()
+    return found, [str(each.message) for each in told], chunk

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from overlapc.errors import OptionError, RankError
 from tests.megatron import cpu
-from tests.megatron.models import Layout, Trained, set_up, twins
+from tests.megatron.models import Layout, Trained, set_up, twins, two_steps
 from tests.megatron.test_patch import differences
 from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import run_ranks
@@ -100,17 +99,12 @@ def late(rank: int, ranks: int, name: str, early: bool) -> dict[str, Any]:
     time.sleep(7.0 * rank)
     if not early:
         patched.patch(**asked)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = [ours.step(number) for number in range(2)]
-    assert patched._steps is not None
-    (chunk,) = patched._steps.chunks.values()
-    patched.unpatch()
+    found, told, chunk = two_steps(ours)
     expected = [plain.step(number) for number in range(2)]
     dist.barrier()
     return {
         "wrong": [d for pair in zip(expected, found, strict=True) for d in differences(*pair)],
-        "told": [str(each.message) for each in told if "overlapc" in str(each.message)],
+        "told": [text for text in told if "overlapc" in text],
         "ran": chunk.ran["planned"] // layout.microbatches,
     }
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from overlapc.errors import OverlapcError
 from tests.megatron import cpu
-from tests.megatron.models import Layout, Trained, innermost, set_up, twins
+from tests.megatron.models import Layout, Trained, innermost, set_up, twins, two_steps
 from tests.megatron.test_patch import differences
 from tests.multiprocess.spawn import run_ranks
 
@@ -86,16 +86,11 @@ def run_with_a_rank_that_fails(rank: int, count: int) -> dict[str, Any]:
         mlp.forward = Peeking(mlp.forward) if rank == 1 else mlp.forward
     expected = [plain.step(number) for number in range(2)]
     patched.patch(**QUICKLY)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = [ours.step(number) for number in range(2)]
-    assert patched._steps is not None
-    (chunk,) = patched._steps.chunks.values()
-    patched.unpatch()
+    found, told, chunk = two_steps(ours)
     dist.barrier()
     dist.destroy_process_group()
     wrong = [d for pair in zip(expected, found, strict=True) for d in differences(*pair)]
-    texts = [str(each.message) for each in told if "plain Megatron" in str(each.message)]
+    texts = [text for text in told if "plain Megatron" in text]
     return {"wrong": wrong, "ran": chunk.ran, "told": texts}
 
 
