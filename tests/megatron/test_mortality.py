@@ -73,6 +73,8 @@ def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float)
         pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
     with _two_planning(name, {}) as (pipes, processes):
         if wait([pipes[victim]], timeout=after_s):
+            assert _next(pipes[victim]) == "planned"
+            assert after_s > 1.0  # no machine plans sooner
             pytest.skip(f"planned in less than {after_s} s: nothing to kill a rank in")
         os.kill(processes[victim].pid or 0, signal.SIGKILL)
         struck = time.monotonic()
