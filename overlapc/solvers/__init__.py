@@ -120,10 +120,10 @@ def solve(
         plan = FIELD[solver](problem) if solver in FIELD else by_module(problem, solver)
         return _best(problem, [plan])
     best = _Best(problem)
-    if solver == "overlap":
-        return _overlap(problem, best).plan()
-    tried = generators(problem, solver, torch_choices, best)
     try:
+        if solver == "overlap":
+            return _overlap(problem, best).plan()
+        tried = generators(problem, solver, torch_choices, best)
         if solver != "opt":
             best.take(chain.from_iterable(tried.values()))
             return best.plan()

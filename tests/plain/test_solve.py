@@ -47,6 +47,29 @@ def test_solve_is_legal_never_worse_and_monotone(problem):
         last = timeline
 
 
+def measured_again(problem, rng):
+    """The same problem with other op times."""
+    costs = {
+        name: replace(
+            cost,
+            compute_ns=rng.randint(0, 2 * cost.compute_ns),
+            comm_ns=rng.randint(0, 2 * cost.comm_ns),
+        )
+        for name, cost in problem.profile.costs.items()
+    }
+    return replace(problem, profile=replace(problem.profile, costs=costs))
+
+
+@pytest.mark.parametrize("solver", ["overlap", "heu"])
+@settings(max_examples=settings.default.max_examples // 2)
+@given(problem=problems(), rng=st.randoms(use_true_random=False))
+def test_the_budget_that_is_named_works_whatever_times_are_measured_next(solver, problem, rng):
+    with pytest.raises(Infeasible) as error:
+        solve(replace(problem, budget_bytes=-1), solver)
+    again = replace(measured_again(problem, rng), budget_bytes=error.value.smallest_bytes)
+    assert peak_bytes(again, solve(again, solver)) <= again.budget_bytes
+
+
 def test_unknown_solver_is_named():
     with pytest.raises(OptionError, match="expected one of overlap"):
         solve(None, "magic")  # type: ignore[arg-type]
