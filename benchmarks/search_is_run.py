@@ -9,7 +9,7 @@ as they will run). From these figures alone, and on no ranks, `search` plans the
 and DP 2. Then `TrainStep` and `Pipeline` plan them on the ranks, once from the same figures and
 once from what they measure themselves, and run. Every repetition runs every layout, in turn: a step
 untimed, since memory that lay idle while others ran is faulted in anew (110,000 faults and a second
-of a pipeline's step), and a timed one.
+of a pipeline's step), and two timed ones.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def run_layouts(args: argparse.Namespace) -> None:
         row["ops_measured"] = variants[-1].known
         rows.append(row | {"own_ms": variants[-1].predicted_ms, "anew_ms": anew.predicted_ms})
     for variant in interleaved(variants, args.reps):
-        steps = [timed_step_ms(variant) for _ in range(2)]
-        variant.step_ms.append(steps[-1])
+        steps = [timed_step_ms(variant) for _ in range(3)]
+        variant.step_ms += steps[1:]
     if dist.get_rank() == 0:
         for row, variant in zip(rows, variants, strict=True):
             row["step_ms"] = variant.step_ms

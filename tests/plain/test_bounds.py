@@ -23,7 +23,7 @@ OURS = ("overlap", "heu", "opt")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize("seeds", [range(250), pytest.param(range(250, 4000), marks=SLOW)])
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 4000), marks=SLOW)])
 def test_no_legal_plan_beats_the_bound(seeds):
     for seed in seeds:
         rng = Random(seed)
@@ -36,8 +36,9 @@ def test_no_legal_plan_beats_the_bound(seeds):
             assert bound <= timeline.step_ns, seed
 
 
-def test_a_program_serves_other_budgets_and_microbatches_in_flight():
-    for seed in range(60):
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=SLOW)])
+def test_a_program_serves_other_budgets_and_microbatches_in_flight(seeds):
+    for seed in seeds:
         rng = Random(seed)
         problem = random_problem(rng, rng.randint(1, 7))
         known = Program(replace(problem, budget_bytes=rng.randint(1, 1 << 20)))
@@ -59,7 +60,7 @@ def small_problems(seeds):
             continue
 
 
-@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(10_000, 18_000), marks=SLOW)])
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 8000), marks=SLOW)])
 def test_opt_is_the_best_there_is(seeds):
     for seed, problem, best in small_problems(seeds):
         found = exact(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -41,15 +42,28 @@ def together_is_alone(every):
         assert one == other
 
 
-@pytest.mark.parametrize("layout", [ALONE, PAIR, SHARED], ids=str)
-@pytest.mark.parametrize("model", [GPT, LLAMA, EXPERTS, LATENT], ids=range(4))
-def test_all_kinds_of_blocks(model, layout):
-    together_is_alone(keys(model, layout))
+MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT}
+QUICK = [("gpt", ALONE), ("llama", SHARED), ("experts", PAIR), ("latent", ALONE)]
+QUICK_FRAMEWORKS = ["overlapc", "megatron", "scaling"]
 
 
-@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+def slow_but(quick, every):
+    return [pytest.param(one, marks=() if one in quick else pytest.mark.slow) for one in every]
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_but(QUICK, product(MODELS, (ALONE, PAIR, SHARED))),
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_all_kinds_of_blocks(case):
+    name, layout = case
+    together_is_alone(keys(MODELS[name], layout))
+
+
+@pytest.mark.parametrize("framework", slow_but(QUICK_FRAMEWORKS, sorted(FRAMEWORKS)))
 def test_all_frameworks(framework):
-    together_is_alone(keys(LLAMA, SHARED if framework != "x" else PAIR, framework))
+    together_is_alone(keys(LLAMA, SHARED, framework))
     together_is_alone(keys(GPT, PAIR, framework))
 
 
