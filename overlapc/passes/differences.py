@@ -138,9 +138,11 @@ _RANDOM = ("dropout", "rand", "bernoulli", "uniform", "exponential", "gumbel", "
 
 
 def differences(graph: fx.GraphModule) -> list[str]:
-    """Name what this graph does differently from eager, whatever graphs surround it."""
+    """Name what this graph does differently from eager, whatever graphs surround it. Bodies of
+    checkpoints and of custom Functions are graphs within it."""
     lines = []
-    for node in graph.graph.nodes:
+    inside = (module for module in graph.modules() if isinstance(module, fx.GraphModule))
+    for node in (node for module in inside for node in module.graph.nodes):
         name = _name(node)
         if _is_numpys(node) and not _is_alike(node):
             lines.append(f"{line_of(node)}: {name}: numpy is traced as torch, whose kernels it has")

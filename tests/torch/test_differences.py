@@ -356,6 +356,40 @@ def test_numpy_is_named_where_it_is_no_number() -> None:
     assert any("numpy is traced as torch" in line for line in planned(Numpys(True), x).differences)
 
 
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+class Within(nn.Module):
+    """Does its work in the body of a custom Function or of a checkpoint."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.what == "Function":
+            return Sine.apply(x).sum()
+        return checkpoint(lambda x: x.prod(1).sum(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("Function", "numpy is traced as torch"), ("checkpoint", "by another formula")],
+)
+def test_bodies_of_functions_and_checkpoints_are_looked_at(what: str, said: str) -> None:
+    assert any(said in line for line in planned(Within(what), torch.randn(4, 8)).differences)
+
+
 @torch.jit.script
 def scripted(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
