@@ -16,6 +16,7 @@ the model or from Dynamo and can only be named:
 - results that a loss may leave out: inputs of these results alone get zeros, where eager leaves
   None (`left_out`);
 - numpy, which Dynamo traces as torch;
+- hooks on results, which are traced into the backward, behind hooks that are set outside;
 - custom Functions that call `set_materialize_grads`, which Dynamo ignores (`asked`, too);
 - functions of TorchScript, which eager runs by an executor of its own (`asked`, too);
 - functions whose gradient or cast has another formula when PyTorch traces (`_FORMULAS`).
@@ -138,9 +139,11 @@ _RANDOM = ("dropout", "rand", "bernoulli", "uniform", "exponential", "gumbel", "
 
 
 def differences(graph: fx.GraphModule) -> list[str]:
-    """Name what this graph does differently from eager, whatever graphs surround it."""
+    """Name what this graph does differently from eager, whatever graphs surround it. Bodies of
+    checkpoints and of custom Functions are graphs within it."""
     lines = []
-    for node in graph.graph.nodes:
+    inside = (module for module in graph.modules() if isinstance(module, fx.GraphModule))
+    for node in (node for module in inside for node in module.graph.nodes):
         name = _name(node)
         if _is_numpys(node) and not _is_alike(node):
             lines.append(f"{line_of(node)}: {name}: numpy is traced as torch, whose kernels it has")
@@ -148,6 +151,11 @@ def differences(graph: fx.GraphModule) -> list[str]:
             lines.append(f"{line_of(node)}: {name}: {_FORMULAS[name]}")
         if name.rstrip("_") == "masked_fill" and _learns(_value_of(node)):
             lines.append(f"{line_of(node)}: {name}: eager sums what fills it in another order")
+        if name == "register_hook" and any(user.op == "output" for user in node.users):
+            lines.append(
+                f"{line_of(node)}: register_hook on a result: what retain_grad keeps of its "
+                "gradient, and what later hooks are given, is without this hook"
+            )
         if "checkpoint" in str(node.target) and node.op == "call_function":
             for inner in _inside_of(node):
                 if _changes_an_input(inner):

@@ -30,6 +30,7 @@ from overlapc.passes.differences import differences, left_out, views_handed_on
 from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.nodes import line_of, primal_nodes
 from overlapc.passes.rewrite import rewrite
+from overlapc.passes.second import taken_again
 from overlapc.passes.tangents import as_they_come, given, is_hidden
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
@@ -43,7 +44,11 @@ from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.shares import Share, plan_frugally
 
+# What PyTorch says of sizes that vary, where it takes numbers alone.
+_SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
+
+_SECOND = "the model takes a gradient of it that has a gradient itself (create_graph)"
 
 
 class Backend:
@@ -72,6 +77,8 @@ class Backend:
         self.views += views_handed_on(gm) + self._cast_again(example_inputs)
         try:
             refuse_subclasses(example_inputs)
+            if place := taken_again(gm):
+                raise CaptureError(_SECOND, place)
             with busy("tracing", self.options.timeout_s):
                 graph.run = self._counted(self._compile(gm, example_inputs, partition, traced))
             if self.steps.running is None:
@@ -87,7 +94,7 @@ class Backend:
         except (OverlapcError, RestartAnalysis):  # after RestartAnalysis Dynamo traces again
             raise
         except Exception as error:
-            hint = _NO_SYMBOLS if "symbolic sizes" in str(error) else ""
+            hint = _NO_SYMBOLS if any(text in str(error) for text in _SYMBOLS) else ""
             self.attempts.refused(CaptureError(f"{type(error).__name__}: {error}"))
             return self._unchanged(gm, f"{hint}{type(error).__name__}: {error}", "")
         finally:

@@ -356,6 +356,72 @@ def test_numpy_is_named_where_it_is_no_number() -> None:
     assert any("numpy is traced as torch" in line for line in planned(Numpys(True), x).differences)
 
 
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+class Within(nn.Module):
+    """Does its work in the body of a custom Function or of a checkpoint."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.what == "Function":
+            return Sine.apply(x).sum()
+        return checkpoint(lambda x: x.prod(1).sum(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("Function", "numpy is traced as torch"), ("checkpoint", "by another formula")],
+)
+def test_bodies_of_functions_and_checkpoints_are_looked_at(what: str, said: str) -> None:
+    assert any(said in line for line in planned(Within(what), torch.randn(4, 8)).differences)
+
+
+class Hooked(nn.Module):
+    """Sets a hook behind the first use of a tensor, which may be a result."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.given = given
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x)
+        early = x.sin()
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return (x.cos() + early, x) if self.given else (x.cos() + early,)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_hook_on_a_result_is_named(given: bool) -> None:
+    pytest.importorskip("torch._higher_order_ops.register_hook")
+    model = Hooked(given)
+    twin = overlapc.optimize(copy.deepcopy(model), solver="none", profile="estimate")
+    x = torch.randn(4, 8)
+    kept = []
+    for each in (model, twin):
+        *_, result = results = each(x)
+        result.retain_grad()
+        sum(out.sum() for out in results).backward()
+        kept.append(result.grad)
+    assert torch.equal(model.linear.weight.grad, twin.linear.weight.grad)
+    assert torch.equal(*kept) != given
+    assert any("register_hook" in line for line in twin.differences) == given
+
+
 @torch.jit.script
 def scripted(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)

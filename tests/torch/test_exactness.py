@@ -131,6 +131,48 @@ def test_gradient_penalty_is_refused() -> None:
         grad.square().sum().backward()
 
 
+class Forces(nn.Module):
+    """Learns an energy by its slope, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.scale = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        energy = self.energy(x).sum()
+        (force,) = torch.autograd.grad(
+            energy,
+            x,
+            create_graph=second,
+            retain_graph=True,
+        )
+        return self.scale(force).square().sum() + energy
+
+
+def test_a_gradient_of_a_gradient_within_a_model() -> None:
+    """The graph whose gradient is taken runs as plain PyTorch, the rest is planned."""
+    torch.manual_seed(0)
+    model = Forces()
+    twin = overlapc.optimize(copy.deepcopy(model), solver="none", profile="estimate")
+    x = randn(ROWS, 4, requires_grad=True)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        twin(x, second=True).backward()
+    twin(x, second=True).backward()
+    for _ in range(2):
+        model(x, second=True).backward()
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+    why, between = twin.unchanged
+    assert "test_exactness.py" in why
+    assert "create_graph" in why
+    assert "what is between its graphs" in between
+    assert len(twin.reports) == 1
+
+
 def test_gradients_of_some_inputs_only() -> None:
     x = randn(ROWS, WIDTH, requires_grad=True)
     found = []
