@@ -84,8 +84,9 @@ def test_a_rank_that_is_not_patched_is_named(name: str, left: str, how: str, say
     assert found[int(left)][0] == ""  # it ran plain Megatron, and so did the other
 
 
-def late(rank: int, ranks: int, name: str, early: bool) -> dict[str, Any]:
-    """Two steps; rank 1 comes late to the first one, patched `early` or no earlier than that."""
+def late(rank: int, ranks: int, name: str, early: bool, blocked: bool = False) -> dict[str, Any]:
+    """Two steps; rank 1 comes late to the first one, patched `early` or no earlier than that, or
+    with its Python `blocked`."""
     cpu.use(VERSION)
     import overlapc.megatron as patched
 
@@ -96,7 +97,10 @@ def late(rank: int, ranks: int, name: str, early: bool) -> dict[str, Any]:
     layout = LAYOUTS[name]
     set_up(layout)
     plain, ours = twins(layout)
-    time.sleep(7.0 * rank)
+    if blocked and rank:
+        sum(range(7 * 10**8))  # one call, so no other thread runs
+    else:
+        time.sleep(7.0 * rank)
     if not early:
         patched.patch(**asked)
     found, told, chunk = two_steps(ours)
@@ -124,6 +128,12 @@ def test_a_rank_that_is_late_is_waited_for_or_one_step_is_plain(name: str, early
         else:
             (told,) = found["told"]
             assert "overlapc ran a step as plain Megatron, and plans the next one: 3 s" in told
+
+
+@SLOW
+def test_a_rank_whose_python_is_blocked_is_waited_for() -> None:
+    for found in run_ranks(late, 2, "tp", True, True, timeout_s=120):
+        assert (found["wrong"], found["told"], found["ran"]) == ([], [], 2)
 
 
 def unpatched_replica(rank: int) -> Any:
