@@ -32,12 +32,14 @@ class Pace:
         self.steps = 0
         self._firsts = 0
         self._apart = ""
-        self._unpatched = False
+        self._lacks = self.lacks = False
 
     def begin(self, first: bool) -> None:
-        """A step begins. Raise what any rank found in the steps before; `first`: ranks plan."""
+        """A step begins. Raise what any rank found in the steps before; `first`: ranks plan. Then
+        `lacks` says whether a rank was not patched any more when the last step began."""
         self.steps += 1
         self._firsts += first
+        self.lacks, self._lacks = self._lacks and not first, False
         if not has_peers():
             return
         apart, self._apart = self._apart, ""
@@ -49,13 +51,9 @@ class Pace:
             store.set(f"megatron/pace/{rank}", record)
             (found,) = present(store, [_APART])
             self._apart = "" if found is None else found.decode()
-            self._unpatched = not (first or are_all_patched(store))
+            self._lacks = not are_all_patched(store)
 
         self._line().send(write)  # read in the next step: no step waits for the store
-
-    def lacks(self) -> bool:
-        """Was a rank not patched any more when the last step began?"""
-        return self._unpatched
 
     def look(self, timeout_s: float) -> str | None:
         """In a first step: the rank that is in the same step, or behind it, without planning."""

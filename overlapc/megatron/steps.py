@@ -104,7 +104,7 @@ class Steps:
         try:
             self._raised.begin(guards=place is None)
             pace.begin(first=place is None)
-            if pace.lacks() and (missing := self._roll.missing()):
+            if pace.lacks and (missing := self._roll.missing()):
                 raise absent(missing, "the step before was planned")
             return self._run(name, real, given, models, place)
         except BaseException as error:
