@@ -9,6 +9,7 @@ backward are deferred until Megatron waits for another stage.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,13 @@ _LEFT_OUT = (
     "the loss leaves out a tensor that the model's forward returns: gradients would be zeros where "
     "Megatron has none; expected every result that requires a gradient in the loss: leave out the "
     "head that makes it (--bert-no-binary-head)"
+)
+
+
+_SEVERAL = (
+    "overlapc: a model is called more than once for a microbatch; its gradients arrive in as many "
+    "parts, so sums may differ from Megatron's in the last bits; expected one call: pass what it "
+    "is called with as one batch, or call overlapc.megatron.unpatch()"
 )
 
 
@@ -84,6 +92,7 @@ class Chunk:
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
         self.original: Callable[..., Any]
+        self._told = False  # that the model is called several times
         self.refused: OptionError | None = None  # slices: raised when the step has ended
         # Counts: planned forwards, merged ones, plain ones; recompute and weight gradients that ran
         # while Megatron waited.
@@ -125,6 +134,9 @@ class Chunk:
         pending, self._pending = self._pending, None
         if pending is not None:
             raise OverlapcError(_OUT_OF_ORDER)
+        if self._started > self._step.microbatches and not self._told:
+            self._told = True
+            warnings.warn(_SEVERAL, RuntimeWarning, stacklevel=2)
 
     def explain(self) -> str:
         agreed, said = self._planning.agreed.values(), self._planning.said

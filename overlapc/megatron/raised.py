@@ -1,15 +1,18 @@
-"""`Raised` tells all ranks what one of them raised within a training step.
+"""`Raised` tells all ranks what one of them raised within a training step, or that it ended.
 
 That rank alone has its error. The others wait for it in collectives, which fail when its process
 ends, with an error that names an address. So the rank writes what it raised into the store before
-it goes on; a rank whose collective fails looks there. In the first step, which every rank guards,
-the guard looks as well: there ranks also wait for each other's messages.
+it goes on; a rank whose collective fails looks there. If nothing was written, it looks which
+process has ended. In the first step, which every rank guards, the guard looks as well: there ranks
+also wait for each other's messages.
+
+    megatron/raised/<step>         what some rank raised, or found lost, in this step of training
+    megatron/raised/<step>/knows   how many ranks have read that
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from typing import Any
 
@@ -17,12 +20,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import RankError
+from overlapc.megatron.pace import pace
+from overlapc.megatron.processes import Processes
 from overlapc.runtime.guard import LOOK_S, is_broken
 from overlapc.runtime.line import Line, has_peers, line_to, present
 
 # So long a rank may still raise the same error itself: all ranks find some errors alike.
 _GRACE_S = 2.0
-_numbers = itertools.count()  # all ranks patch alike
 
 
 class Raised:
@@ -30,20 +34,20 @@ class Raised:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._number = next(_numbers)
-        self._step = 0
+        self._processes = Processes(timeout_s)
         self._guards = False
         self._seen: tuple[float, str] | None = None  # when, and what
 
     def begin(self, guards: bool) -> None:
         """A step begins; `guards`: all ranks call `look` in it, again and again."""
-        self._step += 1
         self._guards, self._seen = guards, None
+        self._processes.begin()
 
     def look(self) -> str | None:
-        """What another rank has raised in this step; "" while this rank has time to do the same."""
+        """What another rank has raised in this step, or which is lost or does another step; ""
+        while this rank has time to raise the same."""
         if self._seen is None:
-            told = self._call(self._read)
+            told = self._call(self._read) or self._found()
             if told is None:
                 return None
             self._seen = time.monotonic(), told
@@ -56,14 +60,38 @@ class Raised:
         An error of this rank's own is told to the others."""
         if not has_peers():
             return None
-        with contextlib.suppress(RankError):  # the store has ended, too
-            if is_broken(error) or (isinstance(error, RankError) and self._seen):
-                told = self._seen[1] if self._seen else self._call(self._read)
-                known = told is None or told.partition(" raised ")[0] in str(error)
-                return None if known else RankError(told)
-            if not isinstance(error, RankError):
+        if is_broken(error) or (isinstance(error, RankError) and self._seen):
+            told = self._seen[1] if self._seen else self._reason(error)
+            known = told is None or told.partition(" raised ")[0] in str(error)
+            return None if known else RankError(told)
+        if not isinstance(error, RankError):
+            with contextlib.suppress(RankError):  # the store has ended, too
                 self._tell(error)
         return None
+
+    def _found(self) -> str | None:
+        """What this rank finds in a first step. All others are told."""
+        found = pace.look(self._timeout_s) or self._processes.lost()
+        if found is None:
+            return None
+        # A rank that raised may have ended a moment after it wrote.
+        self._call(lambda store: store.compare_set(self._key, "", found))
+        return self._call(self._read) or found
+
+    def _reason(self, error: BaseException) -> str | None:
+        """Why a collective has failed. A note of the error says so, if it is not a rank's end."""
+        try:
+            if told := self._call(self._read):
+                return told
+        except RankError as lost:
+            _note(error, str(lost))
+        if (ended := self._processes.ended()) is None:
+            _note(error, "no process of the ranks that this rank watches has ended")
+            return None
+        with contextlib.suppress(RankError):
+            self._call(lambda store: store.compare_set(self._key, "", ended))
+            return self._call(self._read) or ended
+        return ended
 
     def _tell(self, error: BaseException) -> None:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -89,8 +117,14 @@ class Raised:
 
     @property
     def _key(self) -> str:
-        return f"megatron/raised/{self._number}/{self._step}"
+        return f"megatron/raised/{pace.steps}"
 
     @property
     def _knows(self) -> str:
         return f"{self._key}/knows"
+
+
+def _note(error: BaseException, found: str) -> None:
+    """Append what was found to an error (from Python 3.11 on)."""
+    if hasattr(error, "add_note"):
+        error.add_note(f"overlapc looked for the rank that ended: {found}")

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import RankError
+from overlapc.megatron.processes import own_process
 from overlapc.runtime.line import Line, has_peers, line_to, present
 
 PATCHED = "patched"
@@ -50,12 +51,22 @@ def tell(word: str = PATCHED) -> None:
     said[rank] = word
     more = (word == PATCHED) - (before == PATCHED)
 
+    process = own_process()
+
     def write(store: Any) -> None:
+        store.set(f"megatron/process/{rank}", process)
         store.set(f"megatron/word/{rank}", word)
         if more:
             store.add(_COUNT, more)
 
-    _line().send(write)
+    line = _line()
+    line.history.beats = word == PATCHED
+    line.send(write)
+
+
+def are_all_patched(store: Any) -> bool:
+    count: int = store.add(_COUNT, 0)
+    return count >= dist.get_world_size()
 
 
 class Roll:
@@ -70,11 +81,11 @@ class Roll:
         if not has_peers():
             return True
         tell()
-        key, ranks = f"megatron/first/{next(_firsts)}", dist.get_world_size()
+        key = f"megatron/first/{next(_firsts)}"
         until = time.monotonic() + patience_s
 
         def ask(store: Any) -> bytes | None:
-            complete = store.add(_COUNT, 0) >= ranks
+            complete = are_all_patched(store)
             if complete or time.monotonic() >= until:
                 decided: bytes = store.compare_set(key, "", _PLANNED if complete else _PLAIN)
                 return decided

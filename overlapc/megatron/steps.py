@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from overlapc.errors import OptionError, OverlapcError
 from overlapc.megatron import merged as ticks
 from overlapc.megatron.chunk import Chunk
 from overlapc.megatron.later import Later
+from overlapc.megatron.pace import pace
 from overlapc.megatron.planning import Step
 from overlapc.megatron.raised import Raised
 from overlapc.megatron.refused import reason, slices_of
@@ -31,6 +33,7 @@ from overlapc.runtime.ranks import exchange_of
 from overlapc.search.chosen import Chosen
 
 SCHEDULES = ("1f1b", "merged")
+_GRACE_S = 1.0  # a word that was sent has reached the store
 FIRST_STEP_S = 120.0  # ranks may be so far apart before the first step, since they read data
 
 
@@ -69,6 +72,7 @@ class Steps:
         self._schedule, self._told = schedule, False
         self._searched = searched
         self._running = threading.Lock()
+        self._unjoined: dict[str, int] | None = None  # collectives before a plain step ended
         self._roll, self._raised = Roll(options.timeout_s), Raised(options.timeout_s)
         self.later = Later(options.timeout_s)
         # By the ids of models, which are kept alive here.
@@ -99,6 +103,9 @@ class Steps:
             )
         try:
             self._raised.begin(guards=place is None)
+            pace.begin(first=place is None)
+            if pace.lacks and (missing := self._roll.missing()):
+                raise absent(missing, "the step before was planned")
             return self._run(name, real, given, models, place)
         except BaseException as error:
             cause = self._raised.instead_of(error)
@@ -121,8 +128,7 @@ class Steps:
         first = busy("the first step of training", self._options.timeout_s, look)
         with contextlib.nullcontext() if place else first:
             if place is None:
-                joins = _joins_all(models, given)
-                patience_s = self._options.timeout_s if joins else FIRST_STEP_S
+                patience_s = self._patience_s()
                 if not self._roll.is_complete(patience_s):
                     return self._for_once_plain(real, given, patience_s)
                 place, begins = self._begin(models, given), True
@@ -148,10 +154,25 @@ class Steps:
                 raise self._refused
             return result
 
+    def _patience_s(self) -> float:
+        """How long this first step waits for the word of a rank. A step before it, which ran plain,
+        need not have joined the ranks. If a collective has joined them since then, they have all
+        been in that step, and a missing word will never come."""
+        before, self._unjoined = self._unjoined, None
+        if before is None:
+            return self._options.timeout_s
+        if _joined(before, missing := self._roll.missing()):
+            time.sleep(_GRACE_S)  # a word may be on its way
+            if _joined(before, missing := self._roll.missing()):
+                raise absent(missing, "the step before ran as plain Megatron")
+        return FIRST_STEP_S if missing else self._options.timeout_s
+
     def _for_once_plain(
         self, real: Callable[..., Any], given: dict[str, Any], waited_s: float
     ) -> Any:
-        """Run a step as plain Megatron, as all ranks do. It ends when all ranks have been in it."""
+        """Run a step as plain Megatron, as all ranks do. If it joins all ranks, then it ends when
+        all have been in it."""
+        before = _collectives()
         try:
             result = real(**given)
         except Exception as error:
@@ -162,7 +183,10 @@ class Steps:
                 raise absent(missing, ended) from error
             raise
         if missing := self._roll.missing():
-            raise absent(missing, "this step ran as plain Megatron")
+            models = given["model"] if isinstance(given["model"], list) else [given["model"]]
+            if _joins_all(models, given) or _joined(before, missing):
+                raise absent(missing, "this step ran as plain Megatron")
+            self._unjoined = _collectives()
         warnings.warn(
             f"overlapc ran a step as plain Megatron, and plans the next one: {waited_s:g} s after "
             "some rank had begun it, another had not called overlapc.megatron.patch(); expected "
@@ -288,6 +312,21 @@ def _joins_all(models: list[Any], given: dict[str, Any]) -> bool:
         return True
     module, ddp = innermost(models[0])
     return ddp is not None and module.config.finalize_model_grads_func is not None
+
+
+def _collectives() -> dict[Any, int]:
+    """How many collectives this rank has issued, by process group."""
+    found = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            found[group] = group._get_sequence_number_for_group()
+    return found
+
+
+def _joined(before: Mapping[Any, int], ranks: Iterable[int]) -> bool:
+    """Has a collective since then joined this rank with one of these?"""
+    moved = [group for group, n in _collectives().items() if n > before.get(group, n)]
+    return any(not set(ranks).isdisjoint(dist.get_process_group_ranks(g)) for g in moved)
 
 
 def _put_back(module: Any, forward: Any) -> None:

@@ -37,7 +37,7 @@ IDLE = "idle"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's last beat. `count` grows while the rank is busy; an idle rank sends none."""
+    """A rank's last beat. `count` grows while the rank is busy, and while Megatron is patched."""
 
     count: int
     phase: str
@@ -55,10 +55,11 @@ class Beat:
 @dataclass(slots=True)
 class History:
     """State that must outlive a broken line: by group, the number of rounds and the keys left
-    behind."""
+    behind; and whether an idle rank sends beats, too."""
 
     rounds: Counter[str] = field(default_factory=Counter)
     written: dict[str, list[str]] = field(default_factory=dict)
+    beats: bool = False
 
 
 class Line:
@@ -162,8 +163,8 @@ class Line:
             self._break(f"failed ({_first_line(error)})", error)
 
     def _rest_s(self, last: float) -> float | None:
-        """Seconds until the next beat is due; None for an idle rank."""
-        if self._phases[-1][0] == IDLE:
+        """Seconds until the next beat is due; None for an idle rank that sends none."""
+        if self._phases[-1][0] == IDLE and not self.history.beats:
             return None
         return max(0.0, last + BEAT_S - time.monotonic())
 

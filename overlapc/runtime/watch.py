@@ -118,16 +118,22 @@ class Watch:
                 self._seen[rank] = _Seen(beat, now, seen.hope)
 
 
-def look_after(
-    line: Line, ranks: Sequence[int], rank: int, timeout_s: float
-) -> Callable[[], str | None]:
-    """Make a function that says which of the ranks is lost: one that was at work and whose beat has
-    not moved for `timeout_s`. Of many ranks each watches some."""
+def watched(ranks: Sequence[int], rank: int) -> list[int]:
+    """The ranks that `rank` watches: all others, or of many those at distances of powers of two."""
     others = [other for other in ranks if other != rank]
     if len(others) > _MANY:
         at, count = list(ranks).index(rank), len(ranks)
         steps = [2**k for k in range(count.bit_length()) if 2**k < count]
         others = sorted({ranks[(at + step) % count] for step in (*steps, *(-s for s in steps))})
+    return others
+
+
+def look_after(
+    line: Line, ranks: Sequence[int], rank: int, timeout_s: float
+) -> Callable[[], str | None]:
+    """Make a function that says which of the ranks is lost: one that was at work and whose beat has
+    not moved for `timeout_s`. Of many ranks each watches some."""
+    others = watched(ranks, rank)
     watch = Watch(line, timeout_s)
 
     def look() -> str | None:

@@ -84,8 +84,9 @@ def test_a_rank_that_is_not_patched_is_named(name: str, left: str, how: str, say
     assert found[int(left)][0] == ""  # it ran plain Megatron, and so did the other
 
 
-def late(rank: int, ranks: int, name: str, early: bool) -> dict[str, Any]:
-    """Two steps; rank 1 comes late to the first one, patched `early` or no earlier than that."""
+def late(rank: int, ranks: int, name: str, early: bool, blocked: bool = False) -> dict[str, Any]:
+    """Two steps; rank 1 comes late to the first one, patched `early` or no earlier than that, or
+    with its Python `blocked`."""
     cpu.use(VERSION)
     import overlapc.megatron as patched
 
@@ -96,7 +97,10 @@ def late(rank: int, ranks: int, name: str, early: bool) -> dict[str, Any]:
     layout = LAYOUTS[name]
     set_up(layout)
     plain, ours = twins(layout)
-    time.sleep(7.0 * rank)
+    if blocked and rank:
+        sum(range(7 * 10**8))  # one call, so no other thread runs
+    else:
+        time.sleep(7.0 * rank)
     if not early:
         patched.patch(**asked)
     found, told, chunk = two_steps(ours)
@@ -110,7 +114,9 @@ def late(rank: int, ranks: int, name: str, early: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("name", ["tp", *(pytest.param(n, marks=SLOW) for n in ("pp", "dp"))])
+@pytest.mark.parametrize(
+    "name", ["tp", *(pytest.param(n, marks=SLOW) for n in ("pp", "dp", "plain dp"))]
+)
 def test_a_rank_that_is_late_is_waited_for_or_one_step_is_plain(name: str, early: bool) -> None:
     """A patched rank's word is there, so the other waits. Without a word nobody does: the first
     step is Megatron's, on both."""
@@ -124,9 +130,33 @@ def test_a_rank_that_is_late_is_waited_for_or_one_step_is_plain(name: str, early
             assert "overlapc ran a step as plain Megatron, and plans the next one: 3 s" in told
 
 
-def test_late_replicas_that_nothing_joins_are_waited_for() -> None:
-    for found in run_ranks(late, 2, "plain dp", False, timeout_s=100):
+@SLOW
+def test_a_rank_whose_python_is_blocked_is_waited_for() -> None:
+    for found in run_ranks(late, 2, "tp", True, True, timeout_s=120):
         assert (found["wrong"], found["told"], found["ran"]) == ([], [], 2)
+
+
+def unpatched_replica(rank: int) -> Any:
+    """Rank 1 is not patched, and only the script's own collective joins the replicas."""
+    trained = begun(LAYOUTS["plain dp"])
+    import overlapc.megatron as patched
+
+    if rank == 0:
+        patched.patch(**QUICKLY, timeout_s=2.0)
+
+    def steps() -> None:
+        for number in range(2):
+            trained.step(number)
+            dist.all_reduce(torch.ones(1))
+
+    return caught(steps)
+
+
+def test_a_replica_that_is_not_patched_is_named_when_a_collective_has_joined_it() -> None:
+    found = launch(unpatched_replica, 2)[0]
+    assert found[0] == RankError.__name__, found[1]
+    assert "rank 1: it never called overlapc.megatron.patch()" in found[1]
+    assert found[2] <= PROMISED_S
 
 
 # Errors of one rank
@@ -211,12 +241,18 @@ def test_an_error_before_ranks_exchange_anything_is_named() -> None:
 
 
 def dying(when: str, stamp: str, rank: int) -> Any:
-    """Rank 1 ends: before it calls patch, within a step, or while links are measured."""
+    """Rank 1 ends: before it calls patch or behind it, within a step, a later one, or while links
+    are measured."""
     trained = begun(LAYOUTS["tp"])
     import overlapc.megatron as patched
     from overlapc.profiler import measure
 
-    def end(*_: Any, **__: Any) -> None:
+    ends: list[int] = []
+
+    def end(*_: Any, **__: Any) -> Any:
+        ends.append(1)
+        if when == "within a later step" and len(ends) < 6:
+            return real(*_, **__)
         Path(stamp).write_text(str(time.monotonic()))
         if when == "within a step":
             sys.exit(3)
@@ -224,20 +260,27 @@ def dying(when: str, stamp: str, rank: int) -> Any:
 
     if rank == 1 and when == "before patch":
         end()
-    if rank == 1 and when == "within a step":
+    if rank == 1 and "within" in when:
         given = trained._given
-        step = {"forward_step_func": end}
+        real, step = given(0)["forward_step_func"], {"forward_step_func": end}
         trained._given = lambda number: {**given(number), **step}  # type: ignore[method-assign]
     if rank == 1 and when == "while links are measured":
         measure.measure_links = end
     patched.patch(solver="none")
-    return caught(lambda: trained.step(0))
+    if rank == 1 and when == "behind patch":
+        dist.barrier()
+        end()
+    if when == "behind patch":
+        dist.barrier()
+    return caught(lambda: [trained.step(number) for number in range(2)])
 
 
 @pytest.mark.parametrize(
     ("when", "says"),
     [
         ("before patch", "rank 1: it never called overlapc.megatron.patch()"),
+        ("behind patch", "rank 1 gives no sign of life: its process"),
+        ("within a later step", "rank 1 gives no sign of life: its process"),
         ("within a step", "rank 1 raised SystemExit: 3"),
         ("while links are measured", "rank 1 gives no sign of life"),
     ],
@@ -250,6 +293,37 @@ def test_a_rank_that_ends_is_named(tmp_path: Path, when: str, says: str) -> None
     assert kind == RankError.__name__, text
     assert says in text
     assert min(took_s, at - float(stamp.read_text())) <= PROMISED_S
+
+
+def again(what: str, name: str, rank: int) -> Any:
+    """Rank 1 alone calls `patch` again, or `unpatch`, between two steps."""
+    trained = begun(LAYOUTS[name])
+    import overlapc.megatron as patched
+
+    patched.patch(**QUICKLY)
+    trained.step(0)
+    dist.barrier()
+    if rank == 1 and what == "patch":
+        patched.patch(**QUICKLY)
+    if rank == 1 and what == "unpatch":
+        patched.unpatch()
+        time.sleep(0.5)
+    dist.barrier()
+    return caught(lambda: [trained.step(number) for number in (1, 2)])
+
+
+def test_a_rank_that_alone_is_patched_again_is_named() -> None:
+    for found in launch(functools.partial(again, "patch", "tp"), 2):
+        assert found[0] == RankError.__name__, found[1]
+        assert found[1].startswith("rank 0 runs step 2 by the plans that it has, and rank 1 plans")
+        assert found[2] <= PROMISED_S
+
+
+def test_a_rank_that_alone_calls_unpatch_is_named() -> None:
+    found = launch(functools.partial(again, "unpatch", "plain dp"), 2)[0]
+    assert found[0] == RankError.__name__, found[1]
+    assert "rank 1: it called overlapc.megatron.unpatch()" in found[1]
+    assert found[2] <= PROMISED_S
 
 
 # What is left behind

@@ -280,3 +280,44 @@ def test_each_model_is_planned_or_refused_by_itself_and_steps_do_not_meet() -> N
     assert len(found["threads"]) == 2
     assert "run the steps on one thread" in found["threads"][0]
     assert (found["left"], found["after"]) == ([], 0)
+
+
+def called_twice(rank: int, count: int) -> tuple[bool, list[str]]:
+    """A forward step that calls the model two times for each microbatch."""
+    cpu.use(VERSION)
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    layout = Layout(ranks=1, layers=1, ddp=None)
+    set_up(layout)
+
+    class Twice(Trained):
+        def _given(self, number: int) -> dict[str, Any]:
+            given = super()._given(number)
+            once = given["forward_step_func"]
+
+            def step(data: Any, model: Any, *_: Any, **__: Any) -> Any:
+                first, _ = once(data, model)
+                second, loss = once(data, model)
+                return first + second, loss
+
+            return {**given, "forward_step_func": step, "num_microbatches": 2}
+
+    plain, ours = Twice(layout), Twice(layout)
+    ours.random = {name: state.clone() for name, state in plain.random.items()}
+    expected = plain.gradients(0)
+    patched.patch(solver="none", profile="estimate")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [ours.gradients(0), ours.gradients(0)][0]
+    patched.unpatch()
+    close = all(map(torch.allclose, expected, found))
+    return close, [str(each.message) for each in told if "overlapc" in str(each.message)]
+
+
+def test_a_model_that_is_called_twice_for_a_microbatch_is_told_once() -> None:
+    ((close, told),) = ranks(called_twice, 1)
+    assert close
+    assert [text.partition(";")[0] for text in told] == [
+        "overlapc: a model is called more than once for a microbatch"
+    ]
