@@ -333,7 +333,7 @@ class Exchange:
                 self._say(f"waiting at the step {topic!r}", tuple(missing))
             self._raise_if_hopeless(watch, missing, list(got), topic)
             wait([work], pause_s) if work is not None and working else time.sleep(pause_s)
-            most_s = 0.2 if working else min(0.2, 0.005 * len(self.ranks))  # looks load the store
+            most_s = 0.2 if working else min(0.2, 0.02 * len(self.ranks))  # looks load the store
             pause_s = min(pause_s * 1.5, most_s)
 
     def _raise_if_hopeless(

@@ -11,9 +11,8 @@ with saved values and the backward frees them. Weight gradients run when both ch
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -75,36 +74,10 @@ class Merged:
     plan: Plan
 
 
-class Listed:
-    """Schedules of one problem of merged microbatches and what they take, remembered: they depend
-    on nothing but the choice. So a search may `begin` while some of its choices are being found."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.least = problem, Least(problem)
-        self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
-        self.work = cache(partial(merged_work, problem))
-        self.order = cache(self._order)
-
-    def begin(self, choices: Iterable[Choice], until: Callable[[], bool]) -> None:
-        """List some choices as `merged_plans` will, until something else is done."""
-        _MergeSearch(self).listed_each(list(dict.fromkeys(choices)), until)
-
-    def _order(self, choice: Choice, limit: int, pace: Pace) -> tuple[tuple[str, ...], int, int]:
-        """The order that aims at `limit`, its peak, and what it takes if it fits."""
-        order = merged_order(self.work(choice), limit, pace)
-        return order, *self.took(plan_of(self.problem, choice, "merged", order))
-
-    def took(self, plan: Plan) -> tuple[int, int]:
-        peak = peak_bytes(self.problem, plan)
-        return peak, step_ns(self.problem, plan) if peak <= self.budget else 0
-
-
-def merged_plans(
-    problem: Problem, choices: Iterable[Choice], known: Listed | None = None
-) -> list[Merged]:
+def merged_plans(problem: Problem, choices: Iterable[Choice]) -> list[Merged]:
     """The best plans that fit for a problem whose backward is of an earlier microbatch, one for
-    each choice, the fastest first. `known` are schedules of the problem that were made before."""
-    search = _MergeSearch(known or Listed(problem))
+    each choice, the fastest first."""
+    search = _MergeSearch(problem)
     found = search.listed_each(list(dict.fromkeys(choices)))
     if search.budget < NEVER:  # the fewer are left, the more is tried with each
         for improved, count in ((search.tried_out, _TRIED), (search.filled, FEW)):
@@ -128,29 +101,27 @@ def _how(plan: Plan) -> str:
 
 
 class _MergeSearch:
-    def __init__(self, known: Listed) -> None:
-        self.problem, self.known = known.problem, known
-        self.budget, self.least = known.budget, known.least
-        count = max(1, len(self.problem.trace.ops))
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
+        count = max(1, len(problem.trace.ops))
         self.effort = MERGED * min(count, _LONG) // count**2
         self.offered = 0
+        self.least = Least(problem)
         self.best_ns = NEVER
+        self.works: dict[Choice, Work] = {}
         self.tried: set[tuple[Choice, Pace]] = set()
         self.orders: dict[Choice, dict[tuple[str, ...], Merged]] = {}  # that fit
         self.lists: dict[Choice, list[Merged]] = {}  # of these, the schedules that are not filled
         self.filled_from: set[tuple[tuple[str, ...], Choice, Taste]] = set()
 
-    def offer(self, choice: Choice, order: tuple[str, ...], how: str, *took: int) -> Merged | None:
-        """Judge one more order of the choice; keep it if it fits and is new. If the order is known,
-        so is what it `took`."""
+    def offer(self, choice: Choice, order: tuple[str, ...], how: str) -> Merged | None:
+        """Judge one more order of the choice; keep it if it fits and is new."""
         plan = plan_of(self.problem, choice, "merged", order, how)
         self.effort -= 1
         self.offered += 1
-        if order in self.orders[choice]:
-            return None
-        peak, ns = took or self.known.took(plan)
-        if peak <= self.budget:
-            merged = Merged(ns, choice, plan)
+        if order not in self.orders[choice] and peak_bytes(self.problem, plan) <= self.budget:
+            merged = Merged(step_ns(self.problem, plan), choice, plan)
             self.orders[choice][order] = merged
             self.best_ns = min(self.best_ns, merged.step_ns)
             return merged
@@ -169,19 +140,16 @@ class _MergeSearch:
         """Is no further order of the choice worth a search?"""
         return merged.step_ns <= self.least.ns(merged.choice) * (1 + GAP)
 
-    def listed_each(
-        self, choices: Sequence[Choice], until: Callable[[], bool] = lambda: False
-    ) -> list[Merged]:
+    def listed_each(self, choices: Sequence[Choice]) -> list[Merged]:
         """The best of a few schedules of each choice that may win, the fastest first."""
         for choice in sorted(choices, key=self.least.ns):
-            if not until() and self.may_win(choice):
+            if self.may_win(choice):
                 for pace in _FEW:
                     self.listed(choice, (pace,))
                     if self.orders[choice]:
                         break
         for merged in self.fastest()[:RUNGS]:
-            if not until():
-                self.listed(merged.choice, _FEW)
+            self.listed(merged.choice, _FEW)
         return self.fastest()
 
     def fastest(self) -> list[Merged]:
@@ -190,7 +158,8 @@ class _MergeSearch:
     def listed(self, choice: Choice, paces: Sequence[Pace]) -> None:
         """Schedules of the choice that aim at the budget and, where one exceeds it, at less
         memory."""
-        if choice not in self.orders:
+        if choice not in self.works:
+            self.works[choice] = merged_work(self.problem, choice)
             self.orders[choice], self.lists[choice] = {}, []
         for pace in paces:
             if (choice, pace) in self.tried:
@@ -201,8 +170,8 @@ class _MergeSearch:
                 if self.effort <= 0 or (found is not None and self.is_done(found)):
                     return
                 limit = NEVER if self.budget == NEVER else int(self.budget * share)
-                order, *took = self.known.order(choice, limit, pace)
-                if (merged := self.offer(choice, order, str(pace), *took)) is not None:
+                order = merged_order(self.works[choice], limit, pace)
+                if (merged := self.offer(choice, order, str(pace))) is not None:
                     self.lists[choice].append(merged)
                 if order in self.orders[choice]:
                     break
@@ -239,7 +208,7 @@ class _MergeSearch:
         return merged
 
     def fill(self, merged: Merged, taste: Taste) -> None:
-        work = self.known.work(merged.choice)
+        work = self.works[merged.choice]
         plan, moves = filled_by(merged.plan, work, self.budget, (taste,))
         self.effort -= moves // _MOVES
         self.offer(merged.choice, plan.order, _how(plan))

@@ -13,10 +13,8 @@ behind; one more microbatch is held for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from functools import cached_property
 from itertools import chain
-from threading import Thread
 
 from overlapc.ir import Plan, Problem
 from overlapc.merge import held_in_pairs, in_pairs, merge, of_slice, one_by_one
@@ -26,7 +24,7 @@ from overlapc.solvers.choice import Choice, choice_of
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, LARGE, NEAR, RUNGS
 from overlapc.solvers.heu import heu_plans, schedules, thrifty
 from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import LEFT, Listed, merged_plans
+from overlapc.solvers.merging import LEFT, merged_plans
 from overlapc.solvers.period import Periodic
 from overlapc.solvers.slices import solve_slices
 from overlapc.solvers.work import NEVER
@@ -69,7 +67,6 @@ class _Step:
         # Is there something to merge with, and something to hide?
         self.may_merge = microbatches > lag and bool(problem.trace.lanes)
         self.tried: set[Choice] = set()  # choices whose microbatches have been merged
-        self.choices: list[Choice] = []
 
     @cached_property
     def periodic(self) -> Periodic:
@@ -98,16 +95,6 @@ class _Step:
             return quick
         return self.merged(known)
 
-    def known(self, listed: Listed) -> list[Choice]:
-        """Choices of what to keep where microbatches are held together. HiGHS lets Python run while
-        it solves the thrifty ones' programs: meanwhile schedules of the others are `listed`."""
-        if not self.choices:
-            hull = list(_hull(self.periodic))
-            found = _aside(lambda: list(thrifty(self.periodic, LEFT)))
-            listed.begin(hull, until=found.done)
-            self.choices = [*found.result(), *hull]
-        return self.choices
-
     def merged(self, lone: Plan) -> Plans:
         """The lone plan, or plans of merged microbatches if these are faster. A choice that an
         earlier call has tried is not tried again."""
@@ -117,13 +104,12 @@ class _Step:
         both = merge(problem, lag)
         if step_ns(problem, lone) <= simple_bound_ns(both) * AT_BOUND:
             return (lone,)  # merged microbatches take as long
-        listed = Listed(both)
-        known = dict.fromkeys([choice_of(problem, lone), *self.known(listed)])
+        known = dict.fromkeys([choice_of(problem, lone), *_known(self.periodic)])
         new = [choice for choice in known if choice not in self.tried]
         self.tried.update(new)
         best: tuple[int, Plans] = step_ns(problem, lone) * self.microbatches, (lone,)
         few = FEW if len(problem.trace.ops) <= LARGE else 1
-        for merged in merged_plans(both, new, listed)[:few]:
+        for merged in merged_plans(both, new)[:few]:
             for own in schedules(problem, merged.choice, problem.budget_bytes):
                 if peak_bytes(problem, own) > (problem.budget_bytes or NEVER):
                     continue
@@ -156,27 +142,10 @@ def quick_start(
 
 def _known(periodic: Periodic) -> Iterator[Choice]:
     """Choices of what to keep where microbatches are held together."""
+    problem, needs = periodic.problem, periodic.needs
     yield from thrifty(periodic, LEFT)
-    yield from _hull(periodic)
-
-
-def _hull(periodic: Periodic) -> Iterator[Choice]:
-    for storages in keep_sets(periodic.problem, periodic.needs, 2 * RUNGS):
-        yield periodic.needs.complete(storages, "hull")
-
-
-def _aside(make: Callable[[], list[Choice]]) -> Future[list[Choice]]:
-    """Run `make` on a thread that ends with the process."""
-    found: Future[list[Choice]] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(make())
-        except BaseException as error:
-            found.set_exception(error)
-
-    Thread(target=run, name="overlapc-aside", daemon=True).start()
-    return found
+    for storages in keep_sets(problem, needs, 2 * RUNGS):
+        yield needs.complete(storages, "hull")
 
 
 class _Pairs:

@@ -19,7 +19,7 @@ from overlapc.solvers import bound_ns, merging, solve
 from overlapc.solvers import step as step_solver
 from overlapc.solvers.choice import Needs
 from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import PACES, Listed, merged_order, merged_plans
+from overlapc.solvers.merging import PACES, merged_order
 from overlapc.solvers.step import solve_step
 from overlapc.solvers.work import NEVER, merged_work
 from overlapc.valid import validate_trace, validated
@@ -190,22 +190,6 @@ def test_a_step_is_never_slower_than_its_microbatches_one_by_one(seed, microbatc
         assert set(merged.recomputed) == set(lone.recomputed)
         total = took + (microbatches - 1) * timeline.step_ns
     assert total <= simulate(problem, alone).step_ns * microbatches * 1.02
-
-
-def test_a_search_that_was_begun_before_all_choices_are_known_finds_the_same():
-    seen = 0
-    for seed in range(12):
-        problem = lagging(Random(seed), 8)
-        needs = Needs(problem.trace)
-        choices = [needs.complete(kept) for kept in keep_sets(problem, needs, 6)]
-        known, looks = Listed(problem), iter(range(5))
-        known.begin(choices[1::2], until=lambda looks=looks: next(looks, 9) > 2)
-        seen += known.order.cache_info().currsize
-        for found, other in zip(
-            merged_plans(problem, choices, known), merged_plans(problem, choices), strict=True
-        ):
-            assert found == other
-    assert seen
 
 
 def test_overlap_is_asked_for_one_microbatch_only_where_one_by_one_may_be_as_fast():

@@ -79,7 +79,7 @@ def test_experts_that_words_do_not_fill_evenly_are_captured_each_for_itself():
 
 
 def test_units_are_alike():
-    every = keys(LATENT, PAIR, fp8=True)
+    every = keys(LATENT, PAIR, batches=(1, 3), fp8=True)
     alone = [make_units([key])[0] for key in every]
     assert list(make_units(every)) == alone
 
