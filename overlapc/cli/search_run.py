@@ -41,12 +41,12 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         model = replace(model, seq=args.seq)
     machine = load_hardware(args.hardware)
     compared = _compared(args)
-    most = machine.memory_bytes * 92 // 100 if memory is None else memory
+    most = _usable(machine, memory)
     cluster = Cluster(
         args.hardware,
         args.gpus,
         machine.gpus_per_node,
-        parse_budget(most, 0, 0),
+        most,
         args.batch or 8 * args.gpus,
         _costs(args.costs),
         find_framework(args.framework).name,
@@ -94,6 +94,19 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     if args.out is not None and not args.json:
         print(_written(args.out, outcome is not None))
     return result.best is not None
+
+
+def _usable(machine: Hardware, memory: int | str | None) -> int:
+    """The bytes of a GPU that a plan may take: those that the user names, if it has as many."""
+    if memory is None:
+        return machine.memory_bytes * 92 // 100
+    usable = parse_budget(memory, 0, 0)
+    if usable > machine.total_bytes:
+        raise OptionError(
+            f"--memory {memory}: a GPU of {machine.name} has {machine.total_bytes / 1e9:.1f} GB; "
+            "expected no more (a hardware file of your own may say another memory.bytes)"
+        )
+    return usable
 
 
 def _costs(path: Path | None) -> str:

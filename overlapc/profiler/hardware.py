@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -278,17 +278,17 @@ class _TomlReader:
             self.require(part <= 1, "compute.matmul_efficiency", "a part of the peak, 0 to 1")
         flops = {dtype: self.number(f"peak_flops.{dtype}") for dtype in self.section("peak_flops")}
         self.require("float32" in flops, "peak_flops.float32", "given: others fall back to it")
-        return Hardware(
+        found = Hardware(
             name=self.text("name"),
             status=self.text("status"),
             peak_flops=flops,
-            memory_bytes=int(self.number("memory.bytes")),
+            memory_bytes=self.whole("memory.bytes"),
             memory_bytes_per_s=self.number("memory.bytes_per_s"),
             memory_efficiency=self.part("memory.efficiency"),
             launch_ns=int(self.number("compute.launch_ns")),
             matmul_efficiency=matmul,
             attention_efficiency=self.part("compute.attention_efficiency"),
-            gpus_per_node=int(self.number("node.gpus")),
+            gpus_per_node=self.whole("node.gpus"),
             intra=self.link("intra"),
             inter=self.link("inter"),
             sources=self.sources,
@@ -296,10 +296,14 @@ class _TomlReader:
             total=int(self.number("memory.total")) if self.has("memory.total") else 0,
             in_place=self.part("memory.in_place") if self.has("memory.in_place") else 0.0,
         )
+        for key in _leaves(self.data):  # a misspelt one would change nothing
+            read = key in self.sources or key in ("name", "status")
+            self.require(read, key, "no such key; those of other machines show which there are")
+        return found
 
     def kernels(self) -> Kernels:
         return Kernels(
-            int(self.number("kernels.multiprocessors")),
+            self.whole("kernels.multiprocessors"),
             self.number("kernels.ramp"),
             {key: self.part(f"kernels.{key}") for key in _KERNELS},
             {key: self.number(f"kernels.{key}") for key in _FILLS},
@@ -388,6 +392,11 @@ class _TomlReader:
         self.require(_is_positive(value), key, f"a number above zero, found {value!r}")
         return float(value)
 
+    def whole(self, key: str) -> int:
+        value = self.number(key)
+        self.require(value.is_integer(), key, f"a whole number, found {value!r}")
+        return int(value)
+
     def part(self, key: str) -> float:
         value = self.number(key)
         self.require(value <= 1, key, f"a part of the peak, 0 to 1, found {value!r}")
@@ -402,6 +411,15 @@ class _TomlReader:
         keys = [row[0] for row in value]
         self.require(keys == sorted(set(keys)), key, "ascending keys")
         return tuple((float(left), float(right)) for left, right in value)
+
+
+def _leaves(data: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """The dotted keys of all figures, and of whatever else is no section."""
+    for key, value in data.items():
+        if isinstance(value, dict) and value and "value" not in value:
+            yield from _leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}"
 
 
 def _is_positive(value: Any) -> bool:

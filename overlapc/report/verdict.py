@@ -61,6 +61,34 @@ def verdict(
     return "\n".join([*lines, *(_public(public) if public is not None else ())])
 
 
+def _room(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
+    """What a run of the winner needs, if that is near all memory of a GPU or more, and the fastest
+    of the planned layouts that leaves room."""
+
+    def needed(found: Found) -> int:
+        static = static_bytes(model, found.layout, found.layers, find_framework(cluster.framework))
+        return max(map(needed_bytes, repeat(found.layout), static, found.peak_bytes), default=0)
+
+    said = answer(machine, needed(best))
+    if said == "fits":
+        return []
+    lines = [
+        f"  {said}: {gigabytes(needed(best))} of {gigabytes(machine.total_bytes)} GB with what "
+        "CUDA, NCCL and fragments take; so near the whole, steps are slow or fail"
+    ]
+    others = [found for found in result.tried if found.fits and found.layers]
+    safe = [found for found in others if answer(machine, needed(found)) == "fits"]
+    if not safe:
+        return [*lines, "  no layout that was planned leaves room; a smaller --memory asks for one"]
+    one = min(safe, key=lambda found: found.step_ns)
+    slower = one.step_ns / max(1, best.step_ns) - 1
+    lines.append(
+        f"  of those planned, the fastest that leaves room: {one.layout}, "
+        f"{milliseconds(one.step_ns)} ms ({slower:.1%} more), {gigabytes(needed(one))} GB"
+    )
+    return lines
+
+
 def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
     kept = "interrupted, the best so far" if result.interrupted else "the fastest"
     gap = best.step_ns / max(1, result.bound_ns) - 1
@@ -76,13 +104,7 @@ def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine
         f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
         f"{result.seconds:.1f} s",
     ]
-    static = static_bytes(model, best.layout, best.layers, find_framework(cluster.framework))
-    needed = max(map(needed_bytes, repeat(best.layout), static, best.peak_bytes), default=0)
-    if answer(machine, needed) != "fits":
-        lines.append(
-            f"  risky: {gigabytes(needed)} of {gigabytes(machine.total_bytes)} GB with what CUDA, "
-            "NCCL and fragments take; so near the whole, steps are slow or fail"
-        )
+    lines += _room(model, cluster, result, best, machine)
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
     if best.layout.shares_experts:

@@ -28,8 +28,14 @@ _NAMES = {
     "seq": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
 }
 _GATED = ("silu", "swish", "swiglu", "geglu")
-# families that are gated, whatever their activation is called
-_GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm")
+# families that are gated, whatever their activation is called, or if their file does not name it
+_GATED_TYPES = (
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm", "llama", "llama4_text"),
+    *("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phimoe", "olmo"),
+    *("olmo2", "olmoe", "stablelm", "cohere", "cohere2", "glm", "glm4", "glm4_moe", "granite"),
+    *("granitemoe", "smollm3", "deepseek_v2", "deepseek_v3", "internlm2", "seed_oss", "exaone4"),
+    *("ernie4_5", "ernie4_5_moe"),
+)
 _TIED_TYPES = (
     *("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt", "cohere", "cohere2"),
     *("falcon", "gpt_bigcode", "gpt_neo", "starcoder2", "smollm3", "ernie4_5", "ernie4_5_moe"),
@@ -70,6 +76,14 @@ _UNKNOWN: dict[str, Any] = {
     "cross_attention_layers": None,
     "is_encoder_decoder": False,
     "moe_layer_freq": 1,
+    "moe_layer_frequency": 1,
+    "moe_layers_enum": None,
+    "parallel_attn_mlp_res": False,
+    "zero_expert_num": 0,
+    "block_types": None,
+    "block_configs": None,
+    "linear_attn_config": None,
+    "use_cla": False,
 }
 
 
@@ -85,7 +99,10 @@ def from_config(path: str | Path) -> Transformer:
     if not isinstance(found, dict):
         raise FileError(f"{shown}: found {type(found).__name__}, expected a JSON object")
     notes = []
-    if isinstance(found.get("text_config"), dict):
+    if found.get("text_config") is not None:
+        if not isinstance(found["text_config"], dict):
+            kind = type(found["text_config"]).__name__
+            raise FileError(f"{shown}: text_config is a {kind}, expected a JSON object")
         outer = {key: value for key, value in found.items() if key == "tie_word_embeddings"}
         found = outer | found["text_config"]
         notes.append("its text model alone")
@@ -118,6 +135,12 @@ class _Config:
                 )
         if self.kind in _ENCODERS:
             raise FileError(f"{self.shown}: model_type is {self.kind!r}; expected a decoder")
+        mixed = self.found.get("attn_type_list") or []  # MiniMax's: 1 is softmax's
+        if mixed and not (isinstance(mixed, list) and set(map(str, mixed)) == {"1"}):
+            raise FileError(
+                f"{self.shown}: attn_type_list has layers of another attention than softmax's (1), "
+                "which the search has no model of; expected none"
+            )
         kinds = self.found.get("layer_types") or []
         for other in kinds if isinstance(kinds, list) else [kinds]:
             if other not in _ATTENTIONS:
@@ -132,13 +155,21 @@ class _Config:
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
-                raise FileError(f"{self.shown}: {name} is {value!r}, expected a number")
+                found = f"{value!r:.40}"
+                raise FileError(f"{self.shown}: {name} is {found}, expected a whole number")
             if value == 0 and default is None:
                 raise FileError(f"{self.shown}: {name} is 0, expected a number from 1 on")
             return value
         if default is None:
             raise FileError(f"{self.shown}: no {' or '.join(names)}, expected the model's {key}")
         return default
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.found.get(name)
+        if value is not None and not isinstance(value, bool):
+            found = f"{value!r:.40}"
+            raise FileError(f"{self.shown}: {name} is {found}, expected true or false")
+        return default if value is None else value
 
     def ends(self) -> dict[str, Any]:
         shape: dict[str, Any] = {key: self.number(key, *names) for key, names in _NAMES.items()}
@@ -154,7 +185,7 @@ class _Config:
         shape["ffn"] = self.number("ffn", *names, default=4 * shape["width"])
         act = self.found.get("hidden_act", self.found.get("hidden_activation", ""))
         shape["gated"] = str(act) in _GATED or self.kind in _GATED_TYPES
-        shape["tied"] = bool(self.found.get("tie_word_embeddings", self.kind in _TIED_TYPES))
+        shape["tied"] = self.flag("tie_word_embeddings", self.kind in _TIED_TYPES)
         return shape
 
     def attention(self) -> dict[str, Any]:
@@ -167,13 +198,16 @@ class _Config:
                 "rope_width": self.number("turning width", "qk_rope_head_dim"),
                 "value_width": self.number("value width", "v_head_dim"),
             }
-        one = self.found.get("multi_query") is True
+        one = self.flag("multi_query")
         names = "num_key_value_heads", "num_kv_heads", "multi_query_group_num"
+        kv_heads = self.number("kv_heads", *names, default=int(one))
+        if one and self.kind == "falcon" and not self.flag("new_decoder_architecture"):
+            kv_heads = 1  # whatever num_kv_heads is, in its family's code
         head = self.number("head width", "head_dim", "kv_channels", default=0)
         return {
-            "kv_heads": self.number("kv_heads", *names, default=int(one)),
+            "kv_heads": kv_heads,
             "head_width": 0 if head * heads == width else head,
-            "head_norms": self.kind in _HEAD_NORMS or self.found.get("use_qk_norm") is True,
+            "head_norms": self.kind in _HEAD_NORMS or self.flag("use_qk_norm"),
             "post_norms": self.kind in _POST_NORMS,
         }
 
@@ -196,14 +230,21 @@ class _Config:
                 f"{self.shown}: mlp_only_layers is {without!r}, which the search has no model of; "
                 "expected the first layers, as in [0, 1]"
             )
+        sparse = max(1, self.number("step of experts", *step, default=1))
+        first = self.number("first layers", "first_k_dense_replace", default=len(without))
+        layers = self.number("layers", *_NAMES["layers"])
+        if first + sparse > layers:
+            raise FileError(
+                f"{self.shown}: of {layers} layers none has one of its {experts} experts: found "
+                f"{first} first layers without them, and one in {sparse} of the others with them; "
+                "expected fewer first layers, or more with experts"
+            )
         return {
             "experts": experts,
             "top_k": self.number("top_k", "num_experts_per_tok", "moe_topk", default=2),
             "expert_width": of_one,
-            "moe_every": max(1, self.number("step of experts", *step, default=1)),
-            "dense_first": self.number(
-                "first layers", "first_k_dense_replace", default=len(without)
-            ),
+            "moe_every": sparse,
+            "dense_first": first,
             "shared_width": of_one if self.kind == "llama4_text" else shared,
         }
 
@@ -226,7 +267,7 @@ class _Config:
             return {"expert_extra": experts if self.found.get(score[0]) == score[1] else 0}
         head = given["head_width"] or width // heads
         rows = (heads + 2 * (given["kv_heads"] or heads)) * head
-        every = self.found.get("attention_bias") is True
+        every = self.flag("attention_bias")
         biases = rows if every or self.kind in _QKV_BIASES else 0
         extra = {"layer_extra": biases, "expert_extra": 0}
         if self.kind == "llama4_text":  # its norms of heads have no weights

@@ -24,9 +24,9 @@ from overlapc.search.layouts import (
     static_bytes,
 )
 from overlapc.search.models import Model
-from overlapc.search.place import Place, Stage, merging, planned
+from overlapc.search.place import Place, Stage, merging, planned, sent_between
 from overlapc.search.replicas import Update
-from overlapc.search.rows import Rows, least_ns, placed
+from overlapc.search.rows import Rows, least_ns, placed, waited
 from overlapc.search.units import Part, Unit
 from overlapc.solvers import SOLVERS, is_of_field
 from overlapc.solvers.schedules import merged as merged_rows
@@ -249,10 +249,10 @@ def evaluate(
         ranks[0] = merging(places[0], unit, ranks[0], solver, count)
     static = static_bytes(model, layout, layers, find_framework(cluster.framework))
     placing = finish and layout.pp > 1
-    ran = Ran.of(cluster, layout, unit, ranks, count, static, placing, known, pinned)
+    how = placing, known, pinned, is_of_field(solver)
+    ran = Ran.of(cluster, layout, unit, ranks, count, static, *how)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
-    kinds = [place.parts(unit)[-1][1] for place in places]  # what each rank's report is of
-    gap = gap_of(ranks, [of.bound_ns for of in kinds]) if bounded else 0.0
+    gap = gap_of(ranks, [p.parts(unit)[-1][1].bound_ns for p in places]) if bounded else 0.0
     found = replace(found, bound_ns=bound, layers=layers, gap=gap, launching=unit.launching)
     if placing or known:
         found = replace(found, rows=format_schedule(ran.rows.few))
@@ -296,11 +296,17 @@ class Ran:
         place: bool,
         known: str,
         pinned: bool = False,
+        waits: bool = False,
     ) -> Ran:
         """Simulate the pipeline. `place`: place its rows; `known` are rows placed before; `pinned`
-        ones take no more memory than plain ones."""
+        ones take no more memory than plain ones. `waits`: ranks wait for transfers as those of the
+        framework do."""
+        silent = [replace(cost, sent_ns=0) for cost in _by_stage(layout, ranks)]
         costs = _by_stage(layout, ranks)
-        slowest_ns = max(rank.microbatch_ns for rank in ranks)
+        times = waits and find_framework(cluster.framework).waits_in(layout.schedule)
+        if times and layout.pp > 1:
+            costs = waited(costs, [times * ns for ns in sent_between(cluster, layout, unit)])
+        slowest_ns, busy_ns = (_slowest_ns(layout, each) for each in (costs, silent))
         few = Rows.of(layout, count)
         given = simulate_pipeline(few.few, costs, trusted=True).peak_bytes
         room = [cluster.memory_bytes - rank.peak_bytes for rank in ranks]
@@ -322,10 +328,14 @@ class Ran:
             for rank, new, bytes, old in zip(ranks, timeline.peak_bytes, static, given, strict=True)
         )
         took_ns = rows.last(costs, count, slowest_ns)
-        silent = [replace(cost, sent_ns=0) for cost in costs]
-        p2p_ns = took_ns - rows.last(silent, count, slowest_ns) if layout.pp > 1 else 0
-        busy_ns = count * slowest_ns
-        return Ran(costs, rows, timeline, peaks, took_ns, busy_ns, max(0, p2p_ns))
+        p2p_ns = took_ns - rows.last(silent, count, busy_ns) if layout.pp > 1 else 0
+        return Ran(costs, rows, timeline, peaks, took_ns, count * busy_ns, max(0, p2p_ns))
+
+
+def _slowest_ns(layout: Layout, costs: Sequence[StageCost]) -> int:
+    """The time of a microbatch on the slowest rank."""
+    each = [cost.forward_ns + cost.takes("B") for cost in costs]
+    return max(sum(each[stage] for stage in layout.stages_of(r)) for r in range(layout.pp))
 
 
 def _attention_lanes(stages: Sequence[Stage]) -> set[str]:

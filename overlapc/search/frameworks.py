@@ -57,6 +57,9 @@ class Framework:
     # as many each, the first of them what is left over
     ends: tuple[int, int] = 0, 0
     scatters: bool = True  # between stages on two nodes, tensor-parallel ranks send a part each
+    # Transfers, one after the other, for which ranks of a pipeline wait behind a forward with the
+    # stage behind theirs, and behind a backward with the one before: in 1F1B, and interleaved
+    waits: tuple[int, int] = 0, 0
 
     def plan(self, recompute: str) -> str:
         """The solver that plans as this framework runs, by what it recomputes: none, selective,
@@ -73,6 +76,11 @@ class Framework:
         if not self.hides_sums:
             return "whole" if kind == "full" else kind
         return first + recompute
+
+    def waits_in(self, schedule: str) -> int:
+        """For how many transfers a rank waits behind a forward or a backward."""
+        plain, interleaved = self.waits
+        return {"1f1b": plain, "interleaved": interleaved}.get(schedule, 0)
 
     def layers_of(self, layers: int, stages: int) -> tuple[int, ...] | None:
         """How many layers each stage gets; None where ends do not count."""
@@ -108,6 +116,11 @@ _STRAGGLERS = 0.026
 # whose steps were put together of kernels of a layer, traced with the gaps between them; as if they
 # recomputed, which they do not (docs/validation.md).
 _HOST_NS, _HOST_COLLECTIVE_NS = 46_000, 25_000
+# Between a forward and a backward Megatron-LM exchanges with one neighbour, both ways at once
+# (send_forward_recv_backward and send_backward_recv_forward), and the next kernels wait for it; in
+# interleaved schedules, too, before --overlap-p2p-communication. DeepSpeed's ranks, and Scaling's
+# after them, send and then receive (TrainSchedule of runtime/pipe/schedule.py, and p2p.py).
+_WAITS_PLAIN, _WAITS_ALWAYS, _WAITS_IN_TURN = (1, 0), (1, 1), (2, 0)
 # Grouped products: of 108 on B200 and 12 on A100 PCIe (SimuMax 1.2, its system files) that figure
 # leaves a median error of 9 to 14% and of 2 to 13%; none, 21 to 37% and 10 to 21%.
 _MEGATRON: dict[str, Any] = {
@@ -117,6 +130,7 @@ _MEGATRON: dict[str, Any] = {
     "optimizer_moves": _MEGATRON_FLOAT32,
     "held_moves": _MEGATRON_HELD,
     "scaling_moves": _MEGATRON_SCALING,
+    "waits": _WAITS_PLAIN,
     "stragglers": _STRAGGLERS,
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
@@ -131,6 +145,7 @@ _FUSED_LOSS = 8 / 0.28 / (10 / 0.67)
 # table 4), and its two products, softmax and dropout take 1.15 at the rates of other kernels.
 _MEGATRON_2021: dict[str, Any] = {
     "unfused": "attention loss bias",
+    "waits": _WAITS_ALWAYS,
     "attention": 1.13,
     "dropout": True,
     "shards_optimizer": False,
@@ -156,6 +171,7 @@ _SCALING: dict[str, Any] = {
     "added_moves": 6,
     "optimizer_moves": _MEGATRON_HALF,
     "scatters": False,
+    "waits": _WAITS_IN_TURN,
     "ends": (1, 2),
     "stragglers": _STRAGGLERS,
     "slower": 1.10,
@@ -205,7 +221,7 @@ FRAMEWORKS = {
             "Megatron-DeepSpeed of the same time, whose optimizer moves less",
             optimizer_moves=34,
             hides_sums=False,
-            **_MEGATRON_2021,
+            **_MEGATRON_2021 | {"waits": _WAITS_IN_TURN},
         ),
         *(
             Framework(

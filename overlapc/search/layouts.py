@@ -19,6 +19,7 @@ SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
 # How context-parallel ranks exchange keys and values, by Megatron's names: its default is first.
 CP_COMM_TYPES = ("p2p", "a2a", "all_gather")
 _MOST_CHUNKS = 8
+_MOST_SEQUENCES = 16  # of a microbatch, unless the user names a number
 # bf16 weight, float32 gradient (or the framework's); float32 weight and both moments
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 
@@ -200,7 +201,7 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             if model.experts and (model.experts % ranks or dp * cp % ranks):
                 continue
             for microbatch in divisors(cluster.global_batch // dp):
-                if microbatch > 16:
+                if microbatch > max(_MOST_SEQUENCES, fixed.microbatch):
                     break
                 for (schedule, chunks), kind in product(_schedules(model, pp, fixed), kinds):
                     shares = fixed.shares_experts and tp > 1

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from overlapc.search.own import OwnModel
 
 
+_MOST_PARAMETERS = 10**15  # more is a mistake
+
+
 @dataclass(frozen=True)
 class Transformer:
     """A decoder of equal blocks; every `moe_every`-th has experts, if there are any."""
@@ -66,6 +69,12 @@ class Transformer:
             raise OptionError(
                 f"model {self.name}: {self.experts} experts, top_k {self.top_k}, expert_width "
                 f"{self.expert_width}: expected 1 to {self.experts} for top_k, and a width"
+            )
+
+        if self.parameters() > _MOST_PARAMETERS:
+            raise OptionError(
+                f"model {self.name}: {self.parameters():,} parameters, expected "
+                f"{_MOST_PARAMETERS:,} at most: is one of its sizes wrong?"
             )
 
     @property

@@ -115,8 +115,11 @@ class Attention(nn.Module):
         q, k, v = (t.flatten(1, 2).transpose(0, 1) for t in (q, k, v))
         scores = torch.bmm(q, k.transpose(1, 2))  # scaled by the product itself
         if "softmax" in self.unfused:
-            future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.float().masked_fill(future, -1e4)
+            # Each sequence has a mask of its own, which is there until the backward.
+            sizes = mixed.shape[1], 1, *scores.shape[1:]
+            past = torch.ones(sizes, dtype=torch.bool, device=scores.device).tril()
+            exact = scores.float().unflatten(0, (mixed.shape[1], -1))
+            scores = exact.masked_fill(past.logical_not(), -1e4).flatten(0, 1)
         weights = _dropped(torch.softmax(scores, -1).to(v.dtype), self.drop)
         mixed = torch.bmm(weights, v).transpose(0, 1)
         return mixed.reshape(mixed.shape[0], -1, self.heads * self.head_width)

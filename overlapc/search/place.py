@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Literal
 
 from overlapc.errors import Infeasible
@@ -285,7 +286,9 @@ def _blocks(place: Place, unit: Unit, report: Report) -> Stage:
         cost = unit.once(which, lambda: stage_cost(problem, plan, received))
     else:
         cost = stage_cost(problem, plan, received)
-    cost = replace(cost, sent_ns=_sent_ns(cluster, layout, unit, machine))
+    if layout.pp > 1:
+        across = layout.tp * layout.replicas >= cluster.gpus_per_node
+        cost = replace(cost, sent_ns=_sent_ns(cluster, layout, unit, machine, across))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
     peak = place.static_bytes + place.boundary_bytes + report.peak_bytes
     return Stage(report, ran, tuple(costs), place.layers / unit.blocks, peak)
@@ -388,10 +391,22 @@ def embedding_ns(
     return round(forward_ns), round(machine.memory_ns(3 * whole + filled))
 
 
-def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware) -> int:
-    if layout.pp == 1:
-        return 0
-    across = layout.tp * layout.replicas >= cluster.gpus_per_node
+def sent_between(cluster: Cluster, layout: Layout, unit: Unit) -> list[int]:
+    """How long a transfer takes between each stage of the pipeline and the next. Ranks of a stage
+    are next to each other, so that few stages of a node send out of it where it holds several."""
+    machine, node = load_hardware(cluster.hardware), cluster.gpus_per_node
+    each = layout.tp * layout.replicas
+    ranks = [stage % layout.pp for stage in range(layout.stages)]
+    if layout.schedule == "zero-bubble-v":
+        ranks = [min(stage, layout.stages - 1 - stage) for stage in range(layout.stages)]
+    firsts = [rank * each // node for rank in ranks]
+    return [
+        _sent_ns(cluster, layout, unit, machine, each >= node or one != other)
+        for one, other in pairwise(firsts)
+    ]
+
+
+def _sent_ns(cluster: Cluster, layout: Layout, unit: Unit, machine: Hardware, across: bool) -> int:
     # Ranks of a node send at the same time, each its part of the width, which those that receive
     # gather (Narayanan et al. 2021, section 4.1); or all of it.
     apart = across and not layout.sequence and find_framework(cluster.framework).scatters

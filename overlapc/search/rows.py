@@ -4,7 +4,7 @@ repeat, or from all of them, with recompute and weight gradients placed as in `P
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from overlapc.pipeline import StageCost, simulate_pipeline
@@ -57,6 +57,22 @@ class Rows:
             if few is not None and (fewer is None) == (self.fewer is None):
                 ways.append(Rows(few, fewer))
         return min(ways, key=lambda way: way.last(costs, count, slowest_ns))
+
+
+def waited(costs: Sequence[StageCost], between: Sequence[int]) -> tuple[StageCost, ...]:
+    """The costs of stages whose ranks wait for so many nanoseconds with the next stage when a
+    forward ends, and with the one before when a backward does. What is sent is there then."""
+    before, behind = (0, *between), (*between, 0)
+    return tuple(
+        replace(
+            cost,
+            forward_ns=cost.forward_ns + behind[stage],
+            input_ns=cost.input_ns + before[stage],
+            whole_ns=cost.takes("B") + before[stage],
+            sent_ns=0,
+        )
+        for stage, cost in enumerate(costs)
+    )
 
 
 def placed(

@@ -16,6 +16,7 @@ from overlapc.record import Record
 from overlapc.search.captures import Captures, Module, UnitKey, captures
 from overlapc.search.fp8 import in_fp8
 from overlapc.search.frameworks import Framework, find_framework
+from overlapc.search.scores import kept_by_callers
 from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, has_one_plan, solve
 from overlapc.solvers.bounds import phase_bounds_ns
@@ -152,8 +153,10 @@ def make_units(
 
 def _unit(key: UnitKey, of: Captures, bounded: bool, first: Unit | None) -> Unit:
     model = key.model
-    problem, received, launching = _problem(key, of.blocks)
     framework = find_framework(key.framework)
+    by_products = "attention" in framework.unfused
+    blocks = kept_by_callers(of.blocks) if by_products else of.blocks
+    problem, received, launching = _problem(key, blocks)
     module = in_place(of.head) if "replaced" in framework.unfused else of.head
     head, *_ = _problem(replace(key, fp8=False), module)
     head_ran = simulate(head, solve(head, "none"))

@@ -17,7 +17,7 @@ from overlapc.errors import FileError, OptionError
 from overlapc.files import save_plan, save_problem
 from overlapc.ir import Cost, Op, Piece, Problem, Profile, Trace, Value
 from overlapc.schedule import format_schedule
-from overlapc.search.layouts import Cluster, layouts, static_bytes
+from overlapc.search.layouts import Cluster, Fixed, layouts, static_bytes
 from overlapc.search.models import find_model
 from overlapc.solvers import solve
 from overlapc.solvers.schedules import one_f_one_b
@@ -108,6 +108,7 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("search nothing.json --gpus 8", USAGE, "config.json"),
         ("search gpt-7b --gpus 8 --hardware abacus", USAGE, "unknown hardware"),
         ("search gpt-7b --gpus 8 --memory lots", USAGE, "a number and a unit"),
+        ("search gpt-7b --gpus 8 --memory 800GB", USAGE, "has 85.0 GB; expected no more"),
         ("search gpt-7b --gpus 8 --solver guess", USAGE, "expected one of"),
         ("search gpt-7b --gpus 8 --tp 3", USAGE, "no layout"),
         ("search gpt-7b --gpus 8 --slices 2", USAGE, "expected a model of your own"),
@@ -198,6 +199,14 @@ def test_damaged_configs_are_typed_errors(seeds, tmp_path):
             refused.append(str(error))
     assert 0 < len(refused) < len(seeds)
     assert all("expected" in said for said in refused)
+
+
+def test_a_named_microbatch_may_be_larger_than_those_that_are_tried() -> None:
+    cluster = Cluster("a100-sxm-80", 8, 8, 1 << 40, 256)
+    model = find_model("gpt-1.3b")
+    assert {layout.microbatch for layout in layouts(model, cluster)} == {1, 2, 4, 8, 16}
+    named = layouts(model, cluster, Fixed(microbatch=32))
+    assert {layout.microbatch for layout in named} == {32}
 
 
 def test_a_broken_config_is_wrong_use(tmp_path, capsys):

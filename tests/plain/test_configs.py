@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from overlapc.errors import FileError
+from overlapc.errors import FileError, OptionError
 from overlapc.search.configs import from_config
 from overlapc.search.layouts import Layout, stage_parameters
 
@@ -299,6 +299,16 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
         ({"moe_num_experts": 64}, "moe_num_experts is 64, which the search does not read"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has 'linear_att"),
         ({"model_type": "bert"}, "model_type is 'bert'; expected a decoder"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or fal"),
+        ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
+        ({"num_key_value_heads": [4] * 99}, r"is \[4, 4, .{1,40}, expected a whole number$"),
+        ({"text_config": []}, "text_config is a list, expected a JSON object"),
+        ({"n_routed_experts": 8, "first_k_dense_replace": 4}, "of 4 layers none has one of its 8"),
+        ({"num_experts": 8, "decoder_sparse_step": 5}, "and one in 5 of the others with them"),
+        ({"block_types": ["recurrent", "attention"]}, "block_types is .* has no model of"),
+        ({"block_configs": [{}]}, "block_configs is .* has no model of"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config is .* has no model of"),
+        ({"attn_type_list": [0, 1]}, "attn_type_list has layers of another attention"),
     ],
 )
 def test_what_would_be_another_model_is_an_error(
@@ -306,6 +316,27 @@ def test_what_would_be_another_model_is_an_error(
 ) -> None:
     with pytest.raises(FileError, match=message):
         read(tmp_path, llama(4, 256, 4, 4, 512, 1024) | change)
+
+
+def test_a_wrong_width_of_heads_makes_no_model(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="parameters, expected 1,000,000,000,000,000 at most"):
+        read(tmp_path, llama(32, 4096, 32, 8, 14336, 128256, head_dim=1 << 30))
+
+
+@pytest.mark.parametrize("act", [None, "relu", "gelu"])
+def test_a_family_has_its_gate_whatever_its_activation(act: str | None, tmp_path: Path) -> None:
+    """ReluLLaMA and files that leave the activation out have as many parameters as Llama."""
+    config = llama(32, 4096, 32, 8, 14336, 128256)
+    assert read(tmp_path, config | {"hidden_act": act}).gated
+    del config["hidden_act"]
+    assert read(tmp_path, config).parameters() == pytest.approx(8_030_261_248, rel=1e-3)
+
+
+def test_falcons_one_key_is_one_whatever_its_file_counts(tmp_path: Path) -> None:
+    config = llama(32, 4544, 71, 71, 18176, 65024, model_type="falcon", multi_query=True)
+    config |= {"hidden_act": "gelu", "tie_word_embeddings": True}
+    assert read(tmp_path, config).parameters() == pytest.approx(6_921_720_704, rel=1e-3)
+    assert read(tmp_path, config | {"new_decoder_architecture": True}).kv_heads == 71
 
 
 def test_a_family_that_shares_its_table_of_words_need_not_say_so(tmp_path: Path) -> None:

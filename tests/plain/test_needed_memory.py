@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
@@ -9,9 +10,13 @@ from hypothesis import strategies as st
 
 from overlapc.profiler.hardware import known_hardware, load_hardware
 from overlapc.report.scoreboard import Score
-from overlapc.search.layouts import Layout
+from overlapc.report.verdict import _room
+from overlapc.search.evaluate import Found
+from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.memory import COMMUNICATOR_BYTES, answer, needed_bytes
+from overlapc.search.models import find_model
 from overlapc.search.public import Predicted, load_table
+from overlapc.search.search import Result
 from tests.plain.test_public import TABLES
 
 GB = 10**9
@@ -42,6 +47,24 @@ def test_near_the_edge_nothing_is_certain() -> None:
     for name in known_hardware():
         other = load_hardware(name)
         assert other.memory_bytes <= other.total_bytes <= 1.1 * other.memory_bytes
+
+
+def test_a_winner_without_room_is_shown_beside_one_that_has_room() -> None:
+    model, machine = find_model("gpt-1.3b"), load_hardware("a100-sxm-80")
+    cluster = Cluster("a100-sxm-80", 8, 8, 80 * GB, 64)
+
+    def found(microbatch: int, step_ns: int, peak: int) -> Found:
+        layout = Layout(1, 1, 8, microbatch)
+        return Found(layout, "heu", step_ns, peak_bytes=(peak,), layers=(24,))
+
+    full, half, little = found(4, 1_000_000, 78 * GB), found(2, 1_020_000, 40 * GB), found(1, 2, 3)
+    small = replace(little, step_ns=1_500_000)
+    said = _room(model, cluster, Result(full, tried=[full, small, half]), full, machine)
+    assert said[0].startswith("  does not fit: 9")
+    assert "leaves room: tp=1 pp=1 dp=8 microbatch=2, 1.020 ms (2.0% more), 47" in said[1]
+    assert _room(model, cluster, Result(half, tried=[half]), half, machine) == []
+    alone = _room(model, cluster, Result(full, tried=[full]), full, machine)
+    assert "a smaller --memory asks for one" in alone[1]
 
 
 def test_what_is_risky_is_neither_right_nor_wrong() -> None:

@@ -188,6 +188,17 @@ def test_a_file_of_your_own(tmp_path: Path) -> None:
             "slow",
         ),
         ("[node]", "[node", "not TOML"),
+        (
+            "[node]",
+            '[node]\ngpu = { value = 4, source = "mine" }',
+            "node.gpu: expected no such key",
+        ),
+        ("[node]", "[nodes]\nof = 4\n[node]", "nodes.of: expected no such key"),
+        (
+            "[node]\ngpus = { value = 2",
+            "[node]\ngpus = { value = 0.5",
+            "node.gpus: expected a whole",
+        ),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, old: str, new: str, named: str) -> None:
