@@ -245,6 +245,7 @@ def dying(when: str, stamp: str, rank: int) -> Any:
     are measured."""
     trained = begun(LAYOUTS["tp"])
     import overlapc.megatron as patched
+    from overlapc.megatron.roll import _line, are_all_patched
     from overlapc.profiler import measure
 
     ends: list[int] = []
@@ -267,11 +268,12 @@ def dying(when: str, stamp: str, rank: int) -> Any:
     if rank == 1 and when == "while links are measured":
         measure.measure_links = end
     patched.patch(solver="none")
-    if rank == 1 and when == "behind patch":
-        dist.barrier()
-        end()
     if when == "behind patch":
+        while not _line().call(are_all_patched, 5.0):  # a word takes a moment to the store
+            time.sleep(0.05)
         dist.barrier()
+        if rank == 1:
+            end()
     return caught(lambda: [trained.step(number) for number in range(2)])
 
 
