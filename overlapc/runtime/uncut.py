@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from overlapc.runtime.objects import is_held, joined, objects_in, opened, storag
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, uneven, way_of
 from overlapc.runtime.snapshot import as_it_was, holding_the_same, left_alone
+from overlapc.runtime.snapshot import held as state_held
 
 SAID = {"mean": "mean", "alike": "alike", "inside": "each tensor in it along dimension 0"}
 Forward = Callable[[Any], list[Any]]  # part of a batch -> the model's results, in a list
@@ -205,8 +207,7 @@ class _BothWays:
     def uncut(self) -> dict[str, Any]:
         before = _attributes(self.model)
         ((results, held),) = self.ran([self.batch], lambda _, batch: self.forward(batch))
-        # (Of slices beside each other nobody knows which one has set an attribute.)
-        self.kept = {} if self.totals else _set_since(before, self.model)
+        self.kept = _set_since(before, self.model)
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
@@ -293,7 +294,8 @@ class _BothWays:
                 return run(k, part)
 
         if self.totals and len(parts) > 1:
-            return beside(lambda each: drawn(*each), [*enumerate(parts)])
+            hold = partial(state_held, [self.model])  # what a forward counts it counts once
+            return beside(lambda each: drawn(*each), [*enumerate(parts)], hold)
         found = []
         with in_turn(len(parts)) as begin:
             for k, part in enumerate(parts):
