@@ -212,7 +212,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        x = self.norm(self.inner(x)) * self.calls
+        x = self.norm(self.inner(x)).tanh() * self.calls
         self.seen.append(self.calls)
         share = total(x.square().sum(0)) / whole(x.shape[0])
         self.calls += len(self.seen)
