@@ -207,7 +207,7 @@ class Counting(nn.Module):
 
     def __init__(self, keeps: str = "") -> None:
         super().__init__()
-        self.inner, self.norm, self.keeps = nn.Linear(8, 8), Normed(8), keeps
+        self.inner, self.norm, self.keeps = nn.Linear(8, 8, bias=False), Normed(8), keeps
         self.calls, self.seen = 0, []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def test_what_a_forward_with_totals_counts_it_counts_once(keeps):
         assert (model.calls, model.seen) == (eager.calls, eager.seen)
         if keeps:
             torch.testing.assert_close(model.kept, eager.kept)
-    torch.testing.assert_close(gradients(model), gradients(eager))
+    torch.testing.assert_close(gradients(model), gradients(eager), rtol=1e-4, atol=1e-5)
     assert step.unchanged == []
 
 
