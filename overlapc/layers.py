@@ -251,14 +251,25 @@ def _running(turns: _Turns) -> Iterator[_Turns]:
         _turns.pop()
 
 
-def beside(run: Callable[[Any], Any], slices: Sequence[Any]) -> list[Any]:
+def _leave() -> Callable[[], None]:
+    return lambda: None
+
+
+def beside(
+    run: Callable[[Any], Any],
+    slices: Sequence[Any],
+    hold: Callable[[], Callable[[], None]] = _leave,
+) -> list[Any]:
     """Run slices of a batch beside each other as plain PyTorch, as far as each comes until it asks
     for a `total`; return what `run` returns for each. One backward is for all:
 
         losses = beside(lambda each: model(*each), slices)
         (sum(losses) / len(losses)).backward()
+
+    `hold` returns what puts Python's state back as it is now. With it every slice finds the state
+    in which the first began, and after each `total` its own again.
     """
-    with _running(_Beside(run, slices)) as turns:
+    with _running(_Beside(run, slices, hold)) as turns:
         assert isinstance(turns, _Beside)
         return turns.results()
 
@@ -266,16 +277,25 @@ def beside(run: Callable[[Any], Any], slices: Sequence[Any]) -> list[Any]:
 class _Beside(_Turns):
     """Slices in threads, of which one runs at a time."""
 
-    def __init__(self, run: Callable[[Any], Any], slices: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        run: Callable[[Any], Any],
+        slices: Sequence[Any],
+        hold: Callable[[], Callable[[], None]],
+    ) -> None:
         super().__init__(len(slices))
         self.threads = [_Thread(run, each) for each in slices]
+        self.hold = hold
 
     def results(self) -> list[Any]:
+        back = [self.hold()] * len(self.threads)
         try:
             while True:
                 for i, thread in enumerate(self.threads):
                     self.now = i
+                    back[i]()
                     thread.go_on()
+                    back[i] = self.hold()
                 if all(thread.is_done for thread in self.threads):
                     return [thread.value for thread in self.threads]
                 self.refuse_fewer(self.threads)

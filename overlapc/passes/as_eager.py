@@ -6,6 +6,7 @@ Within the context,
 - eager's own kernels are traced where PyTorch has Python decompositions for them (`_KERNELS`);
 - singular values and eigenvalues that need no gradient are computed without vectors;
 - ops that change a tensor in place keep its strides (`overlapc.passes.functional`);
+- results have the strides of real ones (`overlapc.passes.layouts`);
 - autocast casts a parameter once in its region, as its cache does in eager;
 - the backward is traced outside of autocast, where PyTorch's documentation wants it called.
 
@@ -32,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from overlapc.passes.functional import twins_traced
+from overlapc.passes.layouts import Strides, is_under_fakes, real_strides
 from overlapc.passes.shared_changes import Shared
 
 aten = torch.ops.aten
@@ -68,7 +70,8 @@ def as_eager(inputs: Iterable[Any] = ()) -> Iterator[None]:
 
     Fake inputs stand for another machine's, likely a GPU's, where dropout is one op.
     """
-    trace = _Trace(fused=are_fake(inputs))
+    fused = are_fake(inputs)
+    trace = _Trace(fused, asks=not (fused or is_under_fakes()))
     for device in _AUTOCAST:
         trace.enter(device)
     outer, _thread.trace = _current(), trace
@@ -89,6 +92,8 @@ def are_fake(inputs: Iterable[Any]) -> bool:
 class _Trace:
     fused: bool
     casts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by autocast
+    asks: bool = False  # kernels for the strides of their results
+    strides: dict[Any, Strides] = field(default_factory=dict)  # those, by op and inputs
     # For each device: is autocast on, and was that set within a backward?
     regions: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
@@ -104,6 +109,12 @@ def _current() -> _Trace | None:
     return getattr(_thread, "trace", None)
 
 
+def _strides_here() -> dict[Any, Strides] | None:
+    """The strides that this thread's trace has found; None if it asks for none."""
+    trace = _current()
+    return trace.strides if trace is not None and trace.asks else None
+
+
 @contextlib.contextmanager
 def _changes() -> Iterator[None]:
     with (
@@ -112,6 +123,7 @@ def _changes() -> Iterator[None]:
         _values_alone(),
         _casts_once(),
         twins_traced(),
+        real_strides(_strides_here),
     ):
         yield
 

@@ -24,6 +24,8 @@ _DROPOUT = "aten.native_dropout.default"  # y, mask = native_dropout(x, p, train
 # Ops whose numbers depend on the sizes and strides that they are given, not on values.
 _OF_SIZES = (
     "aten.bernoulli.p",
+    "aten.exponential.default",
+    "aten.normal_functional.default",
     "aten.rand.default",
     "aten.rand_like.default",
     "aten.randint.default",
@@ -32,6 +34,7 @@ _OF_SIZES = (
     "aten.randint_like.low_dtype",
     "aten.randn.default",
     "aten.randn_like.default",
+    "aten.uniform.default",
     "overlapc.bernoulli_in_place.float",
 )
 

@@ -80,6 +80,7 @@ def emit(
         names = _origin(captured, module, plan)
         reorder(module, planned, names)
         verify(module, planned, names)
+        _copy_where_no_view_is(module)
         all_names |= names
     _verify_saved(captured, plan, backward, names)
     if debug_level() >= 3:
@@ -257,6 +258,19 @@ def verify(module: fx.GraphModule, planned: Sequence[str], names: Mapping[fx.Nod
     if emitted != expected:
         wrong = next(pair for pair in zip_longest(emitted, expected) if pair[0] != pair[1])
         raise CaptureError(f"the graph issues {wrong[0]} where the plan says {wrong[1]}")
+
+
+def _copy_where_no_view_is(module: fx.GraphModule) -> None:
+    """Where sizes are symbols, strides may not be those of real results (`passes/layouts.py`): a
+    `reshape` that was traced as a view may be a copy, as in eager."""
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+        given = node.args[0].meta.get("val")
+        if isinstance(given, torch.Tensor) and any(
+            isinstance(n, torch.SymInt) for n in given.shape
+        ):
+            node.target = aten.reshape.default
+    module.recompile()
 
 
 def _verify_saved(

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import OptionError
 
-_WHOLE = (Tensor, type, ModuleType, FunctionType, MethodType)  # these are not looked into
+# These are not looked into. (Of a number of a tensor's, Dynamo does not know whether it is one.)
+_WHOLE = (Tensor, int, float, complex, str, type, ModuleType, FunctionType, MethodType)
 _TORCHS = ("torch", "builtins", "numpy")  # nor objects of these packages, but for modules
 
 
@@ -23,7 +24,7 @@ def is_looked_into(value: Any) -> bool:
     """Are this object's attributes a part of what the object holds?"""
     if isinstance(value, nn.Module):
         return True
-    if not hasattr(value, "__dict__") or isinstance(value, _WHOLE):
+    if isinstance(value, _WHOLE) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in _TORCHS  # not of an int's: Dynamo fails
 

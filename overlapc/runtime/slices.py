@@ -54,13 +54,15 @@ def cut_batch(arguments: Any, count: int, gradients: bool = False) -> list[Any]:
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in flat))
         raise OptionError(
             f"slices={count}: found no tensors among the inputs, but {kinds or 'nothing'}; "
-            "expected a batch in tensors, or in lists, tuples and dicts of them"
+            "expected a batch in tensors, or in lists, tuples and dicts of them: register other "
+            "classes with torch.utils._pytree"
         )
     sizes = {leaf.shape[0] for leaf in tensors}
     if len(sizes) != 1 or sizes.pop() % count:
         raise OptionError(
             f"slices={count}: found inputs of shapes {[tuple(leaf.shape) for leaf in tensors]}; "
-            "expected one size of dimension 0, the batch, that it divides"
+            "expected one size of dimension 0, the batch, that it divides; an input without the "
+            "batch may be an attribute of the model instead, a buffer say"
         )
     alike = [leaf for leaf in flat if isinstance(leaf, Tensor) and not leaf.dim()]
     for leaf in alike if gradients else [*tensors, *alike]:
@@ -108,7 +110,8 @@ def together(name: str, parts: Sequence[Any], way: Way) -> Any:
     kind = "a number" if is_number else f"a {type(parts[0]).__name__}"
     raise OptionError(
         f"slices={len(parts)}: {name} is {kind} that is another for each slice; expected the "
-        "loss, numbers that are alike, and tensors of which a dimension is the batch"
+        "loss, means over samples, numbers that are alike (as overlapc.layers.total makes them), "
+        "and tensors of which a dimension is the batch"
     )
 
 

@@ -53,15 +53,26 @@ def left_alone(objects: Sequence[Any]) -> Iterator[None]:
 def holding_the_same(objects: Sequence[Any]) -> Iterator[None]:
     """Afterwards restore what these objects hold and the random states, but no values of
     tensors."""
-    _, restores = _state(objects)
-    restores += _random_states()
+    restore = held(objects)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
-            for restore in restores:
-                restore()
+            restore()
+
+
+def held(objects: Sequence[Any]) -> _Restore:
+    """What puts back what these objects hold now, and Python's random states, but no values of
+    tensors."""
+    _, restores = _state(objects)
+    restores += _random_states()
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
 
 
 @contextlib.contextmanager

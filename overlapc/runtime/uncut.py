@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from overlapc.passes.trace import changed_inputs
 from overlapc.passes.untraced import Raised
 from overlapc.runtime.distances import dense, distance, farthest, tolerance_of
 from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.objects import is_held, joined, objects_in, opened, storage_of
+from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, uneven, way_of
 from overlapc.runtime.snapshot import as_it_was, holding_the_same, left_alone
+from overlapc.runtime.snapshot import held as state_held
 
 SAID = {"mean": "mean", "alike": "alike", "inside": "each tensor in it along dimension 0"}
 Forward = Callable[[Any], list[Any]]  # part of a batch -> the model's results, in a list
@@ -205,8 +207,7 @@ class _BothWays:
     def uncut(self) -> dict[str, Any]:
         before = _attributes(self.model)
         ((results, held),) = self.ran([self.batch], lambda _, batch: self.forward(batch))
-        # (Of slices beside each other nobody knows which one has set an attribute.)
-        self.kept = {} if self.totals else _set_since(before, self.model)
+        self.kept = {n: x for n, x in _set_since(before, self.model).items() if x.dim()}
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
@@ -260,6 +261,8 @@ class _BothWays:
             with in_turn(count):  # no slice runs again
                 _differentiate([leaf for results in parts for leaf in results], cotangents)
         columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
+        self.ways = tuple(map(_mean_of_numbers, self.ways, columns))
+        self.refuse_numbers(kept)
         found = {
             name: together(name, column, way)
             for (name, _), column, way in zip(uncut, columns, self.ways, strict=True)
@@ -282,6 +285,16 @@ class _BothWays:
                     "it would be the last slice's: clone it"
                 )
 
+    def refuse_numbers(self, kept: Sequence[Mapping[str, Tensor]]) -> None:
+        """Raise for a number that the forward sets and that is another for each slice."""
+        for name, number in kept[0].items():
+            others = [one.get(name) for one in kept]
+            if not number.dim() and not all(alike(number, other) for other in others):
+                raise OptionError(
+                    f"slices={len(kept)}: {name} is a number that is another for each slice: "
+                    "return it, or make it alike with overlapc.layers.total"
+                )
+
     def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
         """What `run` returns for each part of the batch."""
         wholes: list[Whole] = []
@@ -293,7 +306,8 @@ class _BothWays:
                 return run(k, part)
 
         if self.totals and len(parts) > 1:
-            return beside(lambda each: drawn(*each), [*enumerate(parts)])
+            hold = partial(state_held, [self.model])  # what a forward counts it counts once
+            return beside(lambda each: drawn(*each), [*enumerate(parts)], hold)
         found = []
         with in_turn(len(parts)) as begin:
             for k, part in enumerate(parts):
@@ -392,13 +406,12 @@ def _attributes(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def _set_since(before: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a forward has set attributes to. (Numbers are looked at in every batch.)"""
+    """The tensors that a forward has set attributes to."""
     old = {id(x) for tensors in before.values() for x in tensors}
     return {
         f"{name}{f'[{i}]' if i else ''}, which the forward sets,": x.detach()
         for name, tensors in _attributes(model).items()
         for i, x in enumerate(x for x in tensors if id(x) not in old)
-        if x.dim()
     }
 
 
@@ -407,6 +420,16 @@ def _end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
     found = [part for part in parts if part is not None and part.dim()]
     alike = len({(part.dtype, part.shape[1:]) for part in found}) == 1
     return torch.cat(found) if alike and len(found) == len(parts) else None
+
+
+def _mean_of_numbers(way: Way, parts: Sequence[Any]) -> Way:
+    """The way of a result: a number that is another for each slice may be their mean, an accuracy
+    say; the comparison tells."""
+    numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
+    is_number = len(numbers) == len(parts) and all(x.numel() == 1 for x in numbers)
+    if way == "alike" and is_number and not all(alike(x, parts[0]) for x in parts):
+        return "mean"
+    return way
 
 
 def _is_number(whole: Any, part: Any) -> bool:

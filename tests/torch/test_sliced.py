@@ -476,6 +476,42 @@ def test_a_number_is_the_batchs_where_the_first_slices_have_the_same():
                 assert torch.equal(value, sum(part[name] / 2 for part in parts))
 
 
+class Measured(MLP):
+    """Returns its loss with an accuracy, as a tensor or as a Python number."""
+
+    def __init__(self, counts: bool = False, item: bool = False) -> None:
+        super().__init__()
+        self.counts, self.item = counts, item
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        out = super().forward(x)
+        right = (out.argmax(1) == 0).float()
+        found = right.sum() if self.counts else right.mean()
+        return out.square().mean(), found.item() if self.item else found
+
+
+@pytest.mark.parametrize("how", ["step", "call"])
+def test_a_mean_beside_the_loss_is_the_batchs(how):
+    torch.manual_seed(1)
+    model, x = Measured(), randn(8, 16)
+    expected = model(x)[1]
+    assert expected not in [model(part)[1] for part in x.chunk(2)]
+    options = {"slices": 2, "profile": "estimate"}
+    for _ in range(2):
+        found = (
+            TrainStep(model, **options)([x])[0] if how == "step" else optimize(model, **options)(x)
+        )
+        assert torch.equal(found[1], expected)
+    with pytest.raises(OptionError, match="slices=2: result 1 is another in slices"):
+        optimize(Measured(counts=True), **options)(x)
+
+
+def test_a_python_number_of_a_result_is_refused_by_its_place():
+    said = "slices=2: result 1 is a number that is another for each slice; .*layers.total"
+    with pytest.raises(OptionError, match=said):
+        optimize(Measured(item=True), slices=2, profile="estimate")(randn(8, 16))
+
+
 def test_what_the_forward_counts_it_counts_once():
     """Slices of the first batch, which eager computes too, find what the whole batch finds."""
 
@@ -641,7 +677,7 @@ class Setting(nn.Module):
     [
         ("average", r"average, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
         ("cache", r"cache, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
-        ("number", "what the forward sets is a number that is another for each slice"),
+        ("number", "last, which the forward sets, is a number that is another for each slice"),
     ],
 )
 def test_what_the_forward_sets_is_the_batchs_or_refused(kind, said):

@@ -201,6 +201,51 @@ def test_what_a_checkpoint_asks_again_is_refused_by_name(ask):
     assert torch.equal(loss, model(x).detach())
 
 
+class Counting(nn.Module):
+    """Counts its calls before, between and behind totals, in a number and a list, and reads both;
+    keeps what a slice, or all of them, gave."""
+
+    def __init__(self, keeps: str = "") -> None:
+        super().__init__()
+        self.inner, self.norm, self.keeps = nn.Linear(8, 8, bias=False), Normed(8), keeps
+        self.calls, self.seen = 0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.norm(self.inner(x)).tanh() * self.calls
+        self.seen.append(self.calls)
+        share = total(x.square().sum(0)) / whole(x.shape[0])
+        self.calls += len(self.seen)
+        if self.keeps:
+            self.kept = (x if self.keeps == "rows" else share).detach() * 2
+        return (x * self.calls).square().mean() + share.sum()
+
+
+@pytest.mark.parametrize("keeps", ["", "rows"])
+def test_what_a_forward_with_totals_counts_it_counts_once(keeps):
+    """Slices that wait for each other find the state in which the batch began."""
+    torch.manual_seed(1)
+    model, x = Counting(keeps), randn(8, 8)
+    eager = copy.deepcopy(model)
+    step = TrainStep(model, slices=2, profile="estimate", solver="heu")
+    for _ in range(2):
+        (loss,) = step([x])
+        expected = eager(x)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        assert (model.calls, model.seen) == (eager.calls, eager.seen)
+        if keeps:
+            torch.testing.assert_close(model.kept, eager.kept)
+    torch.testing.assert_close(gradients(model), gradients(eager), rtol=1e-4, atol=1e-5)
+    assert step.unchanged == []
+
+
+def test_a_total_that_the_forward_sets_is_refused_by_name():
+    said = r"slices=2: kept, which the forward sets, .* \(of shape \(16,\) for \(8,\)"
+    with pytest.raises(OptionError, match=said):
+        TrainStep(Counting("total"), slices=2, profile="estimate")([randn(8, 8)])
+
+
 def test_slices_in_turn_begin_each():
     for begins in (0, 3):
         with in_turn(2) as begin:
