@@ -26,6 +26,7 @@ from overlapc.passes.trace import changed_inputs
 from overlapc.passes.untraced import Raised
 from overlapc.runtime.distances import dense, distance, farthest, tolerance_of
 from overlapc.runtime.exchange import Exchange
+from overlapc.runtime.kept import attributes, end_to_end, set_since
 from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, uneven, way_of
@@ -205,9 +206,9 @@ class _BothWays:
         return [*results, *ends.values()], held
 
     def uncut(self) -> dict[str, Any]:
-        before = _attributes(self.model)
+        before = attributes(self.model)
         ((results, held),) = self.ran([self.batch], lambda _, batch: self.forward(batch))
-        self.kept = {n: x for n, x in _set_since(before, self.model).items() if x.dim()}
+        self.kept = {n: x for n, x in set_since(before, self.model).items() if x.dim()}
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
@@ -239,9 +240,9 @@ class _BothWays:
                 return each(k, part)
 
         def each(k: int, part: Any) -> list[Any]:
-            before = _attributes(self.model)
+            before = attributes(self.model)
             results, held[k] = self.forward(part)
-            kept.append(_set_since(before, self.model))
+            kept.append(set_since(before, self.model))
             if not k:
                 self.ways = tuple(
                     # Without gradients any number may be a loss.
@@ -270,7 +271,7 @@ class _BothWays:
         }
         names = dict.fromkeys(name for one in (self.held, *held) for name in one)
         found |= {name: joined(name, [one.get(name) for one in held]) for name in names}
-        found |= {name: _end_to_end([one.get(name) for one in kept]) for name in self.kept}
+        found |= {name: end_to_end([one.get(name) for one in kept]) for name in self.kept}
         return found | self.gradients(self.each)
 
     def refuse_inputs(self, set_or_held: Mapping[str, Any]) -> None:
@@ -393,33 +394,6 @@ class _BothWays:
 
             self.ran(parts, run)
         return each
-
-
-def _attributes(model: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors in each attribute of the model's modules, buffers included."""
-    return {
-        f"{path}.{name}" if path else name: [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-        for path, module in model.named_modules()
-        for name, value in {**vars(module), **module._buffers}.items()
-        if name != "_buffers"
-    }
-
-
-def _set_since(before: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a forward has set attributes to."""
-    old = {id(x) for tensors in before.values() for x in tensors}
-    return {
-        f"{name}{f'[{i}]' if i else ''}, which the forward sets,": x.detach()
-        for name, tensors in _attributes(model).items()
-        for i, x in enumerate(x for x in tensors if id(x) not in old)
-    }
-
-
-def _end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """What slices set, as it will be put together; None if it cannot be."""
-    found = [part for part in parts if part is not None and part.dim()]
-    alike = len({(part.dtype, part.shape[1:]) for part in found}) == 1
-    return torch.cat(found) if alike and len(found) == len(parts) else None
 
 
 def _mean_of_numbers(way: Way, parts: Sequence[Any]) -> Way:
