@@ -80,17 +80,20 @@ class Raised:
 
     def _reason(self, error: BaseException) -> str | None:
         """Why a collective has failed. A note of the error says so, if it is not a rank's end."""
+        has_store = True
         try:
             if told := self._call(self._read):
                 return told
         except RankError as lost:
+            has_store = False  # asking it again would take as long again
             _note(error, str(lost))
         if (ended := self._processes.ended()) is None:
             _note(error, "no process of the ranks that this rank watches has ended")
             return None
-        with contextlib.suppress(RankError):
-            self._call(lambda store: store.compare_set(self._key, "", ended))
-            return self._call(self._read) or ended
+        if has_store:
+            with contextlib.suppress(RankError):
+                self._call(lambda store: store.compare_set(self._key, "", ended))
+                return self._call(self._read) or ended
         return ended
 
     def _tell(self, error: BaseException) -> None:
