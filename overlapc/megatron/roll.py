@@ -15,6 +15,7 @@ without overlapc.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
@@ -34,6 +35,7 @@ _NEVER = "it never called overlapc.megatron.patch()"
 _PLANNED, _PLAIN = "planned", "plain"
 _COUNT = "megatron/count"
 _LOOK_S = 0.1
+_SAID_S = 5.0  # so long the store may take to answer
 
 _firsts = itertools.count()  # first steps of this process: all ranks have the same
 # What this process has said, by store and rank.
@@ -61,7 +63,11 @@ def tell(word: str = PATCHED) -> None:
 
     line = _line()
     line.history.beats = word == PATCHED
-    line.send(write)
+    if before == PATCHED:  # others count on it until they can read the new word
+        with contextlib.suppress(RankError):  # the store has ended, and so has the run
+            line.call(write, _SAID_S)
+    else:
+        line.send(write)
 
 
 def are_all_patched(store: Any) -> bool:
