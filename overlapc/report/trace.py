@@ -1,28 +1,23 @@
 """Functions that write timelines for other programs: Perfetto (Chrome's trace format) and JSON.
 
 A rank is a process, and its lanes are threads: `compute`, a process group, the link to another rank
-or to the rank's replicas. Events on a track do not overlap. An action of a pipeline encloses its
-ops, and a counter shows the most memory during it.
+or to the rank's replicas. Events on a track do not overlap. A counter shows the most memory during
+an action of a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from overlapc.ir import COMPUTE, Span, Timeline
+from overlapc.ir import COMPUTE, Timeline
 from overlapc.pipeline import PipelineTimeline, Ran
 from overlapc.schedule import format_step
 
 VERSION = 1
-Inside = Mapping[tuple[int, str], Sequence[Span]]  # stage, kind -> the ops of one such action
 
 
-def chrome_trace(
-    timeline: Timeline | PipelineTimeline, inside: Inside | None = None
-) -> dict[str, Any]:
-    """Return the events of all ranks. `inside` has the ops of a pipeline's actions, timed from the
-    begin of each."""
+def chrome_trace(timeline: Timeline | PipelineTimeline) -> dict[str, Any]:
+    """Return the events of all ranks."""
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
 
@@ -49,8 +44,6 @@ def chrome_trace(
             for ran, level in zip(row, timeline.memory[rank], strict=True):
                 add(rank, COMPUTE, format_step(ran.step), ran.start_ns, ran.end_ns)
                 events.append(_level(rank, ran, level))
-                for span in _ops(ran, inside or {}):
-                    add(rank, span.lane, span.issue, span.start_ns, span.end_ns)
         for sent in timeline.transfers:
             name = format_step(sent.step)
             add(sent.rank, f"to rank {sent.to}", name, sent.start_ns, sent.end_ns)
@@ -68,17 +61,6 @@ def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
 def _level(rank: int, ran: Ran, level: int) -> dict[str, Any]:
     args = {"bytes": level}
     return {"ph": "C", "pid": rank, "name": "memory", "ts": ran.start_ns / 1e3, "args": args}
-
-
-def _ops(ran: Ran, inside: Inside) -> Iterator[Span]:
-    """The ops of a step at their times, cut off at the end of the step."""
-    if len(ran.step) != 1:
-        return
-    (action,) = ran.step
-    for span in inside.get((action.stage, action.kind), ()):
-        start = min(ran.end_ns, ran.start_ns + span.start_ns)
-        end = min(ran.end_ns, ran.start_ns + span.end_ns)
-        yield Span(span.lane, span.issue, start, end, ran.rank)
 
 
 def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
@@ -105,18 +87,3 @@ def pipeline_json(timeline: PipelineTimeline) -> dict[str, Any]:
             [one.stage, one.rank, one.start_ns, one.end_ns] for one in timeline.reductions
         ],
     }
-
-
-def inside_of(stage: int, timeline: Timeline) -> dict[tuple[int, str], list[Span]]:
-    """Return the ops of a stage's F and B, from the simulated plan of one microbatch."""
-    begin = timeline.phase_ns[0]
-    spans_of: dict[tuple[int, str], list[Span]] = {(stage, "F"): [], (stage, "B"): []}
-    for span in timeline.spans:
-        if span.rank:
-            continue
-        if span.end_ns <= begin:
-            spans_of[stage, "F"].append(span)
-        elif span.start_ns >= begin:
-            later = Span(span.lane, span.issue, span.start_ns - begin, span.end_ns - begin)
-            spans_of[stage, "B"].append(later)
-    return spans_of

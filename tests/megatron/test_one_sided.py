@@ -309,7 +309,6 @@ def again(what: str, name: str, rank: int) -> Any:
         patched.patch(**QUICKLY)
     if rank == 1 and what == "unpatch":
         patched.unpatch()
-        time.sleep(0.5)
     dist.barrier()
     return caught(lambda: [trained.step(number) for number in (1, 2)])
 
