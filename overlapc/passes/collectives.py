@@ -333,7 +333,8 @@ def _write(target: Tensor, value: Tensor, whole: bool) -> None:
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
     """Intercept the functions of `torch.distributed`, by whatever name a model imported them: they
-    ask `has_torch_function` whether something else takes the call."""
+    ask `has_torch_function` whether something else takes the call. Before torch 2.13 some do not
+    ask; they are replaced within the wrapper that logs their errors."""
     has, handle = c10d.has_torch_function, c10d.handle_torch_function
 
     def asked(relevant: Any) -> bool:
@@ -345,11 +346,33 @@ def _asking() -> Iterator[None]:
             return handle(function, relevant, *args, **kwargs)
         return raw.call(function.__name__, args, kwargs)
 
-    with (
-        replaced(c10d, "has_torch_function", asked),
-        replaced(c10d, "handle_torch_function", taken),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(c10d, "has_torch_function", asked))
+        stack.enter_context(replaced(c10d, "handle_torch_function", taken))
+        for name, cell in _silent():
+            stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
+            cell.cell_contents = _asking_first(name, cell.cell_contents)
         yield
+
+
+def _silent() -> Iterator[tuple[str, Any]]:
+    """The functions that do not ask, and the cell in which each one's wrapper has it."""
+    for name in (*STARTS, "reduce", "gather", "scatter", "send", "recv"):
+        wrapper: Any = getattr(c10d, name, None)
+        plain = getattr(wrapper, "__wrapped__", None)
+        if plain is None or "has_torch_function" in plain.__code__.co_names:
+            continue
+        for cell in wrapper.__closure__ or ():
+            if cell.cell_contents is plain:
+                yield name, cell
+
+
+def _asking_first(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        raw = current()
+        return plain(*args, **kwargs) if raw is None else raw.call(name, args, kwargs)
+
+    return asking
 
 
 _asks = Shared(_asking)

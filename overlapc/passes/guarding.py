@@ -75,7 +75,7 @@ def hands_on() -> bool:
     read = " ".join(
         f"{guard.name} {getattr(guard.create_fn, 'keywords', '')}"
         for guard in output.guards
-        if _function_of(guard) is not GuardBuilder.DICT_NOT_CONTAINS
+        if not _asks_whether_free(guard)
     )
     for held in effects.id_to_variable.values():
         if not isinstance(held.mutation_type, (AttributeMutationExisting, ValueMutationExisting)):
@@ -87,8 +87,13 @@ def hands_on() -> bool:
     return bool(output.random_calls)
 
 
-def _function_of(guard: Guard) -> Any:
-    return getattr(guard.create_fn, "func", guard.create_fn)
+def _asks_whether_free(guard: Guard) -> bool:
+    """Does it ask that a dict lacks a key?"""
+    asked = getattr(guard.create_fn, "func", guard.create_fn)
+    if hasattr(GuardBuilder, "DICT_NOT_CONTAINS"):
+        return asked is GuardBuilder.DICT_NOT_CONTAINS
+    inverted = getattr(guard.create_fn, "keywords", {}).get("invert", False)  # torch 2.11
+    return inverted and asked is GuardBuilder.DICT_CONTAINS
 
 
 @contextlib.contextmanager

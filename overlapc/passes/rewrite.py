@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -30,6 +30,11 @@ from overlapc.ir import Plan, issues
 from overlapc.passes.nodes import is_folded_getitem, is_random
 from overlapc.passes.trace import Captured, forward_nodes
 
+_CHECKS = (
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+)
+_CHECK = "overlapc_check"
 _FOREIGN_TAGS = ("recompute", "ac_graph_id", "has_backward_hook")
 
 
@@ -62,9 +67,14 @@ def emit(
     options = {"num_fwd_outputs": captured.num_fwd_outputs, **partition_options}
     if "static_lifetime_input_indices" not in options:
         options["static_lifetime_input_indices"] = list(captured.static_inputs)
-    allowed = functorch_config.patch(unsafe_allow_optimization_of_collectives=True)
-    with allowed, _fake_mode(captured.joint):
-        forward, backward = default_partition(captured.joint, joint_inputs, **options)
+    settings = {"unsafe_allow_optimization_of_collectives": True}
+    if joint_inputs is None:  # nobody would pass generators to the graphs
+        settings["graphsafe_rng_functionalization"] = False
+    with functorch_config.patch(settings), _fake_mode(captured.joint):
+        made: list[fx.GraphModule] = []
+        with _checks_renamed(captured.joint, made):
+            made += default_partition(captured.joint, joint_inputs, **options)
+    forward, backward = made
     _drop_backward(captured, forward)
     _objects_behind_states(forward, backward, options["num_fwd_outputs"])
     # The partitioner keeps every seeded op that it might need; unread ones must not run.
@@ -117,6 +127,23 @@ def _name_outputs(joint: fx.GraphModule) -> None:
             with joint.graph.inserting_after(node):
                 first = joint.graph.call_function(operator.getitem, (node, 0))
             first.meta = {**node.meta, "val": val[0]}
+
+
+@contextlib.contextmanager
+def _checks_renamed(joint: fx.GraphModule, made: list[fx.GraphModule]) -> Iterator[None]:
+    """Within this context a joint graph's checks of its values (`one_hot` has one) are
+    `_assert_scalar`: before torch 2.13 the partitioner knows no other, and recomputes nothing in a
+    graph with others. They get their ops back, there and in the graphs `made`."""
+    for node in joint.graph.nodes:
+        if node.target in _CHECKS:
+            node.meta[_CHECK] = node.target
+            node.target = torch.ops.aten._assert_scalar.default
+    try:
+        yield
+    finally:
+        for graph in (joint, *made):
+            for node in graph.graph.nodes:
+                node.target = node.meta.pop(_CHECK, node.target)
 
 
 def _tag(captured: Captured, plan: Plan) -> None:

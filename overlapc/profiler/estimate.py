@@ -207,7 +207,9 @@ def _attention(node: fx.Node) -> Attention:
         beside = "diagonal" not in name
         keys = rows // 2 if beside else rows
         return Attention(heads, rows, not beside, backward, keys, beside)
-    causal = any(arg is True for arg in node.args) or node.kwargs.get("is_causal") is True
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    causal = given.get("is_causal", False) is True
     key = node.args[int(backward) + 1]
     keys = hint(key.meta["val"].shape[-2]) if isinstance(key, fx.Node) else rows
     return Attention(heads, rows, causal, backward, keys)
@@ -253,10 +255,22 @@ def _flops(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
+    if "attention" in _name(node):
+        args = _with_all_heads(args)
     try:
         return int(formula(*args, **kwargs, out_val=_shape(node)))
     except Exception:  # a formula for arguments of another kind: memory decides then
         return 0
+
+
+def _with_all_heads(args: Sequence[Any]) -> list[Any]:
+    """Shapes with keys and values for each head of the queries: the formulas of torch before 2.13
+    know no heads that share them."""
+    heads = max((a[1] for a in args if isinstance(a, torch.Size) and len(a) == 4), default=0)
+    return [
+        torch.Size((a[0], heads, *a[2:])) if isinstance(a, torch.Size) and len(a) == 4 else a
+        for a in args
+    ]
 
 
 def _formula(node: fx.Node) -> Any:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from overlapc.layers import CopyToRanks, GatherRows, ScatterRows, SumOverRanks
+from tests.torch.names import gather_single, scatter_single
 
 ROWS, WIDTH = 8, 16
 
@@ -121,8 +121,7 @@ def gathered(m: RandomModel, a: Tensor, b: Tensor, n: int) -> Tensor:
     if n % 2:
         mine = ScatterRows.apply(a, m.recipe.ranks, group)
         return GatherRows.apply(mine.tanh(), m.recipe.ranks, group)
-    mine = funcol.reduce_scatter_single_autograd(a, "sum", 0, group)
-    return funcol.all_gather_single_autograd(mine.tanh(), 0, group)
+    return gather_single(scatter_single(a, "sum", 0, group).tanh(), 0, group)
 
 
 def indexed(m: RandomModel, a: Tensor, b: Tensor, n: int) -> Tensor:

@@ -488,7 +488,7 @@ def unhook_all() -> Iterator[None]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=needs_torch("2.12")) if n == "__iter__" else n  # traced since then
+        pytest.param(n, marks=needs_torch("2.13")) if n == "__iter__" else n  # traced since then
         for n in UNGUARDED
     ],
 )

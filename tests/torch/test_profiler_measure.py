@@ -24,6 +24,7 @@ from overlapc.profiler.cache import Cache
 from overlapc.profiler.link_model import Curve, LinkModel
 from overlapc.profiler.measure import measure, retime
 from overlapc.profiler.replay import Replay
+from tests.torch.names import scatter_single
 
 WIDTH, ROWS = 64, 32
 
@@ -302,14 +303,7 @@ def fabric() -> Iterator[None]:
 
 class Reduced(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import torch.distributed._functional_collectives as funcol
-
-        half = (
-            funcol.reduce_scatter_single_autograd
-            if hasattr(funcol, "reduce_scatter_single_autograd")
-            else funcol.reduce_scatter_tensor_autograd
-        )
-        return half(x * 2, "sum", 0, dist.group.WORLD).relu()
+        return scatter_single(x * 2, "sum", 0, dist.group.WORLD).relu()
 
 
 @pytest.mark.usefixtures("fabric")

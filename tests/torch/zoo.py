@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +18,7 @@ from examples.gpt.model import GPT, GPTConfig
 from overlapc.emulate import Link, init_fabric
 from overlapc.layers import CopyToRanks, SumOverRanks
 from tests.torch.exact import Batch, randn
+from tests.torch.names import gather_single, scatter_single
 
 WIDTH, ROWS = 16, 24
 
@@ -71,8 +71,7 @@ class TensorParallel(nn.Module):
         if self.functions:
             return SumOverRanks.apply(partial_sum, self.group)
         # torch's own, with their own autograd
-        mine = funcol.reduce_scatter_single_autograd(partial_sum, "sum", 0, self.group)
-        return funcol.all_gather_single_autograd(mine, 0, self.group)
+        return gather_single(scatter_single(partial_sum, "sum", 0, self.group), 0, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
         for up, down in zip(self.up, self.down, strict=True):
@@ -214,7 +213,7 @@ def attention(body: nn.Module, x: Tensor) -> Tensor:
 
 
 def autocast(body: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         return body(x)
 
 
@@ -249,7 +248,7 @@ def several_things(body: nn.Module, x: Tensor) -> Tensor:
     """Indexing, scans, sorting, convolution, linear algebra."""
     top, where = body(x).topk(5, dim=1)
     picked = x.gather(1, where).cumsum(1) * top
-    conv = F.conv1d(picked[:, None], torch.ones(2, 1, 3), padding=1).amax(1)
+    conv = F.conv1d(picked[:, None], picked.new_ones(2, 1, 3), padding=1).amax(1)
     spread = torch.zeros_like(x).index_add(1, where[0], conv.sigmoid())
     mixed = torch.einsum("ij,kj->ik", spread.tanh(), x).logsumexp(0)
     return F.pad(mixed, (1, 2)).masked_fill(F.pad(mixed, (1, 2)) > 4, 0.5).square().roll(3)
