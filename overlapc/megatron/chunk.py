@@ -115,6 +115,7 @@ class Chunk:
         self._flights.clear()
         self._pending = None
         self.original = self._planning.original = self.module.forward
+        _settled(self.module)
         self._state, held = state_of(self.module)
         self._planning.states.setdefault(self._state, held)
         self._attributes = tensors_of(self.module)
@@ -171,6 +172,8 @@ class Chunk:
         if planned is None:
             self._run_pending()
             self.ran["plain"] += 1
+            self._started += 1  # its backward comes before that of any forward that follows it
+            self._ended += 1
             return self.original(*args, **kwargs)
         gathered(self.ddp)
         outs = _Run.apply(self, planned, call, self._anchor, *call.tensors)
@@ -261,6 +264,17 @@ class Chunk:
                 pending.flight.run("B")
             self._ended += 1
             self._gradient = _handed(pending)
+
+
+def _settled(module: nn.Module) -> None:
+    """Do what rotary embeddings do in their first forward, which would be a change of the model
+    while it is traced: move their frequencies to the device."""
+    device = next(module.parameters()).device
+    for each in module.modules():
+        for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
+            own = vars(each).get(name)
+            if hasattr(each, "get_emb") and isinstance(own, Tensor) and own.device != device:
+                setattr(each, name, own.to(device))
 
 
 def _handed(ran: Backward) -> Tensor | None:

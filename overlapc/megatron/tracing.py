@@ -9,6 +9,7 @@ emitted op draw from that stream.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch.fx import traceback
 from overlapc.errors import CaptureError
 from overlapc.megatron import recompute
 from overlapc.megatron.changes import restored
+from overlapc.passes.opaque import called
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured
 
@@ -58,7 +60,7 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     """Make Megatron traceable within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(model))
-        for make in (_memory, _recompute, _linear, _caches, _scatter):
+        for make in (_memory, _recompute, _linear, _caches, _scatter, _fused):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
         for owner, name, new in (*_logs(taps), *_numbers(model)):
@@ -130,7 +132,8 @@ def _memory() -> Iterator[Change]:
         with traceback.annotate({STREAM: name}):
             yield
 
-    yield random.CudaRNGStatesTracker, "fork", fork
+    for kind in {random.CudaRNGStatesTracker, type(random.get_cuda_rng_tracker())}:
+        yield kind, "fork", fork
 
 
 def _recompute() -> Iterator[Change]:
@@ -193,6 +196,28 @@ def _caches() -> Iterator[Change]:
             for name, value in list(vars(owner).items()):
                 if hasattr(value, "cache_clear") and _own(value):
                     yield owner, name, value.__wrapped__
+
+
+def _fused() -> Iterator[Change]:
+    """A function that Megatron fuses by `torch.compile` is one op: its kernel rounds less often
+    than the ops that a trace would find in it, and no trace enters it."""
+    for module in _megatron():
+        for name, value in list(vars(module).items()):
+            if hasattr(value, "_torchdynamo_orig_callable"):
+                yield module, name, _as_one_op(value)
+
+
+@functools.cache
+def _as_one_op(fused: Callable[..., Any]) -> Callable[..., Any]:
+    holder = nn.Module()
+
+    def whole(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fused(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return called(holder, whole, {}, {}, args, kwargs)
+
+    return run
 
 
 def _logs(taps: Taps) -> Iterator[Change]:
@@ -264,6 +289,8 @@ def _numbers(model: nn.Module) -> Iterator[Change]:
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
             if isinstance(value := getattr(one, name, None), Tensor):
                 yield one, name, _Listed(value.tolist())
+        if vars(module).get("is_first_microbatch"):  # Transformer Engine's clears it; of FP8 alone
+            yield module, "is_first_microbatch", False
 
 
 # --------------------------------------------------------------------------- how they are put

@@ -1,6 +1,7 @@
 """What stands in for CUDA so that megatron-core trains on CPU and gloo: for tests alone.
 
 Call `use(version)` before anything imports megatron, in a process of its own: torch is changed.
+Where there is a GPU nothing stands in for it: all ranks share the first one, over gloo.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -31,36 +34,102 @@ def folder(version: str) -> Path | None:
     return next((path for path in found if (path / "megatron" / "core").is_dir()), None)
 
 
-def use(version: str) -> Any:
-    """Import megatron.core of this version, on CPU."""
+def use(version: str, fused: bool = False) -> Any:
+    """Import megatron.core of this version, on CPU; what it fuses by `torch.compile` may be
+    compiled, to the ops that were traced."""
     path = folder(version)
     assert path is not None, f"megatron-core {version} is not installed"
     sys.path.insert(0, str(path))
-    return stand_in()
+    return stand_in(fused)
 
 
-def stand_in() -> Any:
-    """Import the megatron.core that is found, on CPU."""
+def stand_in(fused: bool = False) -> Any:
+    """Import the megatron.core that is found, on CPU, or on the GPU that all ranks share."""
     warnings.simplefilter("ignore")
-    _devices()
-    _streams()
-    _types()
+    if torch.cuda.is_available():
+        share_gpu()
+    else:
+        _devices()
+        _streams()
+        _types()
     _triton()
     _fused_kernel()
     real_compile = torch.compile
     # megatron.core.jit fuses by torch.compile when it is imported.
-    torch.compile = lambda model=None, **_: model if model is not None else (lambda f: f)
+    compiled = functools.partial(real_compile, backend="eager")
+    make = compiled if fused else (lambda function: function)
+    torch.compile = lambda model=None, **_: make if model is None else make(model)
     try:
         import megatron.core
     finally:
         torch.compile = real_compile
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    _random()
+    if not torch.cuda.is_available():
+        _random()
     _experts()
     _recompute()
     _norm()
     _shards()
     return megatron.core
+
+
+def device() -> torch.device:
+    """Where models and batches are."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+
+
+def share_gpu() -> None:
+    """All ranks use the first GPU; its kernels are the deterministic ones."""
+    torch.cuda.set_device(0)
+    chosen = torch.cuda.set_device
+    torch.cuda.set_device = lambda *_: chosen(0)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    dist._coalescing_manager = _one_by_one
+    _through_host()
+
+
+@contextlib.contextmanager
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+    """gloo coalesces nothing on a GPU: each collective runs at the end, alone."""
+    group = group or c10d._get_default_group()
+    c10d._world.pg_coalesce_state.setdefault(group, [])
+    manager = c10d._CoalescingManager()
+    yield manager
+    for each in c10d._world.pg_coalesce_state.pop(group):
+        given = [each.tensor] if each.dst_tensor is None else [each.dst_tensor, each.tensor]
+        named = {} if each.redop is None else {"op": each.redop}
+        each.op(*given, group=group, **named)
+
+
+def _through_host() -> None:
+    """gloo sends and receives nothing on a GPU."""
+    send, receive = c10d.isend, c10d.irecv
+
+    def isend(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return send(tensor.cpu(), *args, **kwargs)
+
+    def irecv(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.is_cuda:
+            return receive(tensor, *args, **kwargs)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Arriving(receive(host, *args, **kwargs), host, tensor)
+
+    for module in (c10d, dist):  # a P2POp's op is compared with c10d's own
+        module.isend, module.irecv = isend, irecv
+
+
+class _Arriving:
+    """A message that comes to the host first."""
+
+    def __init__(self, work: Any, host: Any, target: Any) -> None:
+        self.work, self.host, self.target = work, host, target
+
+    def wait(self, *_: Any) -> bool:
+        self.work.wait()
+        self.target.copy_(self.host)
+        return True
 
 
 def _devices() -> None:
@@ -163,6 +232,8 @@ def _experts() -> None:
 
     if not hasattr(utils, "te_general_gemm"):  # 0.16: it is read where it was not imported
         utils.te_general_gemm = None
+    if torch.cuda.is_available():
+        return
 
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.megatron.cpu import device
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -299,7 +301,7 @@ def _initialized(model: Any, chunk: int) -> Any:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
         if "layernorm" not in name and not name.endswith("bias"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model.train()
+    return model.train().to(device())
 
 
 def _bert(layout: Layout, config: Any) -> Any:
@@ -340,6 +342,7 @@ def batches(seed: int, count: int, shape: tuple[int, int]) -> Iterator[tuple[Ten
     generator = torch.Generator().manual_seed(1000 + seed)
     for _ in range(count):
         tokens = torch.randint(0, 16, (shape[0], shape[1] + 1), generator=generator)
+        tokens = tokens.to(device())
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -347,15 +350,16 @@ def forward_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any
     """What a training script gives to Megatron's schedules."""
     given, labels = next(data)
     batch, sequence = given.shape
-    places = torch.arange(sequence).unsqueeze(0).expand(batch, -1)
-    mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)[None, None]
+    places = torch.arange(sequence, device=given.device).unsqueeze(0).expand(batch, -1)
+    whole = torch.ones(sequence, sequence, dtype=torch.bool, device=given.device)
+    mask = torch.triu(whole, 1)[None, None]
     out = model(given, places, mask, labels=labels)
     return out, functools.partial(loss_of, labels % 3 != 0, tokens)
 
 
 def bert_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
     given, labels = next(data)
-    kinds = (torch.arange(given.shape[1]) > 7).long().expand_as(given)
+    kinds = (torch.arange(given.shape[1], device=given.device) > 7).long().expand_as(given)
     out = model(given, torch.ones_like(given), tokentype_ids=kinds, lm_labels=labels)
 
     def loss(out: Any) -> Any:
@@ -369,7 +373,7 @@ def bert_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
 def t5_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
     given, labels = next(data)
     batch, sequence = given.shape
-    none = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
+    none = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool, device=given.device)
     later = torch.triu(torch.ones_like(none), 1)
     out = model(given, given, none, later, none, lm_labels=labels)
     return out, functools.partial(loss_of, labels % 3 != 0, tokens)
@@ -402,6 +406,8 @@ def random_states() -> dict[str, Tensor]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     named = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    if torch.cuda.is_available():
+        named["cuda"] = torch.cuda.get_rng_state()
     return {"": torch.get_rng_state(), **named}
 
 
@@ -410,6 +416,8 @@ def restore(states: dict[str, Tensor]) -> None:
 
     torch.set_rng_state(states[""])
     named = {name: state.clone() for name, state in states.items() if name}
+    if "cuda" in named:
+        torch.cuda.set_rng_state(named.pop("cuda"))
     get_cuda_rng_tracker().set_states(named)
 
 

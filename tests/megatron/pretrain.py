@@ -1,4 +1,5 @@
 """This program runs Megatron-LM's own pretrain_gpt.py on CPU and gloo, and writes what came of it.
+Where there is a GPU all ranks share it, and nothing stands in for CUDA.
 
     OVERLAPC_MEGATRON_LM=FOLDER torchrun --nproc_per_node 2 tests/megatron/pretrain.py \
         --out DIR [--overlapc "--solver heu"] ARGUMENTS OF pretrain_gpt.py
@@ -57,11 +58,42 @@ def main() -> None:
 
 
 def stand_in() -> None:
-    """Make megatron.training believe that this CPU is a GPU."""
+    """Leave out what needs a compiler or libraries that are not there; without a GPU, make
+    megatron.training believe that this CPU is one."""
     import cpu
     import torch
 
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        os.environ["LOCAL_RANK"] = "0"  # they share the first GPU
+    else:
+        pretend()
+    helpers: Any = types.ModuleType("megatron.core.datasets.helpers_cpp")  # it is made of C++
+    helpers.build_sample_idx_int32 = helpers.build_sample_idx_int64 = sample_index
+    sys.modules[helpers.__name__] = helpers
+    for name in ("pydantic", "regex", "six", "yaml"):  # of tokenizers and files that are not used
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = MagicMock()
+    cpu.stand_in()
+
+    import megatron.core.datasets.utils as datasets
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    datasets.compile_helpers = lambda: None
+    MockGPTLowLevelDataset.size = 64
+    initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda: None
+    initialize.fused_kernels.load = lambda _: None
+    if not torch.cuda.is_available():
+        without = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+        initialize.initialize_megatron = training.initialize_megatron = without
+
+
+def pretend() -> None:
+    """Answer for a GPU."""
+    import torch
+
     device = types.SimpleNamespace(
         total_memory=1 << 34, major=8, minor=0, multi_processor_count=1, name="CPU"
     )
@@ -81,25 +113,7 @@ def stand_in() -> None:
         "megatron.core.transformer.custom_layers.batch_invariant_kernels"
     )
     kernels.enable_batch_invariant_mode = lambda: None  # it is made of triton
-    helpers: Any = types.ModuleType("megatron.core.datasets.helpers_cpp")  # it is made of C++
-    helpers.build_sample_idx_int32 = helpers.build_sample_idx_int64 = sample_index
-    sys.modules |= {kernels.__name__: kernels, helpers.__name__: helpers}
-    for name in ("pydantic", "regex", "six", "yaml"):  # of tokenizers and files that are not used
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = MagicMock()
-    cpu.stand_in()
-
-    import megatron.core.datasets.utils as datasets
-    import megatron.training.initialize as initialize
-    import megatron.training.training as training
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-
-    datasets.compile_helpers = lambda: None
-    MockGPTLowLevelDataset.size = 64
-    without_cuda = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
-    initialize.initialize_megatron = training.initialize_megatron = without_cuda
-    initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda: None
-    initialize.fused_kernels.load = lambda _: None
+    sys.modules[kernels.__name__] = kernels
 
 
 def sample_index(
@@ -161,11 +175,13 @@ class Seen:
 
         streams = get_cuda_rng_tracker().get_states()
         modules = [chunk.module for chunk in self.model]  # DDP keeps a list named buffers
+        states = [torch.get_rng_state()]
+        states += [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
         self.told |= {
             "weights": digest(self.parameters()),
             "buffers": digest(b for module in modules for b in module.buffers()),
             "optimizer": digest(tensors(self.optimizer.state_dict())),
-            "random": digest([torch.get_rng_state(), *(streams[name] for name in sorted(streams))]),
+            "random": digest([*states, *(streams[name] for name in sorted(streams))]),
         }
         path = folder / f"{torch.distributed.get_rank()}.json"
         path.write_text(json.dumps(self.told, indent=1))
@@ -192,7 +208,7 @@ def digest(values: Iterable[Any]) -> str:
     for value in values:
         whole = value.detach().contiguous().reshape(-1)
         found.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        found.update(whole.view(torch.uint8).numpy().tobytes())
+        found.update(whole.view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 

@@ -193,6 +193,45 @@ def test_what_changes_is_seen() -> None:
         assert all(warning in each for each in told), (name, told)
 
 
+def on_two_ranks(rank: int, ranks: int, version: str) -> tuple[list[str], list[dict[str, int]]]:
+    """The first microbatch finds that forward changes an attribute, to one that later ones find."""
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    layout = Layout(tp=2, layers=1, ddp=None)
+    set_up(layout)
+    import overlapc.megatron as patched
+
+    def once(module: Any, out: torch.Tensor) -> torch.Tensor:
+        if module.factor.dtype == torch.float32:
+            module.factor = module.factor.double()
+        return (out * module.factor).float()
+
+    theirs, ours = twins(layout)
+    for trained in (theirs, ours):
+        changing(trained, once)
+        trained.models[0].factor = torch.ones(1)
+    expected = [theirs.step(number) for number in range(2)]
+    patched.patch(profile="estimate", solver="heu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = [ours.step(number) for number in range(2)]
+    assert patched._steps is not None
+    ran = [dict(chunk.ran) for chunk in patched._steps.chunks.values()]
+    patched.unpatch()
+    wrong = [each for pair in zip(expected, got, strict=True) for each in differences(*pair)]
+    return wrong, ran
+
+
+@pytest.mark.timeout(300)
+def test_a_plain_microbatch_among_merged_ones() -> None:
+    if cpu.folder("0.16.1") is None:
+        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    for wrong, (ran,) in run_ranks(on_two_ranks, 2, "0.16.1", timeout_s=280):
+        assert wrong == []
+        assert ran["plain"] == 1
+        assert ran["merged"] > 0
+
+
 def test_an_error_within_an_opaque_module_keeps_the_first_reason() -> None:
     assert str(_after(["mlp (MoELayer): sizes differ"], CaptureError("no mode"))) == (
         "no trace enters mlp (MoELayer): sizes differ; nor does it run as one op: no mode"
