@@ -372,13 +372,17 @@ class _Thread:
 
 
 def as_here() -> Callable[[], contextlib.ExitStack]:
-    """What makes gradients and autocast elsewhere, or in another thread, as they are here."""
+    """What makes gradients, autocast and CUDA's stream elsewhere, or in another thread, as they
+    are here."""
     gradients, devices = torch.is_grad_enabled(), ("cpu", "cuda")
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
     def enter() -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
         stack.enter_context(torch.set_grad_enabled(gradients))
+        if stream is not None:  # and its device
+            stack.enter_context(torch.cuda.stream(stream))
         for device, enabled, dtype in casts:
             if enabled:
                 stack.enter_context(torch.autocast(device, dtype))

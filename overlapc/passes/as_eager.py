@@ -39,8 +39,14 @@ from overlapc.passes.shared_changes import Shared
 aten = torch.ops.aten
 
 # Ops for which eager has kernels, but a trace uses the decompositions of torch/_decomp. Batch
-# norm's decomposition stays, because it shows the change of the running statistics.
-_KERNELS = ("dropout", "gru", "lstm", "rnn_tanh", "rnn_relu", "hardshrink", "softshrink")
+# norm's decomposition stays, because it shows the change of the running statistics; cuDNN's batch
+# norm is another kernel, which has a twin that shows it.
+# fmt: off
+_KERNELS = (
+    "dropout", "gru", "lstm", "rnn_tanh", "rnn_relu", "hardshrink", "softshrink",
+    "cudnn_batch_norm",
+)
+# fmt: on
 _LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _PREFIXES = ("upsample_", "_upsample_")
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overlapc.errors import OptionError
-from overlapc.passes.nodes import is_random, module_of
+from overlapc.passes.nodes import is_random, is_seeded, module_of
 from overlapc.passes.trace import Captured, changed_inputs
 
 _DROPOUT = "aten.native_dropout.default"  # y, mask = native_dropout(x, p, train)
@@ -124,7 +124,7 @@ def dropped(x: Tensor, mask: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 def draws_numbers(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Does the op draw random numbers that matter? Dropout that drops nothing does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+    if not is_seeded(target):
         return False
     for place, argument in enumerate(target._schema.arguments):
         if argument.name in ("p", "dropout_p"):
@@ -256,3 +256,9 @@ def _set_state(draw: Draw, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def random_states() -> list[Tensor]:
+    """Of the default generators of the CPU and of each GPU in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]

@@ -50,6 +50,7 @@ def twins_traced() -> Iterator[None]:
     """Within this context functionalisation puts the twins into graphs, in every thread."""
     rules = {op: _in_place_rule(op) for op in _in_place_ops()}
     rules[aten.mkldnn_rnn_layer.default] = _rule(aten.mkldnn_rnn_layer.default, _trained)
+    rules[aten.cudnn_batch_norm.default] = _rule(aten.cudnn_batch_norm.default, _normed)
     rules = {op: r for op, r in rules.items() if FunctionalTensorMode not in op.python_key_table}
     for op, rule in rules.items():
         op.python_key_table[FunctionalTensorMode] = rule
@@ -186,3 +187,40 @@ def _trained_twin() -> Callable[..., Any]:
 
     name = "mkldnn_rnn_layer_trained"
     return _define(name, str(op._schema).removeprefix("aten::mkldnn_rnn_layer"), run, op)
+
+
+def _normed(
+    mode: FunctionalTensorMode,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    factor: float,
+    eps: float,
+) -> Any:
+    """cuDNN's batch norm: it changes the running statistics, which its schema does not say."""
+    if not training or mean is None:
+        return NotImplemented
+    given = _inner((x, weight, bias, mean, var))
+    *made, new_mean, new_var = _normed_twin()(*given, training, factor, eps)
+    for buffer, new in ((mean, new_mean), (var, new_var)):
+        buffer.replace_(new)
+        buffer.commit_update()
+        buffer.sync()
+    with mode:
+        return tree_map_only(Tensor, FunctionalTensor.to_functional, tuple(made))
+
+
+@lru_cache
+def _normed_twin() -> Callable[..., Any]:
+    op = aten.cudnn_batch_norm.default
+
+    def run(x: Tensor, weight: Tensor, bias: Any, mean: Tensor, var: Tensor, *more: Any) -> Any:
+        mean, var = mean.clone(), var.clone()
+        return (*op(x, weight, bias, mean, var, *more), mean, var)
+
+    arguments, _, result = str(op._schema).removeprefix("aten::cudnn_batch_norm").rpartition(")")
+    arguments = arguments.replace("Tensor? running", "Tensor running")
+    return _define("cudnn_batch_norm_changing", f"{arguments}, Tensor, Tensor){result}", run, run)

@@ -75,8 +75,15 @@ def is_wait(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Does the node draw from the default generator, itself or in a subgraph that it runs?"""
-    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return seeded or any(is_random(inner) for inner in _inner_nodes(node))
+    return is_seeded(node.target) or any(is_random(inner) for inner in _inner_nodes(node))
+
+
+def is_seeded(target: Any) -> bool:
+    """Does the op draw from a generator? Not attention's backward: it is given the forward's
+    seed."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    return all(argument.name != "philox_seed" for argument in target._schema.arguments)
 
 
 def is_recomputable(node: fx.Node) -> bool:

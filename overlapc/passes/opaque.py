@@ -24,11 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.fx import _symbolic_trace
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
+from overlapc.passes.draws import random_states
+from overlapc.passes.shared_changes import replaced
 
 # These are off while an op runs, but on where its module runs.
 _AUTOGRAD = (
@@ -265,7 +268,12 @@ def _learned(call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor
     """Run the module, forward and backward, on noise."""
     module = call.module()
     assert module is not None
-    with _disable_current_modes(), torch.random.fork_rng(), _unchanged(module, lasting):
+    with (
+        _disable_current_modes(),
+        replaced(_symbolic_trace, "_is_fx_tracing_flag", False),  # else torch.compile refuses
+        torch.random.fork_rng(),
+        _unchanged(module, lasting),
+    ):
         given = [_made_up(tensor) for tensor in tensors[: len(call.places)]]
         given += [lasting[name].detach() for name in call.names]
         kept: dict[int, Tensor] = {}
@@ -274,10 +282,10 @@ def _learned(call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor
             kept[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
-        before = torch.get_rng_state()
+        before = random_states()
         with _hooked(keep):
             made, inputs = call.run(given, lasting)
-        draws = not torch.equal(before, torch.get_rng_state())
+        draws = not all(map(torch.equal, before, random_states()))
         leaves, spec = tree_flatten(made)
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *_PLAIN)):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from overlapc.passes.draws import random_states
 from overlapc.passes.places import is_models
 from overlapc.runtime.snapshot import as_it_was, without_gradients
 
@@ -103,7 +104,7 @@ def _step(model: nn.Module, run: Run, mode: Any, args: Any, kwargs: Any) -> dict
         bits |= {f"{_OTHER} {id(leaf):#x}": _bits(leaf.grad) for leaf in others}
     bits |= {f"buffer {name}": _bits(buffer) for name, buffer in model.named_buffers()}
     bits |= {f"parameter {name}": _bits(parameter) for name, parameter in named}
-    return bits | {"random state": _bits(torch.get_rng_state())}
+    return bits | {"random state": _bits(torch.cat(random_states()))}
 
 
 def _leaves(ends: list[Tensor]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -143,9 +144,11 @@ def _sample(tensor: torch.Tensor) -> list[int]:
 
 
 def _numbers(node: fx.Node) -> str:
-    """The arguments of a node that are no tensors; names of process groups differ by rank."""
+    """The arguments of a node that are no tensors; names of process groups and numbers of devices
+    differ by rank."""
     args = (*node.args[:-1], None) if is_start(node) else node.args
-    return repr(fx.map_arg((args, dict(node.kwargs)), lambda n: n.name))
+    said = repr(fx.map_arg((args, dict(node.kwargs)), lambda n: n.name))
+    return re.sub(r"(device\(type='\w+'), index=\d+", r"\1", said)
 
 
 def _hash(value: Any) -> str:

@@ -11,10 +11,10 @@ backward's compute, and the backward's under the forward's.
 from __future__ import annotations
 
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
+from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
@@ -397,16 +398,12 @@ def adding(module: nn.Module, options: Options) -> float:
     if largest is None:
         return 0.0
     one, other = (torch.zeros_like(largest, requires_grad=False) for _ in range(2))
-    times = []
+    clock = Clock(largest.device)
+    clock.wait()
+    clock.ahead()
+    marks = [clock.mark()]
     for _ in range(5):
-        _synchronize(largest.device)
-        start = time.perf_counter_ns()
         one += other
-        _synchronize(largest.device)
-        times.append(time.perf_counter_ns() - start)
+        marks.append(clock.mark())
+    times = [end - begin for begin, end in pairwise(clock.read(marks))]
     return statistics.median(times) / max(1.0, largest.nbytes / 1024)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -60,12 +60,31 @@ def fresh(batch: Batch) -> Batch:
 
 def loss_of(outputs: Any) -> torch.Tensor:
     """A number that weighs every element of every differentiable output differently."""
-    total = torch.zeros(())
-    for out in leaves(outputs):
-        if isinstance(out, torch.Tensor) and out.requires_grad:
-            weights = torch.linspace(0.5, 1.5, max(1, out.numel())).view(out.shape)
-            total = total + (out.float() * weights).mean()
+    found = [out for out in leaves(outputs) if isinstance(out, torch.Tensor) and out.requires_grad]
+    total = torch.zeros((), device=found[0].device if found else None)
+    for out in found:
+        weights = torch.linspace(0.5, 1.5, max(1, out.numel()), device=out.device).view(out.shape)
+        total = total + (out.float() * weights).mean()
     return total
+
+
+def moved(value: Any, device: str) -> Any:
+    """The same with every tensor inside on this device, a leaf that still wants its gradient."""
+
+    def move(given: Any) -> Any:
+        if not isinstance(given, torch.Tensor):
+            return given
+        return given.detach().to(device).requires_grad_(given.requires_grad)
+
+    return pytree.tree_map(move, value)
+
+
+def random_state() -> Any:
+    """That of the CPU, and of each GPU in use, where they stand now."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return bits(torch.cat(states))
 
 
 def bits(value: Any) -> Any:
@@ -103,7 +122,7 @@ def train(
         if loss.requires_grad:
             loss.backward()
         step = {f"output {i}": bits(out) for i, out in enumerate(leaves(outputs))}
-        step["random state"] = bits(torch.get_rng_state())
+        step["random state"] = random_state()
         for i, given in enumerate(leaves((mine.args, mine.kwargs))):
             step[f"input {i}"] = bits(given)
             if isinstance(given, torch.Tensor):

@@ -19,12 +19,14 @@ VOCAB = 96
 
 @dataclass
 class Case:
-    """A model, the arguments of one training forward, and what is around that forward."""
+    """A model, the arguments of one training forward, and what is around that forward, given the
+    device's type."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    around: Callable[[], Any] = contextlib.nullcontext
+    around: Callable[[str], Any] = contextlib.nullcontext
+    device: str = "cpu"
 
 
 ZOO: dict[str, Callable[[], Case]] = {}
@@ -38,8 +40,8 @@ def entry(name: str) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
     return register
 
 
-def autocast() -> Any:
-    return torch.autocast("cpu", torch.bfloat16)
+def autocast(device: str) -> Any:
+    return torch.autocast(device, torch.bfloat16)
 
 
 # --------------------------------------------------------------------------- transformers
@@ -66,7 +68,7 @@ def hugging_face(
     attention: str | None = None,
     checkpointed: bool = False,
     dtype: torch.dtype | None = None,
-    around: Callable[[], Any] = contextlib.nullcontext,
+    around: Callable[[str], Any] = contextlib.nullcontext,
     **config: Any,
 ) -> None:
     """Add a model of transformers, made from its config class with these values."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import overlapc
 from overlapc.errors import Infeasible
-from tests.torch.exact import bits, leaves, loss_of
+from tests.torch.exact import bits, leaves, loss_of, moved, random_state
 from tests.zoo_public.models import ZOO, Case
 
 STEPS = 2
@@ -36,11 +37,12 @@ class Outcome:
         return not self.verdict.startswith(SILENT)
 
 
-def build(name: str) -> Case:
+def build(name: str, device: str) -> Case:
     torch.manual_seed(0)
     case = ZOO[name]()
-    case.model.train()
-    return case
+    case.model.train().to(device)
+    args, kwargs = moved((case.args, case.kwargs), device)
+    return replace(case, args=args, kwargs=kwargs, device=device)
 
 
 def objective(outputs: Any) -> Tensor:
@@ -49,12 +51,18 @@ def objective(outputs: Any) -> Tensor:
     return loss if isinstance(loss, Tensor) and loss.requires_grad else loss_of(outputs)
 
 
-def optimized(name: str, budget: int | float | None) -> Outcome:
+def repeats(name: str, device: str) -> bool:
+    """Whether eager gives the same twice."""
+    one, other = (_train(case, case.model) for case in (build(name, device), build(name, device)))
+    return not _differences(one, other)
+
+
+def optimized(name: str, budget: int | float | None, device: str = "cpu") -> Outcome:
     """`optimize` against eager: two training steps from one random state. Where a fraction leaves
     too little room, the smallest budget that the error names must do."""
-    case = build(name)
+    case = build(name, device)
     wanted = _train(case, case.model)
-    case = build(name)
+    case = build(name, device)
     with _recorded() as said:
         twin = overlapc.optimize(case.model, memory_budget=budget, solver="heu")
         try:
@@ -63,13 +71,13 @@ def optimized(name: str, budget: int | float | None) -> Outcome:
             if isinstance(budget, int):
                 return Outcome(f"{SILENT} refusal", f"the budget that was named, too: {error}")
             torch._dynamo.reset()
-            return optimized(name, error.smallest_bytes)
+            return optimized(name, error.smallest_bytes, device)
     return _judge(wanted, found, bool(twin.reports), said, twin.explain(), twin.unchanged)
 
 
-def stepped(name: str) -> Outcome:
+def stepped(name: str, device: str = "cpu") -> Outcome:
     """`TrainStep` of two microbatches against plain accumulation."""
-    case = build(name)
+    case = build(name, device)
     step_loss = _loss(case)
     batches = [_leaves(case)] * STEPS
     torch.manual_seed(7)
@@ -78,7 +86,7 @@ def stepped(name: str) -> Outcome:
         results.append(step_loss(case.model, *given))
         results[-1].backward()
     wanted = _state(case.model, results)
-    case = build(name)
+    case = build(name, device)
     with _recorded() as said:
         step = overlapc.TrainStep(case.model, _loss(case), solver="heu")
         torch.manual_seed(7)
@@ -127,7 +135,7 @@ def _train(case: Case, model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for step in range(STEPS):
         case.model.zero_grad()
-        with case.around():
+        with case.around(case.device):
             outputs = model(*case.args, **case.kwargs)
         objective(outputs).backward()
         results = [out for out in leaves(outputs) if isinstance(out, Tensor)]
@@ -143,7 +151,7 @@ def _train(case: Case, model: nn.Module) -> dict[str, Any]:
 
 def _state(model: nn.Module, results: Sequence[Any]) -> dict[str, Any]:
     found = {f"result {i}": bits(result) for i, result in enumerate(results)}
-    found["random state"] = bits(torch.get_rng_state())
+    found["random state"] = random_state()
     for name, parameter in model.named_parameters():
         found[f"gradient of {name}"] = bits(parameter.grad)
     for name, buffer in model.named_buffers():
@@ -167,7 +175,8 @@ def _leaves(case: Case) -> tuple[Any, ...]:
 
 
 def _loss(case: Case) -> Callable[..., Tensor]:
-    count, names, around = len(case.args), tuple(case.kwargs), case.around
+    count, names = len(case.args), tuple(case.kwargs)
+    around = functools.partial(case.around, case.device)
 
     def loss(model: nn.Module, *given: Any) -> Tensor:
         with around():

@@ -24,18 +24,18 @@ from tests.zoo_public.vision_ops import declare
 
 LIBRARIES = ("transformers", "timm", "diffusers", "peft")
 WAYS = {
-    "optimize": lambda name: optimized(name, None),
-    "optimize, half the activations": lambda name: optimized(name, 0.5),
+    "optimize": lambda name, device: optimized(name, None, device),
+    "optimize, half the activations": lambda name, device: optimized(name, 0.5, device),
     "TrainStep, 2 microbatches": stepped,
 }
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-def outcome(name: str, way: str) -> Outcome:
+def outcome(name: str, way: str, device: str = "cpu") -> Outcome:
     declare()
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    return WAYS[way](name)
+    return WAYS[way](name, device)
 
 
 def main(words: list[str]) -> None:
