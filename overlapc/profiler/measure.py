@@ -147,6 +147,8 @@ def _run(replay: Replay, passes: int | None) -> _Found:
         op.name: Cost(times[op.signature], 0, workspace.get(op.name, 0), "measured")
         for op in replay.captured.trace.ops
     }
+    if replay.drops:
+        conditions["dropped"] = "what the forward keeps, for want of memory"
     if replay.lacking:
         conditions["made_up"] = f"{len(replay.lacking)} of the graph's inputs"
     if memory.otherwise:
@@ -314,7 +316,7 @@ class _Memory:
             ]
             for storage in self.holds[name]:
                 self.readers[storage] += 1
-        for dead in step.frees:
+        for dead in (*step.frees, *step.drops):
             self._leave(dead.name)
 
     def _enter(self, name: str, value: Any, is_input: bool = False) -> None:
@@ -323,7 +325,8 @@ class _Memory:
         for storage in self.holds[name]:
             first = self.alive.setdefault(storage, name)
             self.readers[storage] = self.readers.get(storage, 0) + 1
-            if not is_input and len(self.holds[name]) == 1 and self.values[name].storage != first:
+            alone = not is_input and len(self.holds[name]) == 1 and not self.replay.drops
+            if alone and self.values[name].storage != first:
                 self.otherwise.append(name)
 
     def _leave(self, name: str) -> None:

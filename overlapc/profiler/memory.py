@@ -1,4 +1,5 @@
-"""`measure_peak` measures the most memory that one call of a function holds at a time.
+"""`measure_peak` measures the most memory that one call of a function holds at a time;
+`available_bytes` says how much there is.
 
 The peak is counted in bytes above the level at the call. On a GPU the caching allocator keeps
 that count. On a CPU it is rebuilt from the allocator's own events, which PyTorch's profiler
@@ -7,13 +8,14 @@ records with their addresses.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["measure_peak"]
+__all__ = ["available_bytes", "measure_peak"]
 
 
 def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
@@ -43,6 +45,19 @@ def measure_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -
         fn()
     recorded: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     return peak_of(_cpu_allocations(recorded.experimental_event_tree()))
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how many bytes a process may still allocate on the device, as far as is known."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            (line,) = (line for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError):
+        return sys.maxsize
+    return int(line.split()[1]) * 1024
 
 
 def peak_of(changes: Iterable[tuple[int, int, int]]) -> int:

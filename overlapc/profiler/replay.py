@@ -4,6 +4,9 @@ A replay behaves like a training step: values die after their last reader, and m
 copies of the caller's tensors). Every run draws the same random numbers and so has the same
 data-dependent sizes. Measurements are watchers: `Watcher.before` and `after` are called around each
 node.
+
+A graph that is measured to be recomputed may not fit in memory uncut. Then a replay drops what only
+the backward will read, and reads noise in its place: an op takes as long on that.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from overlapc.errors import CaptureError, OverlapcError
-from overlapc.passes.nodes import is_start
+from overlapc.ir import Value
+from overlapc.passes.nodes import is_folded_getitem, is_start
 from overlapc.passes.storages import hint
 from overlapc.passes.trace import Captured
 from overlapc.profiler.link_model import Collective
 from overlapc.profiler.links import collective_of, tensors
+from overlapc.profiler.memory import available_bytes
 
 __all__ = ["Replay", "Step", "Watcher"]
+
+_MOST = 0.8  # of the available memory, for what the forward keeps
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Step:
     is_start: bool
     may_write: bool
     frees: tuple[fx.Node, ...]  # nothing reads these nodes afterwards
+    drops: tuple[fx.Node, ...] = ()  # of these the backward will read noise
 
 
 class Watcher(Protocol):
@@ -52,7 +60,8 @@ class Replay:
     """A captured graph and its inputs, made ready to run.
 
     Missing or fake inputs are made up from the graph: noise, and zeros for integers. CaptureError
-    if an input can be neither.
+    if an input can be neither. `drops`: whether the forward's values are dropped; by default if
+    they would not fit.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class Replay:
         captured: Captured,
         primals: Sequence[Any] | None = None,
         tangents: Sequence[Any] | None = None,
+        drops: bool | None = None,
     ) -> None:
         self.captured = captured
         self.symbols: dict[Any, int] = {}  # symbol of a size -> its real value
@@ -75,6 +85,10 @@ class Replay:
             [t for n in nodes for t in tensors(self.inputs.get(n, n.meta.get("val")))]
         )
         self._random_state: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        crossing = self._crossing()
+        held = sum({v.storage: v.bytes for v in map(self._value, crossing)}.values())
+        self.drops = held > _MOST * available_bytes(self.device) if drops is None else drops
+        self._dropped = crossing if self.drops else {}
         self.steps = self._steps()
         self.groups = list(dict.fromkeys(call.group for call in self.calls().values()))
 
@@ -116,7 +130,7 @@ class Replay:
             env[node] = _attribute(joint, str(node.target))
 
         def value(node: fx.Node) -> Any:
-            if node in self.lacking and node not in env:
+            if node not in env and (node in self.lacking or node in self._dropped):
                 # made at its first reader, when all sizes are known
                 env[node] = self._make_up(node)
             return env[node]
@@ -134,7 +148,7 @@ class Replay:
                     result = node.target(*args, **kwargs)  # type: ignore[operator]
                 env[node] = result
                 del args, kwargs
-                for dead in step.frees:
+                for dead in (*step.frees, *step.drops):
                     env.pop(dead, None)
                 watcher.after(step, result)
                 if step.is_start and not alone:
@@ -220,7 +234,8 @@ class Replay:
             made.fill_(1)
         else:
             made.normal_(std=0.02)
-        if all(isinstance(n, int) or n.node.has_hint() for n in expected.shape):
+        fixed = all(isinstance(n, int) or n.node.has_hint() for n in expected.shape)
+        if fixed and node in self.lacking:
             self.inputs[node] = made  # its size is the same in every run: keep it
         return made
 
@@ -245,8 +260,38 @@ class Replay:
 
     # ------------------------------------------------------------------ steps
 
+    def _value(self, node: fx.Node) -> Value:
+        return self.captured.trace.value[node.name]
+
+    def _crossing(self) -> dict[fx.Node, fx.Node]:
+        """The values that a step without recompute keeps for its backward, and that may be noise;
+        each with the last node of the forward that reads it."""
+        joint, trace = self.captured.joint, self.captured.trace
+        calls = [node for node in joint.graph.nodes if node.op == "call_function"]
+        inputs = {value.storage for value in trace.values if value.name in trace.kinds}
+        place = {node: i for i, node in enumerate(calls)}
+
+        def is_forward(node: fx.Node) -> bool:
+            maker = node.args[0] if is_folded_getitem(node) else node
+            return maker.name in trace.op and trace.op[maker.name].is_forward
+
+        found = {}
+        for node in calls:
+            val = node.meta.get("val")
+            is_noise = isinstance(val, torch.Tensor) and val.is_floating_point()
+            if not is_noise or not is_forward(node) or node.name not in trace.value:
+                continue
+            early = [user for user in node.users if user in place and is_forward(user)]
+            crosses = len(early) < sum(user in place for user in node.users)
+            if crosses and self._value(node).storage not in inputs:
+                found[node] = max([node, *early], key=place.__getitem__)
+        return found
+
     def _steps(self) -> tuple[Step, ...]:
         graph, trace = self.captured.joint.graph, self.captured.trace
+        drops: dict[fx.Node, list[fx.Node]] = {}
+        for node, reader in self._dropped.items():
+            drops.setdefault(reader, []).append(node)
         calls = [node for node in graph.nodes if node.op == "call_function"]
         last = {node: node for node in calls}
         for reader in (*calls, *graph.find_nodes(op="output")):
@@ -263,6 +308,7 @@ class Replay:
                 is_start=is_start(node),
                 may_write=_may_write(node.target),
                 frees=tuple(dying.get(node, ())),
+                drops=tuple(drops.get(node, ())),
             )
             for node in calls
         )
@@ -291,7 +337,7 @@ def _reason(error: Exception) -> str:
     first = text.splitlines()[0] if text else type(error).__name__
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         return (
-            f"measuring ran out of memory, since it keeps what a step without recompute keeps: "
-            f'{first}; plan with profile="estimate", or on a smaller batch'
+            f'measuring ran out of memory: {first}; plan with profile="estimate", or on a smaller '
+            "batch"
         )
     return f"this op cannot be run to be measured: {type(error).__name__}: {first}"

@@ -23,8 +23,10 @@ from overlapc.profiler import measure as measure_module
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.link_model import Curve, LinkModel
 from overlapc.profiler.measure import measure, retime
+from overlapc.profiler.memory import measure_peak
 from overlapc.profiler.replay import Replay
 from tests.torch.names import scatter_single
+from tests.torch.zoo import KINDS
 
 WIDTH, ROWS = 64, 32
 
@@ -449,3 +451,65 @@ def test_an_uneven_all_to_all_counts_what_crosses_the_link(monkeypatch: Any) -> 
     row = 8 * 4
     assert links.collective_of(node, int).bytes == 7 * row * 4 // 3
     assert links.collective_of(node).bytes == 11 * row
+
+
+class Watched:
+    """Notes which nodes ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def before(self, step: Any) -> None: ...
+
+    def after(self, step: Any, result: Any) -> None:
+        self.ran.append(step.node.name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_replay_may_drop_what_the_forward_keeps(name: str) -> None:
+    kind = KINDS[name]
+    with kind.world():
+        torch.manual_seed(1)
+        model, batch = kind.make(), kind.batches()[0]
+        try:
+            captured = capture(model, *batch.args, **batch.kwargs)
+        except CaptureError:
+            pytest.skip("it is several graphs")
+        ran = []
+        for drops in (False, True):
+            replay, watched = Replay(captured, drops=drops), Watched()
+            with torch.no_grad():
+                for _ in range(2):
+                    replay.run(watched)
+            ran.append(watched.ran)
+    assert ran[0] == ran[1]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)).exp()
+        return x.sum()
+
+
+def test_a_graph_that_fits_with_recompute_alone_is_measured(monkeypatch: Any) -> None:
+    model, x = Deep(), torch.randn(512, 32)
+    captured = capture(model, x)
+    given = primals_of(model, x)
+    peaks, costs = [], []
+    for available in (1 << 40, 1 << 20):
+        monkeypatch.setattr("overlapc.profiler.replay.available_bytes", lambda *_, n=available: n)
+        replay = Replay(captured, given)
+        assert replay.drops == (available == 1 << 20)
+        with torch.no_grad():
+            peaks.append(measure_peak(lambda r=replay: r.run(Watched())))
+        profile, sizes = measure(captured, given, passes=1)
+        assert ("dropped" in profile.conditions) == replay.drops
+        assert "aliasing" not in profile.conditions
+        costs.append(({n: c.workspace_bytes for n, c in profile.costs.items()}, sizes))
+    assert peaks[1] < 0.25 * peaks[0]
+    assert costs[0] == costs[1]
