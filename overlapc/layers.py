@@ -217,6 +217,11 @@ def _refuse_again(name: str, count: int) -> None:
         )
 
 
+def slices_now() -> int:
+    """How many slices of a batch a model is called with."""
+    return _count
+
+
 @contextlib.contextmanager
 def sliced(count: int) -> Iterator[None]:
     """While this is on, a model is called with one of so many slices of a batch."""

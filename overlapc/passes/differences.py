@@ -19,7 +19,8 @@ the model or from Dynamo and can only be named:
 - hooks on results, which are traced into the backward, behind hooks that are set outside;
 - custom Functions that call `set_materialize_grads`, which Dynamo ignores (`asked`, too);
 - functions of TorchScript, which eager runs by an executor of its own (`asked`, too);
-- functions whose gradient or cast has another formula when PyTorch traces (`_FORMULAS`).
+- functions whose gradient or cast has another formula when PyTorch traces (`_FORMULAS`);
+- cross entropy with weights and smoothed labels.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import operator
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
@@ -147,6 +150,11 @@ def differences(graph: fx.GraphModule) -> list[str]:
         name = _name(node)
         if _is_numpys(node) and not _is_alike(node):
             lines.append(f"{line_of(node)}: {name}: numpy is traced as torch, whose kernels it has")
+        if _smooths_weighted(node):
+            lines.append(
+                f"{line_of(node)}: cross_entropy with weights and smoothed labels: eager sums the "
+                "weights of targets that are not to be ignored, a trace those of all"
+            )
         if name in _FORMULAS and _learns(node):
             lines.append(f"{line_of(node)}: {name}: {_FORMULAS[name]}")
         if name.rstrip("_") == "masked_fill" and _learns(_value_of(node)):
@@ -267,6 +275,13 @@ def _inside_of(node: fx.Node) -> Iterator[fx.Node]:
         inner = getattr(node.graph.owning_module, str(given.target), None)
         if given.op == "get_attr" and isinstance(inner, fx.GraphModule):
             yield from inner.graph.nodes
+
+
+def _smooths_weighted(node: fx.Node) -> bool:
+    if node.target is not F.cross_entropy:
+        return False
+    given = signature(F.cross_entropy).bind(*node.args, **node.kwargs).arguments
+    return given.get("weight") is not None and bool(given.get("label_smoothing"))
 
 
 def _changes_an_input(node: fx.Node) -> bool:

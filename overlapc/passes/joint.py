@@ -31,12 +31,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError
-from overlapc.layers import as_here
+from overlapc.layers import as_here, slices_now
 from overlapc.passes.aot import as_boxed, export, lasting, metas_of, views_of, without_backward
 from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
 from overlapc.passes.differences import asked, differences
 from overlapc.passes.guarding import guarding, hands_on
 from overlapc.passes.in_dynamo import collectives_in_graphs
+from overlapc.passes.means import weigh_means
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.stubs import never, stubs
@@ -105,6 +106,7 @@ class Joint:
     views: tuple[bool, ...] = ()  # by result of Dynamo's graph: a view of another or of an input?
     arguments: Sequence[Any] = ()  # of Dynamo's graph; set only during `adopt`
     hands_on: bool = False  # does what a call does depend on the calls before it?
+    weighs: bool = False  # are means weighed with the slice's share of the batch's targets?
     # gradients and autocast as in the call that was traced
     as_called: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
@@ -206,6 +208,7 @@ class Traced:
             captured = trace_joint(traced, results, inner_places(traced, static))
             joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
             joint.arguments, joint.hands_on, joint.as_called = arguments, has_order, self._here
+            joint.weighs = weighs
             run, joint.arguments = self._adopt(joint), ()
             return joint
 
@@ -226,7 +229,7 @@ class Traced:
 
         refuse_subclasses(arguments)
         self.differences += differences(graph)
-        has_order = hands_on()
+        has_order, weighs = hands_on(), weigh_means(graph, slices_now())
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))

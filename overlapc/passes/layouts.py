@@ -26,32 +26,51 @@ from overlapc.passes.shared_changes import replaced
 aten = torch.ops.aten
 
 # Found by running the ops of PyTorch's own op tests, and layers, forwards and backwards, on inputs
-# and gradients of several layouts, both real and fake.
+# and gradients of several layouts, both real and fake, with torch 2.11, 2.12 and 2.13. (fft, the
+# scatters and pads differ before 2.13.)
 _OTHERWISE = {
     aten._batch_norm_with_update_functional.default,
+    aten._fft_c2c.default,
+    aten._fft_c2r.default,
+    aten._fft_r2c.default,
     aten._log_softmax_backward_data.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
     aten.batch_norm_backward.default,
+    aten.binary_cross_entropy_backward.default,
     aten.channel_shuffle.default,
     aten.copysign.Tensor,
     aten.cudnn_batch_norm.default,
     aten.cudnn_batch_norm_backward.default,
+    aten.diagonal_scatter.default,
     aten.div.Tensor_mode,
     aten.elu_backward.default,
     aten.floor_divide.default,
+    aten.glu_backward.default,
     aten.hardsigmoid_backward.default,
     aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.heaviside.default,
+    aten.huber_loss.default,
     aten.huber_loss_backward.default,
+    aten.leaky_relu_backward.default,
     aten.log_sigmoid_backward.default,
     aten.log_sigmoid_forward.default,
+    aten.logaddexp.default,
+    aten.logaddexp2.default,
+    aten.logical_and.default,
     aten.logical_or.default,
+    aten.logical_xor.default,
+    aten.logit_backward.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
     aten.mse_loss_backward.default,
     aten.native_batch_norm.default,
     aten.native_batch_norm_backward.default,
     aten.native_dropout_backward.default,
     aten.native_layer_norm_backward.default,
+    aten.nll_loss2d_forward.default,
     aten.pow.Scalar,
     aten.reflection_pad1d.default,
     aten.reflection_pad1d_backward.default,
@@ -65,9 +84,14 @@ _OTHERWISE = {
     aten.replication_pad2d_backward.default,
     aten.replication_pad3d.default,
     aten.replication_pad3d_backward.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
     aten.smooth_l1_loss_backward.default,
     aten.soft_margin_loss_backward.default,
     aten.softplus_backward.default,
+    aten.special_xlog1py.default,
+    aten.threshold_backward.default,
+    aten.xlogy.Tensor,
 }
 Strides = list[tuple[int, ...] | None]
 
@@ -113,7 +137,7 @@ def _asked(known: dict[Any, Strides], op: Any, args: Any, kwargs: Any) -> Stride
             given, named = tree_unflatten(tree_map_only(Tensor, _empty, leaves), spec)
             try:
                 made = op(*given, **named)
-            except RuntimeError:  # no memory is left for it: the fake kernel's strides stay
+            except (RuntimeError, IndexError):  # no memory is left for it: the fake strides stay
                 return []
         known[key] = [x.stride() if isinstance(x, Tensor) else None for x in tree_leaves(made)]
     return known[key]
@@ -124,7 +148,8 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _empty(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made if made.is_floating_point() or made.is_complex() else made.zero_()  # an index
 
 
 def _restrided(mode: FakeTensorMode, made: Any, strides: Strides) -> Any:

@@ -21,6 +21,7 @@ from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.layers import beside, in_turn, sliced
 from overlapc.passes.draws import Draw, Drawn, Whole, drawing, draws_of
 from overlapc.passes.joint import Joint
+from overlapc.passes.means import Weighing
 from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import changed_inputs
 from overlapc.passes.untraced import Raised
@@ -176,6 +177,7 @@ class _BothWays:
         self.draws = draws
         self.model, self._forward, self.batch, self.each = model, forward, batch, each
         self.tolerance, self.backward = tolerance_of(joint.captured), bool(joint.tangents)
+        self.weighs = joint.weighs
         self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
         self.ways: tuple[Way, ...] = ()
         self.ends: tuple[str, ...] = ()  # the last results, which are in objects
@@ -301,9 +303,11 @@ class _BothWays:
         wholes: list[Whole] = []
 
         def drawn(k: int, part: Any) -> Any:
-            if len(parts) == 1 or not self.draws:
-                return run(k, part)
-            with Drawn(self.draws, wholes, k):
+            with ExitStack() as stack:
+                if len(parts) > 1 and self.draws:
+                    stack.enter_context(Drawn(self.draws, wholes, k))
+                if len(parts) > 1 and self.weighs:
+                    stack.enter_context(Weighing(len(parts)))
                 return run(k, part)
 
         if self.totals and len(parts) > 1:

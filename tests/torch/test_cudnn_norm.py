@@ -26,8 +26,8 @@ def forward(
 
 
 def backward(
-    x: Tensor, grad: Tensor, weight: Tensor, mean: Any, var: Any, saved: Any, inverse: Any, eps: Any,
-    _: Tensor,
+    x: Tensor, grad: Tensor, weight: Tensor, mean: Any, var: Any, saved: Any, inverse: Any,
+    eps: Any, _: Tensor,
 ) -> Any:  # fmt: skip
     return torch.ops.aten.native_batch_norm_backward(
         grad, x, weight, None, None, saved, inverse, True, eps, [True, True, True]

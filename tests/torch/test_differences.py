@@ -390,6 +390,24 @@ def test_bodies_of_functions_and_checkpoints_are_looked_at(what: str, said: str)
     assert any(said in line for line in planned(Within(what), torch.randn(4, 8)).differences)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weights_of_smoothed_labels(smoothing: float) -> None:
+    class Smoothed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 20)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            weight = torch.linspace(0.5, 2.0, 20)
+            return F.cross_entropy(self.linear(x), targets, weight, label_smoothing=smoothing)
+
+    torch.manual_seed(0)
+    targets = torch.randint(0, 20, (24,))
+    targets[::3] = -100
+    twin = planned(Smoothed(), torch.randn(24, 8), targets)
+    assert any("smoothed labels" in line for line in twin.differences) == (smoothing > 0)
+
+
 class Hooked(nn.Module):
     """Sets a hook behind the first use of a tensor, which may be a result."""
 
