@@ -200,17 +200,16 @@ class Traced:
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            found = adopt(traced, num_fwd_outputs, static_lifetime_input_indices or ())
-            return stubs(found.captured)
+            return stubs(adopt(traced, num_fwd_outputs, static_lifetime_input_indices or ()))
 
-        def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> Joint:
+        def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> Captured:
             nonlocal run, joint
             captured = trace_joint(traced, results, inner_places(traced, static))
             joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
-            joint.arguments, joint.hands_on, joint.as_called = arguments, has_order, self._here
-            joint.weighs = weighs
+            joint.hands_on, joint.weighs, joint.as_called = has_order, weighs, self._here
+            joint.arguments = arguments
             run, joint.arguments = self._adopt(joint), ()
-            return joint
+            return captured
 
         def runs(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
             if run is None and self._alone:

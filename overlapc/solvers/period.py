@@ -19,11 +19,11 @@ recompute in. Recompute of one block may run in the windows of blocks whose back
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 import highspy
 import pulp
@@ -141,8 +141,9 @@ class Policy:
     """The program of one period: in how many of its blocks to keep each class of storage.
 
     `again` is the assumed share of a recomputed collective that stays exposed. Between solutions
-    only the bytes that must stay free change. `quick`: it is solved without heuristics that
-    take half of the time, and of equal solutions another may be found.
+    only the bytes that may be kept change. `quick`: it is solved without heuristics that take half
+    of the time. `reuses`: what is best of so many bytes, and takes fewer, is best of all between.
+    With either another of equal solutions may be found.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Policy:
         totals: Totals,
         again: float = EXPOSED,
         quick: bool = False,
+        reuses: bool = False,
     ) -> None:
         unit = max(1, totals.compute) / 1000
         program = pulp.LpProblem("period", pulp.LpMinimize)
@@ -184,10 +186,13 @@ class Policy:
                 if alike and given in period.maker and period.maker[given].name != op.name:
                     program += keep[given] + run[period.maker[given].name] >= run[op.name]
         self._megabyte = max([1, *period.bytes]) / 100
-        self._left: int | None = None  # bytes of the budget that are left to kept storages
-        if problem.budget_bytes is not None:
-            self._left = problem.budget_bytes - totals.bytes - period.bytes_of_block
-            program += pulp.lpSum(self._kept(problem, period, keep)) <= 0
+        self._always = totals.bytes + period.bytes_of_block  # beside what is kept
+        self._is_limited = problem.budget_bytes is not None
+        self._bytes = [self._kept_bytes(problem, period, c) for c in range(len(keep))]
+        if self._is_limited:
+            program += pulp.lpSum(map(operator.mul, self._bytes, keep)) <= 0
+        self._reuses = reuses
+        self._known: list[tuple[float, float, dict[int, int]]] = []  # least and most bytes: kept
         engine = pulp.HiGHS(msg=False, threads=1, gapRel=GAP)
         engine.createAndConfigureSolver(program)
         engine.buildSolverModel(program)
@@ -198,23 +203,32 @@ class Policy:
         # A column in no row and without a cost is not in the program, and stays at zero.
         self._columns = [getattr(column, "index", None) for column in keep]
 
-    def _kept(self, problem: Problem, period: Period, keep: list[Any]) -> Iterator[Any]:
-        """Bytes that are kept, for every microbatch in flight; the block at work has all of its
-        storages, kept or not."""
-        for c, column in enumerate(keep):
-            blocks = period.blocks[c]
-            copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
-            yield period.bytes[c] / self._megabyte * copies * column
+    def _kept_bytes(self, problem: Problem, period: Period, c: int) -> float:
+        """What keeping a class in one block takes, for every microbatch in flight; the block at
+        work has all of its storages, kept or not."""
+        blocks = period.blocks[c]
+        copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
+        return period.bytes[c] / self._megabyte * copies
 
-    def keep(self, room: int) -> dict[int, int] | None:
-        """How many of each class to keep if `room` bytes must stay free; None if that is
+    def keep(self, most_bytes: int | None) -> dict[int, int] | None:
+        """How many of each class to keep if all may take so many bytes; None if that is
         impossible."""
+        limit = math.inf if most_bytes is None else (most_bytes - self._always) / self._megabyte
+        for least, most, known in self._known:
+            if least <= limit <= most:
+                return known
+        found = self._solved(limit)
+        if found is not None and self._reuses:
+            taken = sum(self._bytes[c] * count for c, count in found.items())
+            self._known.append((taken, limit, found))
+        return found
+
+    def _solved(self, limit: float) -> dict[int, int] | None:
         highs = self._highs
         highs.clearSolver()  # so that a solution does not depend on earlier ones
         highs.setOptionValue("time_limit", highs.getRunTime() + SECONDS)
-        if self._left is not None:
-            row = highs.getNumRow() - 1
-            highs.changeRowBounds(row, -highspy.kHighsInf, (self._left - room) / self._megabyte)
+        if self._is_limited:
+            highs.changeRowBounds(highs.getNumRow() - 1, -highspy.kHighsInf, limit)
         highs.run()
         if not math.isfinite(highs.getInfo().objective_function_value):
             return None
@@ -236,13 +250,21 @@ class Periodic:
         needs: Needs | None = None,
         period: Period | None = None,
         quick: bool = False,
+        reuses: bool = False,
     ) -> None:
         self.problem, self.needs = problem, needs or Needs(problem.trace)
         self.period = period or Period(problem, self.needs, repeated_blocks(problem))
-        policy = cache(partial(Policy, problem, self.period, Totals.of(problem), quick=quick))
-        self.keep = cache(lambda room, again: policy(again).keep(room))
+        totals, how = Totals.of(problem), {"quick": quick, "reuses": reuses}
+        self._policy = cache(partial(Policy, problem, self.period, totals, **how))
         self.least_room = cache(self._least_room)
         self.peak = cache(partial(_peak_on_demand, problem))  # of a choice
+
+    def within(self, budget_bytes: int) -> Periodic:
+        """The same with another limit."""
+        other = copy.copy(self)
+        other.problem = replace(self.problem, budget_bytes=budget_bytes)
+        other.least_room = cache(other._least_room)
+        return other
 
     def _least_room(self, again: float) -> int | None:
         """Correct the program's guess at memory: find the least room, maybe negative, with which
@@ -273,7 +295,8 @@ class Periodic:
 
     def choice_with(self, room: int, how: str = "", again: float = EXPOSED) -> Choice | None:
         """The best choice with which `room` bytes stay free; None if that is impossible."""
-        keep = self.keep(room, again)
+        budget = self.problem.budget_bytes
+        keep = self._policy(again).keep(None if budget is None else budget - room)
         return None if keep is None else self.period.choice(self.needs, keep, how)
 
 
