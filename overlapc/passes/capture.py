@@ -11,8 +11,10 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
+from overlapc.layers import slices_now
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.collectives import Raw
+from overlapc.passes.means import Weighing
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.trace import Captured, trace_joint
 
@@ -40,6 +42,8 @@ def _captured(model: torch.nn.Module, args: Any, kwargs: Any) -> Captured:
     with contextlib.ExitStack() as stack, preserve_node_meta(), _named_modules(model):
         if not are_fake(given):  # a plan made on fake tensors runs elsewhere
             stack.enter_context(as_eager())
+        if slices_now() > 1:
+            stack.enter_context(Weighing(slices_now()))
         raw = Raw()
         stack.callback(model.register_forward_pre_hook(raw.begin).remove)
         try:

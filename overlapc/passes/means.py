@@ -4,7 +4,7 @@ out the targets with their `ignore_index`, of which one slice may have more than
 A slice's mean is weighed with the slice's share of the batch's targets, times the number of slices,
 because their losses are averaged. Where each slice has as many, that is 1 and changes no bit.
 
-`weigh_means` does so in a graph of Dynamo's, `Weighing` where eager runs slices.
+`weigh_means` does so in a graph of Dynamo's, `Weighing` where eager runs a slice, or is traced.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def weigh(loss: Tensor, mine: Tensor, whole: Tensor, count: int) -> Tensor:
 
 
 class Weighing(TorchFunctionMode):
-    """Where it is on, eager weighs the means of one of `count` slices."""
+    """Where it is on, the means of one of `count` slices are weighed when they are taken."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -99,23 +99,12 @@ def weigh_means(module: fx.GraphModule, count: int) -> bool:
         and _counts(mean.target.meta["example_value"])
     ]
     for loss, mean in found:
-        with graph.inserting_before(_first_reader(graph, mean)):  # early, for other slices wait
+        with graph.inserting_before(loss.next):
             mine = graph.call_function(counted, tuple(mean))
             whole = graph.call_function(total, (mine,))
-        with graph.inserting_after(loss):
             weighed = graph.call_function(weigh, (loss, mine, whole, count))
         loss.replace_all_uses_with(weighed, lambda user, but=weighed: user is not but)
         for node in (mine, whole, weighed):
             node.meta = dict(loss.meta)
     module.recompile()
     return bool(found)
-
-
-def _first_reader(graph: fx.Graph, mean: _Mean) -> fx.Node:
-    """The first node that may read what decides which targets count."""
-    left = {mean.target, mean.weight} - {None}
-    for node in graph.nodes:
-        if not left and node.op != "placeholder":
-            return node
-        left.discard(node)
-    raise AssertionError("a graph ends in its output")
