@@ -4,17 +4,23 @@ out the targets with their `ignore_index`, of which one slice may have more than
 A slice's mean is weighed with the slice's share of the batch's targets, times the number of slices,
 because their losses are averaged. Where each slice has as many, that is 1 and changes no bit.
 
+That is right only of a mean over the batch's targets, not over a piece of them (a sample's), and
+only if the mean goes into the results as a summand. So what a graph does with targets and means is
+followed (`_is_of_batch`, `_is_summand`); if one mean does not do, none is weighed.
+
 `weigh_means` does so in a graph of Dynamo's, `Weighing` where eager runs a slice, or is traced.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from overlapc.layers import total
@@ -60,7 +66,7 @@ def counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 def weigh(loss: Tensor, mine: Tensor, whole: Tensor, count: int) -> Tensor:
     """The mean over `mine` targets as one of `count` parts of the mean over the `whole`."""
-    share = (mine * count / whole).to(loss.dtype)
+    share = (mine.double() * count / whole).to(loss.dtype)
     return torch.where(mine > 0, loss, torch.zeros_like(loss)) * share  # of no target it is NaN
 
 
@@ -85,12 +91,15 @@ class Weighing(TorchFunctionMode):
 
 def weigh_means(module: fx.GraphModule, count: int) -> bool:
     """Weigh the means in a graph of one of `count` slices. Return whether there are any: not if one
-    is in a graph within the graph, a checkpoint's say, which runs again without other slices."""
+    is in a graph within the graph, a checkpoint's say, which runs again without other slices, or
+    under `vmap`."""
+    graph = module.graph
     inner = (each for each in module.modules() if each is not module)
     within = (n for each in inner if isinstance(each, fx.GraphModule) for n in each.graph.nodes)
     if count == 1 or any(node.target in _MEANS for node in within):
         return False
-    graph = module.graph
+    if any("_increment_nesting" in _name(node) for node in graph.nodes):
+        return False
     found = [
         (node, mean)
         for node in graph.nodes
@@ -98,6 +107,8 @@ def weigh_means(module: fx.GraphModule, count: int) -> bool:
         and (mean := _mean_of(node.target, node.args, node.kwargs)) is not None
         and _counts(mean.target.meta["example_value"])
     ]
+    if not all(_is_of_batch(mean.target) and _is_summand(loss) for loss, mean in found):
+        return False
     for loss, mean in found:
         with graph.inserting_before(loss.next):
             mine = graph.call_function(counted, tuple(mean))
@@ -108,3 +119,80 @@ def weigh_means(module: fx.GraphModule, count: int) -> bool:
             node.meta = dict(loss.meta)
     module.recompile()
     return bool(found)
+
+
+# --------------------------------------------------------------------------- what a graph does
+
+# Functions and methods that take a piece of a tensor.
+_PIECES = {"select", "unbind", "chunk", "split", "tensor_split", "narrow", "index_select", "take"}
+# Those that leave a summand one, whatever else they read.
+_SUMS = {
+    *("add", "add_", "iadd", "sub", "sub_", "isub", "neg", "sum", "mean", "stack", "cat"),
+    *("clone", "contiguous", "detach", "float", "double", "to", "view", "reshape", "squeeze"),
+}
+_PRODUCTS = {"mul", "mul_", "imul", "multiply"}
+_QUOTIENTS = {"div", "div_", "truediv", "itruediv"}
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def _before(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and all that it is made of."""
+    seen, left = {node}, [node]
+    while left:
+        yield (one := left.pop())
+        new = [each for each in one.all_input_nodes if each not in seen]
+        seen.update(new)
+        left += new
+
+
+def _is_of_batch(target: fx.Node) -> bool:
+    """Are these the targets of all samples, not a piece of them?"""
+    return not any(_takes_a_piece(node) for node in _before(target))
+
+
+def _takes_a_piece(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.target is not operator.getitem or not isinstance(_value(node.args[0]), Tensor):
+        return _name(node) in _PIECES
+    index: Any = node.args[1]
+    first = index[0] if isinstance(index, tuple) else index
+    if isinstance(first, fx.Node):  # by a mask, all that count are taken
+        return getattr(_value(first), "dtype", None) != torch.bool
+    return first is not Ellipsis and first != slice(None)
+
+
+def _is_summand(loss: fx.Node) -> bool:
+    """Do the graph's results have the loss as a summand, times what is no part of the batch?"""
+    left, seen = [loss], {loss}
+    while left:
+        node = left.pop()
+        for user in node.users:
+            if user.op != "output" and not _keeps(user, node):
+                return False
+            if user not in seen:
+                seen.add(user)
+                left.append(user)
+    return True
+
+
+def _keeps(user: fx.Node, summand: fx.Node) -> bool:
+    name = _name(user)
+    if name in _SUMS:
+        return True
+    others = [node for node in user.all_input_nodes if node is not summand]
+    times = name in _PRODUCTS or (name in _QUOTIENTS and user.args[:1] == (summand,))
+    return times and user.args.count(summand) == 1 and not any(map(_is_data, others))
+
+
+def _is_data(node: fx.Node) -> bool:
+    """Is it made of anything else than parameters?"""
+    given = (each for each in _before(node) if each.op == "placeholder")
+    return any(not isinstance(_value(each), nn.Parameter) for each in given)

@@ -148,6 +148,59 @@ def test_any_targets(name: str, slices: int, ignored: list[int]) -> None:
     torch.testing.assert_close(step_of(model, twin, words, targets), wanted)
 
 
+def each_sample(m: nn.Module, scores: Tensor, targets: Tensor) -> Tensor:
+    means = [F.cross_entropy(scores[i], targets[i]) for i in range(len(scores))]
+    return torch.stack(means).mean()
+
+
+def as_a_sum(m: nn.Module, scores: Tensor, targets: Tensor) -> Tensor:
+    counted = (targets != -100).sum()
+    return flat(m, scores, targets) * counted / targets.numel()
+
+
+@pytest.mark.parametrize("loss", [each_sample, as_a_sum])
+@pytest.mark.parametrize("ignored", [0, 5])
+def test_what_is_no_mean_over_the_batch_is_not_weighed(loss: Any, ignored: int) -> None:
+    model = made(loss)
+    twin = optimize(model, slices=2, **OPTIONS)
+    for seed, padded in ((0, ignored), (1, 3), (2, 5)):
+        inputs = batch(seed, padded)
+        torch.testing.assert_close(step_of(model, twin, *inputs), step_of(model, model, *inputs))
+
+
+def masked_later(m: nn.Module, scores: Tensor, targets: Tensor) -> Tensor:
+    targets = targets.clone()
+    targets[targets == 3] = -100
+    return F.cross_entropy(scores.transpose(1, 2), targets) * 0.5 + m.out.bias.square().sum()
+
+
+def test_targets_that_the_model_masks_itself() -> None:
+    model = made(masked_later)
+    twin = optimize(model, slices=2, **OPTIONS)
+    for seed in range(3):
+        inputs = batch(seed, 0)
+        torch.testing.assert_close(step_of(model, twin, *inputs), step_of(model, model, *inputs))
+
+
+def test_in_double_precision_a_share_is_as_precise() -> None:
+    model = made(flat).double()
+    twin = optimize(model, slices=2, **OPTIONS)
+    for ignored in (0, 7):
+        inputs = batch(1, ignored)
+        found, wanted = step_of(model, twin, *inputs), step_of(model, model, *inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_under_vmap_samples_have_means_of_their_own() -> None:
+    def mapped(m: nn.Module, scores: Tensor, targets: Tensor) -> Tensor:
+        return torch.vmap(F.cross_entropy)(scores, targets).mean()
+
+    model = made(mapped)
+    twin = optimize(model, slices=2, **OPTIONS)
+    inputs = batch(0, 0)
+    torch.testing.assert_close(step_of(model, twin, *inputs), step_of(model, model, *inputs))
+
+
 def test_within_a_checkpoint_a_mean_is_the_slices() -> None:
     """It would run again without the other slices. The first batch shows that it is another."""
 
