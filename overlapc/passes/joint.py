@@ -228,7 +228,7 @@ class Traced:
 
         refuse_subclasses(arguments)
         self.differences += differences(graph)
-        has_order, weighs = hands_on(), weigh_means(graph, slices_now())
+        has_order, weighs = hands_on(), weigh_means(graph, slices_now(), self.differences)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inductor_config.patch(fallback_random=True))
             stack.enter_context(as_eager(arguments))

@@ -24,10 +24,15 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from overlapc.layers import total
+from overlapc.passes.nodes import line_of
 
 __all__ = ["Weighing", "weigh_means"]
 
 _MEANS = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
+_OWN = (
+    "a slice's mean is not weighed with its share of the batch's targets: gradients are another "
+    "where slices have other numbers of targets that are not to be ignored"
+)
 
 
 class _Mean(NamedTuple):
@@ -51,9 +56,9 @@ def _mean_of(function: Any, args: Any, kwargs: Any) -> _Mean | None:
     return _Mean(given["target"], given["weight"], given["ignore_index"])
 
 
-def _counts(target: Tensor) -> bool:
+def _counts(target: Any) -> bool:
     """Are these classes? Probabilities of classes all count."""
-    return not target.is_floating_point()
+    return not (isinstance(target, Tensor) and target.is_floating_point())
 
 
 def counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -89,26 +94,18 @@ class Weighing(TorchFunctionMode):
         return weigh(made, mine, total(mine), self.count)
 
 
-def weigh_means(module: fx.GraphModule, count: int) -> bool:
-    """Weigh the means in a graph of one of `count` slices. Return whether there are any: not if one
-    is in a graph within the graph, a checkpoint's say, which runs again without other slices, or
-    under `vmap`."""
+def weigh_means(module: fx.GraphModule, count: int, lines: list[str]) -> bool:
+    """Weigh the means in a graph of one of `count` slices. Return whether it has any. Not weighed,
+    but added to `lines`, are those in a graph within the graph, a checkpoint's say, which runs
+    again without other slices, those under `vmap`, and all others beside such."""
+    inside = [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+    nodes = [node for each in inside for node in each.graph.nodes] if count > 1 else []
+    found = [(node, mean) for node in nodes if (mean := _mean_at(node)) is not None]
+    mapped = any("_increment_nesting" in _name(node) for node in nodes)
+    if mapped or not all(_may_be_weighed(module, *each) for each in found):
+        lines += [f"{line_of(loss)}: {_name(loss)}: {_OWN}" for loss, _ in found]
+        return False
     graph = module.graph
-    inner = (each for each in module.modules() if each is not module)
-    within = (n for each in inner if isinstance(each, fx.GraphModule) for n in each.graph.nodes)
-    if count == 1 or any(node.target in _MEANS for node in within):
-        return False
-    if any("_increment_nesting" in _name(node) for node in graph.nodes):
-        return False
-    found = [
-        (node, mean)
-        for node in graph.nodes
-        if node.op == "call_function"
-        and (mean := _mean_of(node.target, node.args, node.kwargs)) is not None
-        and _counts(mean.target.meta["example_value"])
-    ]
-    if not all(_is_of_batch(mean.target) and _is_summand(loss) for loss, mean in found):
-        return False
     for loss, mean in found:
         with graph.inserting_before(loss.next):
             mine = graph.call_function(counted, tuple(mean))
@@ -119,6 +116,15 @@ def weigh_means(module: fx.GraphModule, count: int) -> bool:
             node.meta = dict(loss.meta)
     module.recompile()
     return bool(found)
+
+
+def _mean_at(node: fx.Node) -> _Mean | None:
+    mean = _mean_of(node.target, node.args, node.kwargs) if node.op == "call_function" else None
+    return mean if mean is not None and _counts(_value(mean.target)) else None
+
+
+def _may_be_weighed(module: fx.GraphModule, loss: fx.Node, mean: _Mean) -> bool:
+    return loss.graph is module.graph and _is_of_batch(mean.target) and _is_summand(loss)
 
 
 # --------------------------------------------------------------------------- what a graph does

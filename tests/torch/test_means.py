@@ -107,6 +107,7 @@ def test_targets_to_be_ignored_come_later(name: str) -> None:
         with torch.no_grad():
             torch.testing.assert_close(twin(*inputs), wanted[0])
     assert twin.unchanged == step.unchanged == []
+    assert not any("not weighed" in line for line in twin.differences)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -166,6 +167,9 @@ def test_what_is_no_mean_over_the_batch_is_not_weighed(loss: Any, ignored: int) 
     for seed, padded in ((0, ignored), (1, 3), (2, 5)):
         inputs = batch(seed, padded)
         torch.testing.assert_close(step_of(model, twin, *inputs), step_of(model, model, *inputs))
+    (line,) = twin.differences
+    assert "test_means.py" in line
+    assert "a slice's mean is not weighed" in line
 
 
 def masked_later(m: nn.Module, scores: Tensor, targets: Tensor) -> Tensor:
@@ -210,3 +214,6 @@ def test_within_a_checkpoint_a_mean_is_the_slices() -> None:
     model = made(inner)
     with pytest.raises(OptionError, match=re.escape("the loss")):
         optimize(model, slices=2, **OPTIONS)(*batch(0, 7))
+    twin = optimize(model, slices=2, **OPTIONS)
+    step_of(model, twin, *batch(0, 0))
+    assert "a slice's mean is not weighed" in twin.explain()
