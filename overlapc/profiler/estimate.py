@@ -207,7 +207,8 @@ def _attention(node: fx.Node) -> Attention:
         beside = "diagonal" not in name
         keys = rows // 2 if beside else rows
         return Attention(heads, rows, not beside, backward, keys, beside)
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    schema = getattr(node.target, "_schema", None)  # flex_attention has none
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     causal = given.get("is_causal", False) is True
     key = node.args[int(backward) + 1]

@@ -192,7 +192,8 @@ class Policy:
         if self._is_limited:
             program += pulp.lpSum(map(operator.mul, self._bytes, keep)) <= 0
         self._reuses = reuses
-        self._known: list[tuple[float, float, dict[int, int]]] = []  # least and most bytes: kept
+        # least and most bytes -> what is best of them
+        self._known: list[tuple[float, float, dict[int, int] | None]] = []
         engine = pulp.HiGHS(msg=False, threads=1, gapRel=GAP)
         engine.createAndConfigureSolver(program)
         engine.buildSolverModel(program)
@@ -218,9 +219,10 @@ class Policy:
             if least <= limit <= most:
                 return known
         found = self._solved(limit)
+        least = limit
         if found is not None and self._reuses:
-            taken = sum(self._bytes[c] * count for c, count in found.items())
-            self._known.append((taken, limit, found))
+            least = sum(self._bytes[c] * count for c, count in found.items())
+        self._known.append((least, limit, found))
         return found
 
     def _solved(self, limit: float) -> dict[int, int] | None:

@@ -196,7 +196,7 @@ def test_train_step(kind: str) -> None:
         else:
             for batch in each:
                 loss(plain, *batch).backward()
-        options: dict[str, Any] = {"slices": 2} if kind == "slices" else {}
+        options: dict[str, Any] = {"slices": 2} if kind == "slices" else {"pairs": kind == "pairs"}
         step = overlapc.TrainStep(make(), loss, profile="measure", **options)
         torch.manual_seed(3)
         step(each)
