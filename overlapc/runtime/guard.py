@@ -26,6 +26,7 @@ LOOK_S = 0.5
 # An exception that is raised where C++ calls Python and expects none ends the process. So the guard
 # looks often, for so long, for a moment at which the thread is between two lines of Python.
 _OFTEN_S, _PATIENCE_S = 0.001, 1.0
+_SOON = 1_000  # turns of a loop in which an exception that was sent arrives: the first, so far
 _BETWEEN = ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # in names of ops that let others run
 _CALLED_BACK = "/torch/_library/"  # files whose functions PyTorch's dispatcher calls
 # In what collectives say when the process of another rank has ended, or waits no more.
@@ -129,6 +130,7 @@ class _Guard(threading.Thread):
         super().__init__(name="overlapc-guard", daemon=True)
         self.found: str | None = None
         self.resting = False
+        self._sent = False  # has a Lost been sent?
         self._look = look
         self._whom = threading.get_ident()
         self._over = threading.Event()
@@ -152,7 +154,8 @@ class _Guard(threading.Thread):
                 if not until:
                     until = time.monotonic() + _PATIENCE_S
                 if _is_between(self._whom) or time.monotonic() >= until:
-                    _interrupt(self._whom, Lost)
+                    self._sent = True
+                    _interrupt(self._whom)
                     until = 0.0
 
     def rest(self, resting: bool) -> None:
@@ -160,11 +163,18 @@ class _Guard(threading.Thread):
             self.resting = resting
 
     def stop(self) -> None:
-        """Stop raising, and cancel an exception that is on its way."""
+        """Stop raising, and take an exception that is on its way."""
         while not self._over.is_set():
             with contextlib.suppress(Lost), self._lock:
                 self._over.set()
-        _interrupt(self._whom, None)
+        # Python can take an exception back, but then goes on looking for it between any two lines:
+        # all Python is slower, and under a profiler or debugger the next call never ends. So one
+        # more is sent, in the place of any that is on its way, and caught.
+        with contextlib.suppress(Lost):
+            if self._sent:
+                _interrupt(self._whom)
+                for _ in range(_SOON):
+                    pass
 
 
 def _ends(thread: int) -> bool:
@@ -185,6 +195,5 @@ def _is_between(thread: int) -> bool:
     return any(name in op for name in _BETWEEN)
 
 
-def _interrupt(thread: int, error: type[BaseException] | None) -> None:
-    raised = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _interrupt(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Lost))
