@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import time
 import traceback
@@ -147,6 +149,9 @@ def _rank_main(
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A free port that no connection takes meanwhile: those are given ports from 32,768 on."""
+    while True:
+        port = secrets.randbelow(22_000) + 10_000
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
