@@ -133,6 +133,8 @@ def _print(run: Run, top: int) -> None:
         f"compute {run.compute / each:.1f}, traffic {run.traffic / each:.1f} ms, "
         f"{run.exposed / each:.1f} of it exposed, {stalled / each:.1f} ms of neither"
     )
+    if run.warning:
+        print(f"warning: {run.name} {run.warning}")
     print_table([("lane", "busy ms"), *((lane, f"{us / each:.1f}") for lane, us in run.lanes)])
     if run.collectives:
         print()

@@ -26,6 +26,10 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _WORKS = ("gloo:", "nccl:", "mpi:")  # prefixes of a backend's report of a work
 _WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms")
 _NO_OPS = (*_WORKS, "autograd::")
+_HOST_ONLY = (
+    "ran NCCL, but no kernels were recorded: these are the host's times, not the GPU's; record "
+    "with CUDA activities"
+)
 _LATE_US = 20.0  # a kernel that begins so much later than it could waited for the host
 STEP = "ProfilerStep#"
 
@@ -77,6 +81,7 @@ class Run:
     stalls: tuple[tuple[float, float, str], ...]  # (from, how long, next event) while neither ran
     longest: tuple[tuple[str, float, int], ...]  # compute: name, time, number
     ops: tuple[Event, ...] = ()  # PyTorch's, as long as their kernels take, in order
+    warning: str = ""  # why the times are not what they seem
 
     @property
     def exposed(self) -> float:
@@ -94,6 +99,7 @@ class Recording:
     marked: list[Event]  # ranges that the user or the profiler marked on the host
     called: list[Event]  # all ops of PyTorch's
     launches: list[Event]  # the host's calls that launch kernels
+    warning: str = ""  # why the times are not what they seem
 
     @property
     def steps(self) -> list[Event]:
@@ -105,7 +111,7 @@ def read_run(path: StrPath) -> Run:
     """Read a trace file, compressed or not."""
     found = read_recording(path)
     run = _run(found.name, max(1, len(found.steps)), found.compute, found.traffic)
-    return replace(run, ops=tuple(found.ops))
+    return replace(run, ops=tuple(found.ops), warning=found.warning)
 
 
 def read_recording(path: StrPath) -> Recording:
@@ -133,7 +139,9 @@ def read_recording(path: StrPath) -> Recording:
     marked = [event for event in of.get("user_annotation", ()) if event not in works]
     launches = [event for category in _LAUNCHES for event in of.get(category, ())]
     name = printable(Path(path).name)
-    return Recording(name, compute, traffic, ops, marked, called, launches)
+    of_nccl = any(event.name.startswith("nccl:") for event in works)
+    warning = _HOST_ONLY if of_nccl and not on_gpu else ""
+    return Recording(name, compute, traffic, ops, marked, called, launches, warning)
 
 
 def _is_traffic(event: Event) -> bool:

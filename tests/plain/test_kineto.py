@@ -70,6 +70,16 @@ def test_ops_of_a_cpu(tmp_path: Path) -> None:
     assert (reduced.exposed, reduced.beside) == (150, (("aten::gelu", 50),))
 
 
+def test_a_run_on_gpus_without_kernels_is_said_to_have_the_hosts_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [op("aten::mm", 0, 10), op("nccl:all_reduce", 10, 2)]
+    path = written(tmp_path, events)
+    assert main(["trace", str(path)]) == GOOD
+    assert "the host's times, not the GPU's" in capsys.readouterr().out
+    assert not read_run(written(tmp_path, [*events, kernel("gemm", 20, 5, 7)])).warning
+
+
 def test_unions_and_overlaps_are_those_of_points() -> None:
     draw = random.Random(0)
     for _ in range(200):
