@@ -14,6 +14,7 @@ from overlapc.runtime.objects import alike
 # How far slices may be from the uncut batch, relative to a tensor's largest number, by the coarsest
 # type that the graph works with.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+TOLERANCE |= {torch.complex128: TOLERANCE[torch.float64], torch.complex64: TOLERANCE[torch.float32]}
 _NOISE = 0.01  # of the largest number of all gradients: what is smaller is compared with that
 
 
@@ -53,13 +54,21 @@ def distance(one: Any, other: Any, least: float = 0.0) -> tuple[float, str]:
         return (0.0 if alike(one, other) else float("inf")), f"{said[1]} for {said[0]}"
     if one.shape != other.shape:
         return float("inf"), f"of shape {tuple(other.shape)} for {tuple(one.shape)}"
-    if torch.equal(one, other):
+    if torch.equal(one, other):  # which nan does not
         return 0.0, ""
-    if not one.is_floating_point():
+    if not one.is_floating_point() and not one.is_complex():
         return float("inf"), "other numbers"
-    far = _largest(one.detach().double() - other.detach().double())
-    far /= max(_largest(one), least) or 1.0
+    one, other = _numbers(one), _numbers(other)
+    if not one.isfinite().any():
+        return float("inf"), "no number in the uncut batch, so they cannot be compared"
+    same = (one == other) | (one.isnan() & other.isnan())
+    far = _largest((one - other)[~same]) / (max(_largest(one[one.isfinite()]), least) or 1.0)
     return far, f"{far:.2g} of its largest number apart"
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    return real.detach().double()
 
 
 def _largest(tensor: Tensor) -> float:
