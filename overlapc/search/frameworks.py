@@ -135,6 +135,16 @@ _MEGATRON: dict[str, Any] = {
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
 }
+# --grad-reduce-in-bf16: gradients are added up and summed in bf16. Of all of them zeros 2, and what
+# looks for NaNs 2; of a rank's part the copy to float32 6, the norm 4, the clipping 8, Adam 28, the
+# weight's copy 6.
+_MEGATRON_BF16: dict[str, Any] = _MEGATRON | {
+    "buckets": _MEGATRON_BUCKETS,
+    "gradient_bytes": 2,
+    "optimizer_moves": 6 + _MEGATRON_FLOAT32,
+    "held_moves": 2 + 2,
+    "scaling_moves": 2 + 2,
+}
 # Transformer Engine's loss: its kernels move 10 bytes a score, and take as long as 8 bytes at 0.28
 # of B200's peak rate (SimuMax 1.2, its system files), where other kernels reach 0.67.
 _FUSED_LOSS = 8 / 0.28 / (10 / 0.67)
@@ -155,6 +165,18 @@ _MEGATRON_2021: dict[str, Any] = {
     "stragglers": _STRAGGLERS,
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
+}
+# DeepSpeed's bf16_optimizer.py of February 2022, and _bf16_reduce_grads of its pipe/engine.py: beside
+# gradients in bf16 there are those in float32, to which they are added as copies (reads 2 and 4, 4;
+# writes 4, 4); all replicas sum them whole, divided (8), by way of a flat buffer (16).
+_BF16_OPTIMIZER: dict[str, Any] = {
+    "waits": _WAITS_IN_TURN,
+    "shards_optimizer": True,
+    "gradient_bytes": 2 + 4,
+    "summed_bytes": 4,
+    "sums_all": True,
+    "summing_moves": 8 + 16,
+    "added_moves": 2 + 4 + 4 + 4 + 4,
 }
 # As its public sources have it (github.com/Aleph-Alpha/scaling): gradients are copied to a bucket,
 # divided, copied to float32, summed on all replicas, and copied back twice (24 bytes an element).
@@ -222,6 +244,41 @@ FRAMEWORKS = {
             optimizer_moves=34,
             hides_sums=False,
             **_MEGATRON_2021 | {"waits": _WAITS_IN_TURN},
+        ),
+        Framework(
+            "megatron-fp16",
+            "Megatron-LM in fp16: gradients are kept in half precision, and unscaled",
+            **_MEGATRON
+            | {
+                "gradient_bytes": 2,
+                "optimizer_moves": _MEGATRON_HALF,
+                "held_moves": 0,
+                "scaling_moves": 2 + 2,
+            },
+        ),
+        Framework(
+            "megatron-overlap-bf16",
+            "the same as megatron-overlap with --grad-reduce-in-bf16, as NeMo runs it where it is "
+            "measured (grad_sync_dtype bf16 of NeMo 1, grad_reduce_in_fp32=False of NeMo 2)",
+            **_MEGATRON_BF16,
+        ),
+        Framework(
+            "megatron-overlap-bf16-dropout", "the same with dropout", **_MEGATRON_BF16, dropout=True
+        ),
+        Framework(
+            "megatron-deepspeed-zero-1",
+            "Megatron-DeepSpeed in fp16 with an optimizer that is divided over the replicas",
+            optimizer_moves=34,
+            hides_sums=False,
+            **_MEGATRON_2021 | {"waits": _WAITS_IN_TURN, "shards_optimizer": True},
+        ),
+        Framework(
+            "megatron-deepspeed-bf16",
+            "Megatron-DeepSpeed with DeepSpeed's BF16_Optimizer, whose gradients are added up and "
+            "summed in float32 on every replica",
+            optimizer_moves=_MEGATRON_FLOAT32,
+            hides_sums=False,
+            **_MEGATRON_2021 | _BF16_OPTIMIZER,
         ),
         *(
             Framework(
