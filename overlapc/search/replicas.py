@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.fp8 import CAST_BYTES
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     Cluster,
@@ -106,6 +107,8 @@ class Update:
             sum(count * (moves / by + kept) for count, by in zip(held, sharing, strict=True))
             for held in of_rank
         )
+        if cluster.fp8:  # weights become FP8 once a step
+            moved += max(sum(held) for held in of_rank) * CAST_BYTES
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
         optimizer_ns = round(machine.memory_ns(moved))
         shared_ns = _shared_ns(model, cluster, layout, size)
