@@ -24,9 +24,9 @@ from overlapc.search.beside import product_behind
 if TYPE_CHECKING:
     from overlapc.profiler.estimate import Described
 
-# Of an element that becomes FP8: read, and written twice, in rows and in columns, since products take
-# both operands with the dimension last that they sum over; and read before, in a kernel of its own,
-# for the tensor's largest value, if the scale follows from that.
+# Of an element that becomes FP8: read, and written twice, in rows and in columns, since products
+# take both operands with the dimension last that they sum over; and read before, in a kernel of its
+# own, for the tensor's largest value, if the scale follows from that.
 CAST_BYTES, _LOOKED_AT_BYTES = 2 + 1 + 1, 2
 _MULTIPLE = 16  # of which both dimensions of an operand must be
 

@@ -215,23 +215,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     if gpus % (tp * cp * pp):
         divided = f"tp={tp} times pp={pp}" + f" times cp={cp}" * (cp > 1)
         raise ValueError(f"{gpus} GPUs are not a multiple of {divided}")
-    kind = cells.get("cp_comm_type", CP_COMM_TYPES[0])
-    if kind not in comm_types(model, tp, cp):
-        raise ValueError(
-            f"cp_comm_type is {kind!r}, expected one of {', '.join(comm_types(model, tp, cp))}"
-        )
-    layout = Layout(
-        tp,
-        pp,
-        gpus // tp // cp // pp,
-        microbatch,
-        cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
-        cells.get("sequence", "").lower() in _TRUE,
-        max(2, chunks),
-        cp,
-        cells.get("shares_experts", "").lower() in _TRUE,
-        cp_comm_type=kind,
-    )
+    layout = _layout(cells, model, (tp, pp, gpus // tp // cp // pp, microbatch), chunks, cp)
     if layout.stages > model.layers or batch % (layout.dp * microbatch):
         raise ValueError(f"{layout} does not divide {model.layers} layers and the batch")
     framework = find_framework(cells["framework"])
@@ -257,6 +241,28 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         _measured(cells, "step_ms", 1e6),
         _measured(cells, "peak_gb", 1e9),
         cells.get("fits", "true").lower() in _TRUE,
+    )
+
+
+def _layout(
+    cells: Mapping[str, str],
+    model: Transformer,
+    divided: tuple[int, int, int, int],
+    chunks: int,
+    cp: int,
+) -> Layout:
+    """The layout of a row; `divided` are its tp, pp, dp and microbatch."""
+    kind = cells.get("cp_comm_type", CP_COMM_TYPES[0])
+    if kind not in (kinds := comm_types(model, divided[0], cp)):
+        raise ValueError(f"cp_comm_type is {kind!r}, expected one of {', '.join(kinds)}")
+    return Layout(
+        *divided,
+        cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
+        cells.get("sequence", "").lower() in _TRUE,
+        max(2, chunks),
+        cp,
+        cells.get("shares_experts", "").lower() in _TRUE,
+        cp_comm_type=kind,
     )
 
 
