@@ -45,6 +45,17 @@ _ATTENTION_ROWS = 128  # of queries that a block of fused attention works on
 _ATTENTION_RAMP = 512  # keys: a causal kernel's diagonal blocks are half empty
 
 
+def filled(m: int, n: int, batch: int, multiprocessors: int) -> float:
+    """Of the tiles that so many multiprocessors could do in a product's waves, the part that it
+    has, with the tiles that suit it best."""
+    found = 0.0
+    for rows, columns, rate in _TILES:
+        tiles = -(-m // rows) * -(-n // columns) * batch
+        waves = -(-tiles // multiprocessors)
+        found = max(found, rate * m * n * batch / (waves * multiprocessors * rows * columns))
+    return found
+
+
 @dataclass(frozen=True)
 class Kernels:
     """How fast kernels are by their shapes: parts of the peak where a shape fills the machine.
@@ -62,13 +73,8 @@ class Kernels:
     long: Mapping[str, Table] = field(default_factory=dict)
 
     def matmul_part(self, m: int, n: int, k: int, layout: str, batch: int = 1) -> float:
-        filled = 0.0
-        for rows, columns, rate in _TILES:
-            tiles = -(-m // rows) * -(-n // columns) * batch
-            waves = -(-tiles // self.multiprocessors)
-            whole = waves * self.multiprocessors * rows * columns
-            filled = max(filled, rate * m * n * batch / whole)
-        return self.parts[layout] * filled * k / (k + self.ramp)
+        part = filled(m, n, batch, self.multiprocessors)
+        return self.parts[layout] * part * k / (k + self.ramp)
 
     def attention_part(self, heads: int, seq: int, keys: int, kind: str, causal: bool) -> float:
         """Of attention of so many queries to so many keys; heads of all sequences. If `causal`,
@@ -100,6 +106,7 @@ class Hardware:
     kernels: Kernels | None = None  # where they were measured
     total: int = 0  # bytes that CUDA reports; 0: as many as the vendor says
     in_place: float = 0.0  # memory_efficiency of ops that write in place; 0: the same
+    float8: float = 1.0  # the part of its peak that FP8 reaches, beside that of half precision
 
     @property
     def half_flops(self) -> float:
@@ -108,6 +115,7 @@ class Hardware:
 
     def flops_ns(self, flops: float, dtype: str, efficiency: float) -> float:
         peak = self.peak_flops.get(dtype) or self.peak_flops["float32"]
+        peak *= self.float8 if dtype == FP8 else 1.0
         return flops / (peak * efficiency) * 1e9
 
     def memory_ns(self, moved_bytes: float) -> float:
@@ -235,6 +243,7 @@ def format_hardware(machine: Hardware) -> str:
     ]
     lines += [figure("memory.in_place", machine.in_place)] if machine.in_place else []
     lines += ["", "[compute]", figure("compute.launch_ns", machine.launch_ns)]
+    lines += [figure("compute.float8", machine.float8)] if machine.float8 != 1.0 else []
     lines += [
         "# [smallest of m, n, k, part of the peak]",
         figure("compute.matmul_efficiency", machine.matmul_efficiency),
@@ -295,6 +304,7 @@ class _TomlReader:
             kernels=self.kernels() if "kernels" in self.data else None,
             total=int(self.number("memory.total")) if self.has("memory.total") else 0,
             in_place=self.part("memory.in_place") if self.has("memory.in_place") else 0.0,
+            float8=self.part("compute.float8") if self.has("compute.float8") else 1.0,
         )
         for key in _leaves(self.data):  # a misspelt one would change nothing
             read = key in self.sources or key in ("name", "status")

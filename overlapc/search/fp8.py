@@ -2,38 +2,51 @@
 
 As Transformer Engine runs linear layers with a scale for each tensor that follows the tensor itself
 (Megatron's `--fp8-recipe tensorwise`): all three products of a layer take FP8 operands and make
-half precision. An operand becomes FP8 once: activations and weights in the forward, gradients in
-the backward. Attention, norms, the router, the loss and its scores stay as they are. What is kept
-for the backward is counted in half precision, which is more than a run keeps.
+half precision. An operand becomes FP8 once: activations in the forward, gradients in the backward,
+weights once a step, since all microbatches take the same (`is_first_microbatch` of its modules,
+which Megatron's callers set). What tensor-parallel ranks gather for a product is FP8 already
+(`_all_gather_fp8` of its distributed.py). With scales that follow from earlier steps (delayed
+scaling) nothing has to be read for the largest value first. Attention, norms, the router, the loss
+and its scores stay as they are. What is kept for the backward is counted in half precision, which
+is more than a run keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from overlapc.ir import Profile, Trace
+from overlapc.ir import Profile
 from overlapc.profiler.hardware import FP8, Hardware
 from overlapc.profiler.work import Work, work_ns
+from overlapc.search.beside import product_behind
 
-# Of an element that becomes FP8: read for the largest value, read again and written twice, in rows
-# and in columns, since products take both operands with the dimension last that they sum over.
-_CAST_BYTES = 2 + 2 + 1 + 1
-_CAST_KERNELS = 2
+if TYPE_CHECKING:
+    from overlapc.profiler.estimate import Described
+
+# Of an element that becomes FP8: read, and written twice, in rows and in columns, since products
+# take both operands with the dimension last that they sum over; and read before, in a kernel of its
+# own, for the tensor's largest value, if the scale follows from that.
+CAST_BYTES, _LOOKED_AT_BYTES = 2 + 1 + 1, 2
 _MULTIPLE = 16  # of which both dimensions of an operand must be
-# Operands that become FP8 for a product of the forward, of an input's gradient, of a weight's.
-_CAST = {"F": 2, "I": 1, "W": 0}
 
 
 def in_fp8(
-    trace: Trace, profile: Profile, works: Mapping[str, Work], machine: Hardware, experts: int
+    described: Described, profile: Profile, machine: Hardware, experts: int, delayed: bool = False
 ) -> Profile:
     """The profile with the products of layers in FP8; `experts` is the width of the router."""
-    costs = dict(profile.costs)
+    trace, works, costs = described.trace, described.works, dict(profile.costs)
     for op in trace.ops:
         work, cost = works[op.name], costs[op.name]
-        if runs_in_fp8(work, experts) and cost.source == "estimated":
-            costs[op.name] = replace(cost, compute_ns=fp8_ns(machine, work, op.piece.letter))
+        if cost.source == "estimated" and runs_in_fp8(work, experts):
+            took_ns = fp8_ns(machine, work, op.piece.letter, delayed)
+            costs[op.name] = replace(cost, compute_ns=took_ns)
+        elif op.role == "start" and work.traffic is not None and work.traffic[0] == "all_gather":
+            product = product_behind(trace, works, op)
+            if product is not None and runs_in_fp8(works[product.name], experts):
+                kind, size = work.traffic
+                sent_ns = machine.collective_ns(kind, size // 2, *described.group(op, machine))
+                costs[op.name] = replace(cost, comm_ns=sent_ns)
     return replace(profile, costs=costs)
 
 
@@ -46,15 +59,16 @@ def runs_in_fp8(work: Work, experts: int) -> bool:
     return not any(side % _MULTIPLE for side in sides) and experts not in sides
 
 
-def fp8_ns(machine: Hardware, work: Work, letter: str) -> int:
-    """How long the product takes, with what makes its operands FP8."""
+def fp8_ns(machine: Hardware, work: Work, letter: str, delayed: bool = False) -> int:
+    """How long the product takes, with what makes its first operand FP8, an activation in the
+    forward and a gradient in the backward; a product for a weight's gradient finds both."""
     product = work.product
     assert product is not None
     left = product.batch * product.m * product.k
     right = product.batch * product.k * product.n
     less = min(work.moved_bytes, left + right)  # operands are a byte an element, not two
     quick_ns = work_ns(machine, replace(work, dtype=FP8, moved_bytes=work.moved_bytes - less))
-    count = _CAST[letter]
-    cast = (0, left, left + right)[count] * _CAST_BYTES
-    launched_ns = count * _CAST_KERNELS * machine.launch_ns
-    return quick_ns + round(machine.memory_ns(cast)) + launched_ns
+    if letter == "W":
+        return quick_ns
+    moved = left * (CAST_BYTES + (0 if delayed else _LOOKED_AT_BYTES))
+    return quick_ns + round(machine.memory_ns(moved)) + (2 - delayed) * machine.launch_ns

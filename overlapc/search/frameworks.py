@@ -53,6 +53,9 @@ class Framework:
     slower: float = 1.0  # than its kernels alone, for reasons that nobody gave: calibrated
     host_ns: int = 0  # that the host takes for an op
     host_collective_ns: int = 0
+    blocking: bool = False  # each kernel waits until the one before has ended to be launched
+    beside: bool = False  # tensor-parallel traffic runs while products do (search/beside.py)
+    delayed: bool = False  # scales of FP8 follow from earlier steps
     # As how many layers the table of words, and the last norm and the scores, count when stages get
     # as many each, the first of them what is left over
     ends: tuple[int, int] = 0, 0
@@ -64,7 +67,7 @@ class Framework:
     def plan(self, recompute: str) -> str:
         """The solver that plans as this framework runs, by what it recomputes: none, selective,
         full, or of Megatron the modules behind `selective:`."""
-        first = "" if self.name == "overlapc" or not self.hides_sums else "megatron-"
+        first = "" if self.name.startswith("overlapc") or not self.hides_sums else "megatron-"
         kind, colon, _ = recompute.partition(":")
         if kind not in ("none", "selective", "full") or (
             colon and not (first and kind == "selective")
@@ -186,7 +189,9 @@ FRAMEWORKS = {
         Framework(
             "megatron",
             "Megatron-LM with its defaults and a distributed optimizer: kernels of Transformer "
-            "Engine, weight gradients added up in float32 by the matrix product itself",
+            "Engine, weight gradients added up in float32 by the matrix product itself, a loss op "
+            "by op (--cross-entropy-loss-fusion is not the default)",
+            unfused="loss",
             **_MEGATRON,
         ),
         Framework(
@@ -250,11 +255,58 @@ FRAMEWORKS = {
     )
 }
 
-
+# What a run may add to a framework: `megatron-overlap+bf16-gradients`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": True},
+    # Megatron's --tp-comm-overlap
+    "tp-overlap": {"beside": True},
+    # Transformer Engine's FP8 with scales of earlier steps (Megatron's --fp8-recipe delayed)
+    "delayed-scaling": {"delayed": True},
+    # CUDA_LAUNCH_BLOCKING=1
+    "blocking": {"blocking": True},
+    # Megatron's --grad-reduce-in-bf16: of all gradients zeros 2, and what looks for NaNs 2; of a
+    # rank's part the copy to float32 6, and then as Megatron in float32.
+    "bf16-gradients": {
+        "gradient_bytes": 2,
+        "optimizer_moves": 6 + _MEGATRON_FLOAT32,
+        "held_moves": 2 + 2,
+        "scaling_moves": 2 + 2,
+    },
+    # Megatron in fp16, whose gradients are scaled: they are unscaled, which looks for NaNs.
+    "fp16": {
+        "gradient_bytes": 2,
+        "optimizer_moves": _MEGATRON_HALF,
+        "held_moves": 0,
+        "scaling_moves": 2 + 2,
+    },
+    # Of DeepSpeed: an optimizer that is divided over the replicas
+    "zero-1": {"shards_optimizer": True},
+    # DeepSpeed's bf16_optimizer.py of February 2022, and _bf16_reduce_grads of its pipe/engine.py:
+    # beside gradients in bf16 there are those in float32, to which they are added as copies (reads
+    # 2, 4 and 4; writes 4 and 4); all replicas sum them whole, divided (8), by way of a flat
+    # buffer (16).
+    "bf16-optimizer": {
+        "shards_optimizer": True,
+        "gradient_bytes": 2 + 4,
+        "summed_bytes": 4,
+        "sums_all": True,
+        "summing_moves": 8 + 16,
+        "added_moves": 2 + 4 + 4 + 4 + 4,
+        "optimizer_moves": _MEGATRON_FLOAT32,
+    },
+}
 OURS = FRAMEWORKS["overlapc"]
 
 
 def find_framework(name: str) -> Framework:
-    if name not in FRAMEWORKS:
-        raise OptionError(f"framework {name!r}: expected one of {', '.join(FRAMEWORKS)}")
-    return FRAMEWORKS[name]
+    """The framework of that name, with the options behind each `+`."""
+    first, *options = name.split("+")
+    if first not in FRAMEWORKS or not set(options) <= set(OPTIONS):
+        raise OptionError(
+            f"framework {name!r}: expected one of {', '.join(FRAMEWORKS)}; behind it, if anything, "
+            f"+ and one of {', '.join(OPTIONS)}"
+        )
+    found = FRAMEWORKS[first]
+    for option in options:
+        found = replace(found, name=name, **OPTIONS[option])
+    return found

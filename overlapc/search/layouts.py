@@ -176,7 +176,7 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
     """Every layout that divides ranks, heads, layers and batch without remainder. Ranks share
     sequences wherever they can: that sends the same bytes and holds fewer."""
     if cluster.fp8:
-        _check_fp8(model, cluster)
+        check_fp8(model, cluster)
     cp = fixed.cp
     if not find_framework(cluster.framework).of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(
@@ -241,7 +241,7 @@ def _has_ends(model: Model, layout: Layout) -> bool:
         return False
 
 
-def _check_fp8(model: Model, cluster: Cluster) -> None:
+def check_fp8(model: Model, cluster: Cluster) -> None:
     """Raise OptionError if the search cannot say what FP8 gives."""
     hardware, framework = cluster.hardware, cluster.framework
     if FP8 not in load_hardware(hardware).peak_flops:

@@ -26,7 +26,14 @@ from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import Interval, interval
-from overlapc.search.layouts import CP_COMM_TYPES, Cluster, Layout, comm_types, static_bytes
+from overlapc.search.layouts import (
+    CP_COMM_TYPES,
+    Cluster,
+    Layout,
+    check_fp8,
+    comm_types,
+    static_bytes,
+)
 from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
@@ -46,11 +53,12 @@ _SHAPE = {each.name: each.type for each in fields(Transformer) if each.name not 
 _LAYOUT = (
     *("gpus", "batch", "microbatch", "tp", "cp", "pp", "schedule", "chunks", "sequence"),
     "cp_comm_type",
+    "shares_experts",  # do tensor-parallel ranks share each expert's matrices?
 )
-_HOW = ("hardware", "framework", "recompute")
+_HOW = ("hardware", "framework", "recompute", "fp8")
 _MEASURED = ("step_ms", "peak_gb", "fits")
 _TRUE = ("1", "true", "yes")
-_NEEDED = ("layers", "width", "heads", "vocab", "seq", "batch", "microbatch", *_HOW)
+_NEEDED = ("layers", "width", "heads", "vocab", "seq", "batch", "microbatch", *_HOW[:3])
 
 
 @dataclass(frozen=True)
@@ -207,22 +215,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     if gpus % (tp * cp * pp):
         divided = f"tp={tp} times pp={pp}" + f" times cp={cp}" * (cp > 1)
         raise ValueError(f"{gpus} GPUs are not a multiple of {divided}")
-    kind = cells.get("cp_comm_type", CP_COMM_TYPES[0])
-    if kind not in comm_types(model, tp, cp):
-        raise ValueError(
-            f"cp_comm_type is {kind!r}, expected one of {', '.join(comm_types(model, tp, cp))}"
-        )
-    layout = Layout(
-        tp,
-        pp,
-        gpus // tp // cp // pp,
-        microbatch,
-        cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
-        cells.get("sequence", "").lower() in _TRUE,
-        max(2, chunks),
-        cp,
-        cp_comm_type=kind,
-    )
+    layout = _layout(cells, model, (tp, pp, gpus // tp // cp // pp, microbatch), chunks, cp)
     if layout.stages > model.layers or batch % (layout.dp * microbatch):
         raise ValueError(f"{layout} does not divide {model.layers} layers and the batch")
     framework = find_framework(cells["framework"])
@@ -235,15 +228,41 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         hardware = str(path.parent / hardware)
     machine = load_hardware(hardware)
     where = machine.gpus_per_node, machine.memory_bytes, batch
+    fp8 = cells.get("fp8", "").lower() in _TRUE
+    cluster = Cluster(hardware, gpus, *where, framework=framework.name, fp8=fp8)
+    if fp8:
+        check_fp8(model, cluster)
     return Row(
         ",".join(given.values()),
         model,
-        Cluster(hardware, gpus, *where, framework=framework.name),
+        cluster,
         layout,
         recompute,
         _measured(cells, "step_ms", 1e6),
         _measured(cells, "peak_gb", 1e9),
         cells.get("fits", "true").lower() in _TRUE,
+    )
+
+
+def _layout(
+    cells: Mapping[str, str],
+    model: Transformer,
+    divided: tuple[int, int, int, int],
+    chunks: int,
+    cp: int,
+) -> Layout:
+    """The layout of a row; `divided` are its tp, pp, dp and microbatch."""
+    kind = cells.get("cp_comm_type", CP_COMM_TYPES[0])
+    if kind not in (kinds := comm_types(model, divided[0], cp)):
+        raise ValueError(f"cp_comm_type is {kind!r}, expected one of {', '.join(kinds)}")
+    return Layout(
+        *divided,
+        cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
+        cells.get("sequence", "").lower() in _TRUE,
+        max(2, chunks),
+        cp,
+        cells.get("shares_experts", "").lower() in _TRUE,
+        cp_comm_type=kind,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.fp8 import CAST_BYTES
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     Cluster,
@@ -100,13 +101,8 @@ class Update:
             late_ns = max(sum(sums[s] for s in layout.stages_of(r)) for r in range(layout.pp))
             sums = [0 for _ in sums]
         sharing = [ranks if shards else 1 for ranks, _ in groups]
-        moves, kept = framework.optimizer_moves, framework.held_moves
-        kept += framework.scaling_moves if layout.replicas > 1 else 0
-        moved = max(
-            sum(count * (moves / by + kept) for count, by in zip(held, sharing, strict=True))
-            for held in of_rank
-        )
         gather_ns = max(takes("all_gather", held, 2) for held in of_rank) if shards else 0
+        moved = max(_moved(cluster, layout, held, sharing) for held in of_rank)
         optimizer_ns = round(machine.memory_ns(moved))
         shared_ns = _shared_ns(model, cluster, layout, size)
         fewest, each = framework.buckets
@@ -120,6 +116,18 @@ class Update:
             bucket, passing = max(bucket, 1 / stages), layout.pp
         under = late_ns, gather_ns, bucket, passing
         return Update(tuple(sums), optimizer_ns, 0, 0, *under, shared_ns)
+
+
+def _moved(
+    cluster: Cluster, layout: Layout, held: tuple[int, int], sharing: Sequence[int]
+) -> float:
+    """The bytes that the update moves of what a rank holds, of which so many ranks share the
+    optimizer's part."""
+    framework = find_framework(cluster.framework)
+    kept = framework.held_moves + (framework.scaling_moves if layout.replicas > 1 else 0)
+    kept += cluster.fp8 * CAST_BYTES  # weights become FP8 once a step
+    each = (framework.optimizer_moves / by + kept for by in sharing)
+    return sum(count * moves for count, moves in zip(held, each, strict=True))
 
 
 def _shared_ns(model: Model, cluster: Cluster, layout: Layout, size: int) -> int:

@@ -13,6 +13,7 @@ from overlapc.merge import merge
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.record import Record
+from overlapc.search.beside import beside_products
 from overlapc.search.captures import Captures, Module, UnitKey, captures
 from overlapc.search.fp8 import in_fp8
 from overlapc.search.frameworks import Framework, find_framework
@@ -200,9 +201,11 @@ def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], fl
     profile = priced(described, machine, known, framework.attention)
     if key.fp8:
         experts = getattr(key.model, "experts", 0)
-        profile = in_fp8(described.trace, profile, described.works, machine, experts)
+        profile = in_fp8(described, profile, machine, experts, framework.delayed)
     elif framework.uncovered:
         profile = _of_experts(profile, described, machine, framework)
+    if framework.beside and key.sequence:
+        profile = beside_products(described.trace, profile, described.works, machine, key.tp)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
     launched, launching = _launched(problem, framework, machine, key.model.seq)
@@ -289,5 +292,6 @@ def _launched(
         launching = max(launching, host_ns / max(1, host_ns, device_ns))
         for name in kernels:
             late_ns = max(0, host_ns - device_ns) // len(kernels)
+            late_ns = framework.host_ns if framework.blocking else late_ns
             costs[name] = replace(costs[name], compute_ns=costs[name].compute_ns + late_ns)
     return replace(profile, costs=costs), launching

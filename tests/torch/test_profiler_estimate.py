@@ -38,8 +38,16 @@ def on_meta(model: nn.Module, *shape: int, dtype: torch.dtype = torch.bfloat16) 
 
 def test_a_matmul_takes_its_flops_at_the_reachable_rate() -> None:
     captured = on_meta(nn.Linear(8192, 8192, bias=False), 8192, 8192)
+    l40 = load_hardware("l40")
+    assert l40.kernels is None
+    took = 2 * 8192**3 / (l40.half_flops * l40.matmul_part(8192)) * 1e9
+    found = cost_of(captured, estimate(captured, l40), "aten.mm")
+    assert found == [pytest.approx(l40.launch_ns + took, rel=1e-6)] * 3
+    assert H100.kernels is not None
+    # Where kernels are known, by tiles: 2,048 of 128 by 256 in 16 waves of 132 multiprocessors.
     found = cost_of(captured, estimate(captured, H100), "aten.mm")
-    assert found == [pytest.approx(5000 + 2 * 8192**3 / (989e12 * 0.8) * 1e9, rel=1e-6)] * 3
+    part = H100.kernels.parts["tn"] * 2048 / (16 * 132) * 8192 / (8192 + 128)
+    assert found == [pytest.approx(5000 + 2 * 8192**3 / (989e12 * part) * 1e9, rel=1e-6)] * 3
 
 
 def test_small_matmuls_reach_less_and_other_dtypes_have_other_peaks() -> None:
