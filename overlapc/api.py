@@ -23,6 +23,7 @@ from overlapc.passes import joint
 from overlapc.passes.as_eager import CAPTURE
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
+from overlapc.passes.untraced import refuse_switched_off
 from overlapc.planning import road
 from overlapc.planning.options import Budget, Options
 from overlapc.planning.report import Report
@@ -221,9 +222,10 @@ class _Engine:
         self.fails = False  # whether Dynamo itself fails to trace the model
         self.region = Region()
         self.backend = Backend(options)
-        self.compiled = torch.compile(
+        compiled = torch.compile(
             model, backend=self.backend, dynamic=options.dynamic, **_OF_ITS_OWN
         )
+        self.forward = compiled.forward  # its call is a module's, with the hooks of all modules
         self.sliced: SlicedCalls | AutoCalls | None = None
         if options.slices == "auto":
             self.sliced = AutoCalls(model, options, self.uncut)
@@ -273,13 +275,18 @@ class _Engine:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.fails:
             return self.model(*args, **kwargs)
+        try:
+            refuse_switched_off()
+        except CaptureError as error:  # before Dynamo, which would skip the model for good
+            self.backend.run_unchanged(f"the whole model: {error}")
+            return self.model(*args, **kwargs)
         before = self.backend.calls
         if self.region.entered_again() and _CAST_AGAIN not in self.backend.differences:
             self.backend.differences.append(_CAST_AGAIN)
         try:
             tracing = joint.tracing(self.backend.differences)
             with GivenUp() as given_up, self.backend.steps, tracing:
-                results = self.compiled(*args, **kwargs)
+                results = self.forward(*args, **kwargs)
                 self.backend.steps.name_sums(tree_leaves(results))
         except (InternalTorchDynamoError, TorchRuntimeError, GuardOnDataDependentSymNode) as error:
             reason = why_untraced(error)

@@ -5,6 +5,7 @@ By default Dynamo assumes that
 - the lookup of a name in a class still finds the function that was traced (`_finds`);
 - no hooks of all modules were added or removed (`_same_hooks`);
 - a key or an attribute that was missing is still missing (`_missing_keys`, `_missing_names`);
+- the kernels are still allowed that attention and others chose from (`_same_kernels`);
 - `os.getenv` still returns what it returned.
 
 Dynamo also freezes the numbers drawn from a `random.Random`. So a graph ends where the code draws
@@ -24,9 +25,11 @@ from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.exc import ObservedAttributeError, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import AttrSource, GlobalSource, Source
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
 from torch._dynamo.variables.base import (
@@ -53,15 +56,39 @@ _HOOKS = (
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
 )
+# PyTorch's switches: which kernels it may choose from while it traces.
+_SWITCHES = [
+    *(name for name in dir(torch._C) if re.fullmatch("_get_.*_enabled", name)),
+    *("_get_sdp_priority_order", "_get_math_sdp_allow_fp16_bf16_reduction"),
+]
+_kernels: dict[str, None] = {}  # how the switches are set, as keys, which Dynamo can guard
 
 
 @contextlib.contextmanager
 def _changes() -> Iterator[None]:
-    with _finds(), _same_hooks(), _missing_keys(), _missing_names(), _generators():
+    with (
+        _finds(),
+        _same_hooks(),
+        _same_kernels(),
+        _missing_keys(),
+        _missing_names(),
+        _generators(),
+    ):
         yield
 
 
-guarding = Shared(_changes)
+_changed = Shared(_changes)
+
+
+@contextlib.contextmanager
+def guarding() -> Iterator[None]:
+    """Guard what a call traces, and bring up to date what the guards read."""
+    now = {f"{name} {getattr(torch._C, name)()}": None for name in _SWITCHES}
+    if now.keys() != _kernels.keys():
+        _kernels.clear()
+        _kernels.update(now)
+    with _changed:
+        yield
 
 
 def hands_on() -> bool:
@@ -160,6 +187,19 @@ def _same_hooks() -> Iterator[None]:
         return call(self, frame, *args, **options)
 
     with replaced(UnspecializedNNModuleVariable, "call_function", called):
+        yield
+
+
+@contextlib.contextmanager
+def _same_kernels() -> Iterator[None]:
+    begin = OutputGraph.__init__
+
+    def begun(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        name = self.install_global_by_id("overlapc_guarded", _kernels)
+        self.guards.add(GlobalSource(name).make_guard(GuardBuilder.DICT_KEYS_MATCH))
+
+    with replaced(OutputGraph, "__init__", begun):
         yield
 
 

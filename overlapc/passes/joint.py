@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.stubs import never, stubs
 from overlapc.passes.trace import Captured, trace_joint
-from overlapc.passes.untraced import untraced
+from overlapc.passes.untraced import SwitchedOff, refuse_switched_off, untraced
+from overlapc.passes.watched import watched
 
 RECOMPILES = 64  # after so many graphs a function is assumed to change at every call
 NO_GRADIENT = (
@@ -63,10 +64,11 @@ _numbers = itertools.count()
 @dataclass(frozen=True)
 class Owner:
     """A tensor that gets a gradient. If the gradient is a tensor subclass, a graph returns its
-    parts, and `whole` puts them together."""
+    parts, and `whole` puts them together. If it is `watched`, autograd hands the gradient over."""
 
     tensor: Tensor
     whole: Callable[[Tensor], Tensor] | None = None
+    watched: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,10 @@ class Leaf:
     meta: Any = None
     parts: tuple[str, ...] = ()
 
-    def owner(self, flat: Sequence[Any], state: dict[str, Any]) -> Owner:
+    def owner(self, flat: Sequence[Any], state: dict[str, Any], kept: Collection[int]) -> Owner:
+        tensor = flat[self.place]
         if self.meta is None:
-            return Owner(flat[self.place])
+            return Owner(tensor, watched=id(tensor) in kept)
         meta, parts = self.meta, [state.get(name) for name in self.parts]
         before = [None] * meta.flat_tensor_start_idx  # other gradients, which it does not read
 
@@ -89,7 +92,7 @@ class Leaf:
             made: Tensor = meta.creation_fn([*before, *inner], is_runtime=True)
             return made
 
-        return Owner(flat[self.place], whole)
+        return Owner(tensor, whole, id(tensor) in kept)
 
 
 @dataclass
@@ -110,11 +113,14 @@ class Joint:
     # gradients and autocast as in the call that was traced
     as_called: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
-    def state(self, flat: Sequence[Any], inner: Sequence[Any]) -> dict[str, Any]:
-        """Return the values that the parts of the graph read, from the arguments of one call."""
+    def state(
+        self, flat: Sequence[Any], inner: Sequence[Any], kept: Collection[int]
+    ) -> dict[str, Any]:
+        """Return the values that the parts of the graph read, from the arguments of one call.
+        `kept` are the ids of those that are watched."""
         state = dict(zip(self.inputs, inner, strict=True))
-        owners = {owner_of(name): leaf.owner(flat, state) for name, leaf in self.leaves.items()}
-        return state | owners
+        leaves = self.leaves.items()
+        return state | {owner_of(name): leaf.owner(flat, state, kept) for name, leaf in leaves}
 
 
 def owner_of(name: str) -> str:
@@ -126,7 +132,7 @@ def owner_of(name: str) -> str:
 def tracing(lines: list[str]) -> Iterator[None]:
     """Within this context Dynamo traces whole functions and their collectives, and guards all that
     it reads. Lines that may differ from eager are added to `lines`."""
-    with collectives_in_graphs, undivided, guarding, asked(lines):
+    with collectives_in_graphs, undivided, guarding(), asked(lines):
         yield
 
 
@@ -163,8 +169,7 @@ class Traced:
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         self.ran, self._here = False, as_here()
-        if _switched_off():
-            raise CaptureError("torch.compile is switched off")
+        refuse_switched_off()
         settings = dynamo_config.patch(**_settings())
         with_gradients = torch.is_grad_enabled() or not self._alone
         with torch.set_grad_enabled(with_gradients), settings, tracing(self.differences):
@@ -191,6 +196,7 @@ class Traced:
         run: Run | None = None
         joint: Joint
         flat: Sequence[Any] = ()
+        kept: Collection[int] = ()
 
         def partition(
             traced: fx.GraphModule,
@@ -220,7 +226,7 @@ class Traced:
 
         def boxed(inner: list[Any]) -> list[Any]:
             assert run is not None
-            state = joint.state(flat, inner)
+            state = joint.state(flat, inner, kept)
             inner.clear()
             self.ran = True
             with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
@@ -238,19 +244,14 @@ class Traced:
             )
 
         def called(*given: Any) -> Any:
-            nonlocal flat
-            flat = given
+            nonlocal flat, kept
+            flat, kept = given, watched(given)  # asked before the call, which keeps all of them
             try:
                 return call(*given)
             finally:
                 flat = ()
 
         return called
-
-
-def _switched_off() -> bool:
-    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
-    return bool(dynamo_config.disable) or getattr(stance, "stance", "") == "force_eager"
 
 
 def _settings() -> dict[str, Any]:
@@ -277,6 +278,8 @@ def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     change, by code object and name."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():  # or it would run, and then run again
+            raise SwitchedOff("torch.compile does not trace it")
         return function(*args, **kwargs)
 
     code = call.__code__.replace(co_name=f"call{next(_numbers)}")

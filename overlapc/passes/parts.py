@@ -55,7 +55,7 @@ class Part:
         for name in self.takes:
             which, _, key = name.rpartition(":")
             given.append(shared[key] if key in shared else states[int(which or 0)].pop(key))
-        results = self.module(given)
+        results = self.module.forward(given)  # itself, not hooks of all modules
         for name, value in zip(self.gives, results, strict=True):
             which, _, key = name.rpartition(":")
             if key not in shared:
@@ -243,12 +243,16 @@ def cut(captured: Captured, plan: Plan, deliver: Deliver | None = None) -> Parts
 
 
 def accumulate(owners: Sequence[Owner], gradient: Tensor, owned: bool = False) -> None:
-    """Add a gradient to `.grad` of its owners, as autograd does. The first gradient becomes
-    `.grad`: the tensor itself if nobody else holds it (`owned`) and its layout is that of the
-    parameter, else a copy."""
+    """Add a gradient to `.grad` of its owners, as autograd does, or by autograd if hooks wait for
+    it. The first gradient becomes `.grad`: the tensor itself if nobody else holds it (`owned`) and
+    its layout is that of the parameter, else a copy."""
     with torch.no_grad():
         for owner in owners:
             tensor = owner.tensor
+            if owner.watched:
+                whole = gradient if owner.whole is None else owner.whole(gradient)
+                torch.autograd.backward(tensor, whole)
+                continue
             if owner.whole is not None:
                 kept = owned or tensor.grad is not None
                 whole = owner.whole(gradient if kept else gradient.clone())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import torch
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
 from overlapc.passes.places import is_models
@@ -17,6 +20,23 @@ _GOT = re.compile(r"with fake tensors: .*: got (.*)")  # ... and for what an op 
 
 class Raised(CaptureError):
     """The function itself raises when it is traced."""
+
+
+class SwitchedOff(CaptureError):
+    """Dynamo traces nothing now; it may at the next call."""
+
+
+def refuse_switched_off() -> None:
+    """Raise where Dynamo would run a function instead of tracing it."""
+    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
+    if dynamo_config.disable or getattr(stance, "stance", "") == "force_eager":
+        raise SwitchedOff("torch.compile is switched off")
+    for mode in _get_current_dispatch_mode_stack():
+        if not mode.is_infra_mode() and not mode.ignore_compile_internals():
+            raise SwitchedOff(
+                f"within a {type(mode).__name__}, as in any TorchDispatchMode, torch.compile "
+                "traces nothing"
+            )
 
 
 def untraced(error: Exception) -> CaptureError:

@@ -87,6 +87,7 @@ class AutoStep(TrainStep):
     ) -> None:
         how = {"merge": merge, "pairs": pairs} | options
         super().__init__(model, loss, **how | {"slices": 1})
+        self._asked = options
         if self._options.plans:
             raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
         self._make = lambda count: TrainStep(model, loss, **how | {"slices": count})

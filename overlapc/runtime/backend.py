@@ -20,10 +20,12 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._inductor import config as inductor_config
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Plan
+from overlapc.passes.aot import as_boxed
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.collectives import Raw, trace_ended
 from overlapc.passes.differences import differences, left_out, views_handed_on
@@ -34,6 +36,7 @@ from overlapc.passes.second import taken_again
 from overlapc.passes.tangents import as_they_come, given, is_hidden
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
+from overlapc.passes.watched import other_dtype
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -72,7 +75,7 @@ class Backend:
         graph = Graph(gm, self.steps)
         traced = example_inputs if are_fake(example_inputs) else ()
         partition = Partition(self, graph, example_inputs)
-        self.differences += differences(gm)
+        self.differences += differences(gm) + _kept_otherwise(example_inputs)
         self.left_out += left_out(gm)
         self.views += views_handed_on(gm) + self._cast_again(example_inputs)
         try:
@@ -188,7 +191,7 @@ class Backend:
         where = f"graph {len(self.reports) + len(self.unchanged)} ({place or _begin(gm)})"
         log(1, traceback.format_exc())
         self.run_unchanged(f"{where}: {first_line}")
-        return self._counted(gm.forward)
+        return self._counted(_forward_of(gm))
 
     def run_unchanged(self, what: str) -> None:
         """Warn once about what runs as plain PyTorch, and why."""
@@ -274,6 +277,17 @@ class Partition:
         return report
 
 
+def _kept_otherwise(inputs: Sequence[Any]) -> list[str]:
+    """Types of gradients that a trace does not know."""
+    leaves = (t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf)
+    kept = dict.fromkeys((leaf.dtype, other) for leaf in leaves if (other := other_dtype(leaf)))
+    return [
+        f"a leaf of {own} keeps its gradient as {other} (grad_dtype): eager adds up there what "
+        f"several uses give, the graph in {own}"
+        for own, other in kept
+    ]
+
+
 def _begin(gm: fx.GraphModule) -> str:
     """The line of the user's code at which a graph of Dynamo's begins."""
     for node in gm.graph.nodes:
@@ -284,11 +298,18 @@ def _begin(gm: fx.GraphModule) -> str:
 
 def _run_as_ordered(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
     """The eager compiler: the graph itself, node by node, taking its arguments boxed."""
+    run = _forward_of(module)
     if getattr(module, "_boxed_call", False):
-        return module
+        return as_boxed(lambda arguments: run(arguments))
     from torch._functorch.aot_autograd import make_boxed_func
 
-    return make_boxed_func(module.forward)
+    return make_boxed_func(run)
+
+
+def _forward_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """A graph's code, without the hooks of all modules, which a call of the module would run."""
+    _LazyGraphModule.force_recompile(module)  # until it is made, `forward` calls the module
+    return module.forward
 
 
 def flatten_inputs(inputs: Sequence[Any]) -> list[Any]:

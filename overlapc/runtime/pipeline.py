@@ -147,15 +147,14 @@ class Pipeline:
             for given in (first, behind)
         ]
         if self._planned_for is None:
-            self._prepare(first, behind)
-            self._planned_for = like
+            self._prepare(first, behind, like)
         elif like != self._planned_for:
             raise OptionError(
                 f"this pipeline was planned for microbatches {self._planned_for}, found "
                 f"{like}: make another Pipeline for these"
             )
         elif self._anywhere(self._changed(first, behind)):
-            self._prepare(first, behind)
+            self._prepare(first, behind, like)
         row = self.schedule.rows[self.rank]
         return Run(self.schedule, row, self._stages, self.modules, self._links).run(first, behind)
 
@@ -198,10 +197,15 @@ class Pipeline:
         return bool(flag)
 
     def _prepare(
-        self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
+        self,
+        inputs: Sequence[tuple[Any, ...]],
+        targets: Sequence[tuple[Any, ...]],
+        like: Sequence[Any],
     ) -> None:
-        """Trace and plan this rank's stages; every rank learns which tensors are sent, and the
-        figures of all stages."""
+        """Trace and plan this rank's stages for microbatches like these; every rank learns which
+        tensors are sent, and the figures of all stages. If that fails, on all ranks, the next step
+        plans."""
+        self._planned_for = None
         self.schedule = self._asked
         shapes = self._shapes = self._traced(inputs, targets)
         self._links.width = max(1, *map(len, shapes.values()))
@@ -234,6 +238,7 @@ class Pipeline:
             found = ways[way][chosen[stage]]
             self._stages[stage], self.reports[stage] = found.stage, found.report
             found.stage.planned(found.report)
+        self._planned_for = like
 
     def _traced(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]

@@ -20,6 +20,7 @@ from overlapc.errors import CaptureError, OptionError
 from overlapc.passes.joint import Joint, owner_of
 from overlapc.passes.parts import Part, Parts, accumulate, cut
 from overlapc.passes.trace import changed_with_gradient
+from overlapc.passes.watched import other_dtype
 from overlapc.planning.report import Report
 
 State = dict[str, Any]
@@ -210,5 +211,11 @@ def refuse_owners(joint: Joint, state: State, module: nn.Module) -> None:
                 "be detached, or computed in the model"
             )
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            names = [n for n, p in module.named_parameters() if p is tensor]
-            raise NotOurs(f"{[*names, 'an input'][0]} has hooks on its gradient")
+            raise NotOurs(f"{_name(tensor, module)} has hooks on its gradient")
+        if kept := other_dtype(tensor):
+            raise NotOurs(f"{_name(tensor, module)} keeps its gradient as {kept} (grad_dtype)")
+
+
+def _name(tensor: Tensor, module: nn.Module) -> str:
+    names = (name for name, parameter in module.named_parameters() if parameter is tensor)
+    return next(names, "an input")

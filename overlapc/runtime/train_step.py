@@ -26,6 +26,7 @@ from overlapc.layers import sliced
 from overlapc.passes.draws import Draw, may_pair
 from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, capture
 from overlapc.passes.parts import parameter_gradients
+from overlapc.passes.untraced import SwitchedOff
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -101,6 +102,7 @@ class TrainStep:
                 raise OptionError(f"{name}={given!r}: expected True or False")
         refuse_foreign("TrainStep", model)
         self._merge, self._pairs = merge, pairs
+        self._asked = options
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
@@ -115,6 +117,10 @@ class TrainStep:
         # slices compared with their batch, by key and digest
         self._compared: dict[tuple[Any, str], Compared] = {}
         self.report: Report | None = None
+
+    def __reduce__(self) -> Any:
+        """A copy plans anew: the graphs are those of this step's model."""
+        return _again, (self.model, self._loss, self._merge, self._pairs, self._asked)
 
     @untraced
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
@@ -302,7 +308,8 @@ class TrainStep:
         return busy("tracing", self._options.timeout_s) if new else nullcontext()
 
     def _refused(self, key: Any, error: CaptureError) -> None:
-        if not isinstance(error, NotOurs):  # NotOurs comes up at once at the next call, too
+        # These come up at once at the next call, too, if they still hold then.
+        if not isinstance(error, (NotOurs, SwitchedOff)):
             self._plain.add(key)
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
@@ -382,6 +389,10 @@ def _loss(result: Any) -> Tensor:
     if loss.numel() != 1:
         raise OptionError(f"the loss has the shape {tuple(loss.shape)}; expected one number")
     return loss
+
+
+def _again(model: Any, loss: Any, merge: Any, pairs: Any, options: Mapping[str, Any]) -> TrainStep:
+    return TrainStep(model, loss, merge=merge, pairs=pairs, **options)
 
 
 def plainly(result: Any) -> Any:

@@ -706,6 +706,42 @@ def test_a_change_on_one_rank_is_seen_by_all() -> None:
     assert run_ranks(changed_on_one_rank, 2, timeout_s=150) == [[], []]
 
 
+class Fails(Stage):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("as it was told")
+        return super().forward(x)
+
+
+def failed_on_one_rank(rank: int, ranks: int) -> list[Any]:
+    """Steps before, while and after the last stage cannot be traced."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(50 + rank)
+    module = Fails(rank, 1, 0.0)
+    pipeline = Pipeline({rank: module}, "1f1b", 2, loss if rank else None, profile="estimate")
+    found = []
+    for fails in (False, True, False):
+        module.fails = fails and rank == 1
+        module.zero_grad()
+        found.append(caught(lambda: pipeline(*batches(2)))[0])
+    every = [make(s, 1, 0.0) for s in range(2)]
+    accumulated(every, 2, 1)
+    same = zip(module.parameters(), every[rank].parameters(), strict=True)
+    found.append(all(torch.equal(one.grad, other.grad) for one, other in same))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_step_after_one_that_could_not_be_planned() -> None:
+    for found, error in zip(
+        run_ranks(failed_on_one_rank, 2, timeout_s=150), ("RankError", "CaptureError"), strict=True
+    ):
+        assert found == ["", error, "", True]
+
+
 def other_schedules(rank: int, ranks: int) -> Any:
     dist.init_process_group("gloo")
     pipeline = Pipeline(

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import overlapc
 from overlapc import api, errors
+from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import needs_torch
 
 # Which function it gave up Dynamo says since torch 2.12.
@@ -240,6 +242,32 @@ def test_dynamo_off_is_said() -> None:
         (said,) = trained(model, 2, 2)
     assert "torch.compile" in said
     assert model.reports == []
+
+
+class _Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:overlapc:RuntimeWarning")
+@pytest.mark.parametrize("door", ["optimize", "TrainStep"])
+def test_a_forward_within_a_dispatch_mode_runs_once(door: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    planned: Any = (
+        overlapc.optimize(model, profile="estimate")
+        if door == "optimize"
+        else TrainStep(model, lambda model, x: model(x).sum(), profile="estimate")
+    )
+    x = torch.randn(3, 4)
+    for calls in (1, 2):
+        with _Watches():
+            planned(x) if door == "optimize" else planned([x])
+        assert int(model[1].num_batches_tracked) == calls
+    assert "_Watches" in planned.explain()
+    for _ in range(2):
+        planned(x).sum().backward() if door == "optimize" else planned([x])
+    assert int(model[1].num_batches_tracked) == 4
+    assert planned.reports if door == "optimize" else planned.report
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import overlapc
 from overlapc.errors import CaptureError
@@ -493,7 +494,6 @@ def unhook_all() -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("unhook_all")
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.*hooks:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
 def test_what_dynamo_takes_for_granted(
     name: str, door: str, monkeypatch: pytest.MonkeyPatch
@@ -512,6 +512,46 @@ def test_what_dynamo_takes_for_granted(
     assert all(map(torch.equal, expected, gradients_of(step, model)))
     assert not all(map(torch.equal, expected, before))
     assert planned.unchanged == []
+
+
+@pytest.mark.parametrize("door", ["optimize", "TrainStep"])
+@pytest.mark.usefixtures("unhook_all")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+def test_hooks_of_all_modules_run_for_the_models_modules_alone(door: str) -> None:
+    def hook(module: nn.Module, _given: Any, out: Any) -> Any:
+        return out * 3
+
+    model, x = Reads(lambda _: 2.0), randn(3, 8)
+    OF_ALL_MODULES.append(nn.modules.module.register_module_forward_hook(hook))
+    step, planned = planned_step(door, model, x)
+    expected = gradients_of(lambda: model(x).sum().backward(), model)
+    assert all(map(torch.equal, expected, gradients_of(step, model)))
+    assert planned.unchanged == []
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x)[None, None]
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("door", ["optimize", "TrainStep"])
+def test_attention_runs_by_the_kernel_that_is_allowed(door: str) -> None:
+    model, x = Attends(), randn(4, 8)
+    step, planned = planned_step(door, model, x)
+    attended = []
+    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(kernel):
+            expected = gradients_of(lambda: model(x).sum().backward(), model)
+            assert all(map(torch.equal, expected, gradients_of(step, model)))
+        report = planned.reports[-1] if door == "optimize" else planned.report
+        names = " ".join(op.name for op in report.problem.trace.ops)
+        attended.append("_scaled_dot_product_flash" in names)
+    assert attended[:2] == [False, True]
 
 
 @pytest.mark.parametrize("door", ["optimize", "TrainStep"])

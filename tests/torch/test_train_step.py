@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -497,6 +498,22 @@ def test_what_switches_the_compiler_off_is_said():
     ):
         step([randn(4, 16)])
     assert all(p.grad is not None for p in step.model.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+@pytest.mark.parametrize("slices", [1, "auto"])
+def test_a_copy_plans_for_its_own_model(copied: Callable[[Any], Any], slices: Any) -> None:
+    step = TrainStep(MLP(), loss, profile="estimate", slices=slices)
+    step([randn(4, 16)])
+    twin = copied(step)
+    assert type(twin) is type(step)
+    assert twin.report is None
+    twin.model.zero_grad()
+    twin([randn(4, 16)])
+    assert twin.report is not None
+    assert twin.model is not step.model
+    for one, other in zip(step.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 class Shifted(nn.Module):
