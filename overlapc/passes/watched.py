@@ -52,5 +52,5 @@ def other_dtype(tensor: Tensor) -> torch.dtype | None:
 
 def _metadata(leaves: Sequence[Tensor]) -> list[dict[str, Any]]:
     """The metadata of each node, which does not keep the node."""
-    graph = _Reads.apply(*leaves).grad_fn
-    return [node.metadata for node, _ in graph.next_functions]
+    read = _Reads.apply(*leaves)  # before torch 2.13 its node lives no longer than it
+    return [node.metadata for node, _ in read.grad_fn.next_functions]
