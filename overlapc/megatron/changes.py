@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
 from overlapc.megatron.state import attributes_of, classes_of, is_plain
-from overlapc.runtime.snapshot import holding_the_same
+from overlapc.runtime.snapshot import generator, holding_the_same
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 
@@ -29,13 +29,13 @@ def refused(model: nn.Module, who: str) -> Iterator[None]:
     """Raise a CaptureError if the block changes attributes, parameters or buffers of modules, or
     draws from random states that are not torch's."""
     held: list[Any] = []  # keeps objects alive, so that ids stay unique
-    before, drawn = _known(model, held), _drawn()
+    before, drawn = _known(model, held), _drawn(model)
     yield
     after = _known(model, held)
     for name in sorted(before.keys() | after.keys()):  # all ranks name the same
         if before.get(name) != after.get(name):
             raise CaptureError(f"{who} changes the attribute {name}, and a graph would not")
-    if drawn != _drawn():
+    if drawn != _drawn(model):
         raise CaptureError(f"{who} draws from Python's or NumPy's random, and a graph would not")
 
 
@@ -91,7 +91,10 @@ def _known(model: nn.Module, held: list[Any]) -> dict[str, Any]:
     return found
 
 
-def _drawn() -> list[str]:
+def _drawn(model: nn.Module) -> list[str]:
+    """The random states of Python and NumPy, and of generators that modules have."""
     numpy = sys.modules.get("numpy")
     states = [random.getstate(), *([numpy.random.get_state(legacy=False)] if numpy else [])]
+    own = [generator(value) for each in model.modules() for value in vars(each).values()]
+    states += [read() for read, _ in filter(None, own)]
     return [repr(state) for state in states]

@@ -38,8 +38,11 @@ _LEFT_OUT = (
     "Megatron has none; expected every result that requires a gradient in the loss: leave out the "
     "head that makes it (--bert-no-binary-head)"
 )
-
-
+_CHANGED = (
+    "a buffer of shape {} that a backward reads changed after its forward; expected the same until "
+    "the backward has run, which may be beside a later forward: give the model what changes with "
+    "each microbatch as an argument, or pass merge=False, fill=False"
+)
 _SEVERAL = (
     "overlapc: a model is called more than once for a microbatch; its gradients arrive in as many "
     "parts, so sums may differ from Megatron's in the last bits; expected one call: pass what it "
@@ -56,8 +59,15 @@ class Backward:
     tangents: Sequence[Tensor]
     scales: list[Tensor]  # as they are at the time of asking
     reduces: list[bool]  # whether its gradients let DDP reduce buckets
+    read: list[tuple[Tensor, int]]  # buffers, and their versions behind the forward
+
+    def check(self) -> None:
+        for buffer, version in self.read:
+            if buffer._version != version:
+                raise OverlapcError(_CHANGED.format(tuple(buffer.shape)))
 
     def begin(self) -> None:
+        self.check()
         self.planned.ask(self.flight, self.tangents, self.scales)
 
 
@@ -70,6 +80,7 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.chunk, ctx.planned = chunk, planned
         ctx.flight, outs = chunk.run_forward(planned, call)
+        ctx.read = chunk.versions(planned)
         named = zip(outs, planned.tangents, strict=True)
         ctx.mark_non_differentiable(*(out for out, name in named if not name))
         ctx.set_materialize_grads(False)
@@ -82,7 +93,7 @@ class _Run(torch.autograd.Function):
         came = [tangent for tangent, name in named if name and tangent is not None]
         if len(came) < sum(map(bool, ctx.planned.tangents)):
             raise OverlapcError(_LEFT_OUT)
-        gradients = ctx.chunk.ask_backward(ctx.planned, flight, came)
+        gradients = ctx.chunk.ask_backward(ctx.planned, flight, came, ctx.read)
         return None, None, None, None, *gradients
 
 
@@ -183,7 +194,7 @@ class Chunk:
         """The current factors of auxiliary losses in the backward, by class. (Before the first
         forward they are not set, or on the CPU.)"""
         found = {each: each.main_loss_backward_scale for each in self._scalers}
-        device = self._lasting[0].device
+        device = _device(self.module)
         return {
             each: torch.ones(1, device=device)
             if scale is None
@@ -213,12 +224,21 @@ class Chunk:
             self._flights.append(flight)
         return flight, outs
 
+    def versions(self, planned: Planned) -> list[tuple[Tensor, int]]:
+        """The buffers that the backward reads, with their versions."""
+        buffers = [self._lasting[place] for place in planned.buffers]
+        return [(each, each._version) for each in buffers if not each.is_inference()]
+
     def ask_backward(
-        self, planned: Planned, flight: Flight | SlicedFlight, tangents: Sequence[Tensor]
+        self,
+        planned: Planned,
+        flight: Flight | SlicedFlight,
+        tangents: Sequence[Tensor],
+        read: list[tuple[Tensor, int]],
     ) -> list[Tensor | None]:
         """Run B now, or defer it to the next forward; return gradients of the call's tensors."""
         scales = [*self._scales().values()]
-        asked = Backward(planned, flight, tangents, scales, reduces(self.ddp))
+        asked = Backward(planned, flight, tangents, scales, reduces(self.ddp), read)
         if self._may_wait(planned):
             self._pending = asked
             return [None for _ in planned.gradients]
@@ -242,6 +262,7 @@ class Chunk:
 
     def _weights(self, asked: Backward) -> None:
         """Run a deferred W."""
+        asked.check()
         with as_then(self.ddp, asked.reduces):
             asked.flight.run("W")
         self.ran["late"] += 1
@@ -269,12 +290,18 @@ class Chunk:
 def _settled(module: nn.Module) -> None:
     """Do what rotary embeddings do in their first forward, which would be a change of the model
     while it is traced: move their frequencies to the device."""
-    device = next(module.parameters()).device
+    device = _device(module)
     for each in module.modules():
         for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
             own = vars(each).get(name)
             if hasattr(each, "get_emb") and isinstance(own, Tensor) and own.device != device:
                 setattr(each, name, own.to(device))
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where the module is. (A stage of a pipeline may have no parameters.)"""
+    first = next(module.parameters(), None)
+    return torch.device(torch.cuda.current_device()) if first is None else first.device
 
 
 def _handed(ran: Backward) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from overlapc.errors import CaptureError
-from overlapc.megatron import changes, tracing
+from overlapc.megatron import changes, recompute, tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
 from overlapc.megatron.state import PLAIN, Places
 from overlapc.passes.as_eager import as_eager
@@ -29,6 +29,7 @@ from overlapc.passes.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program, State
+from overlapc.runtime.snapshot import held
 
 _NO_LINES = "do_not_emit_stack_traces"  # newer torch can leave out each op's line of the model
 
@@ -161,8 +162,13 @@ class Whole(nn.Module):
             for places, tensor in zip(call.attributes, tensors, strict=True)
             for owner, name in places
         ]
-        with placed(attributes), changes.refused(self.model, "forward"), changes.unseeded():
-            out = self._original(*args, **kwargs)
+        restore = held([self.model])
+        try:
+            with placed(attributes), changes.refused(self.model, "forward"), changes.unseeded():
+                out = self._original(*args, **kwargs)
+        except Exception:
+            restore()  # with some module as one op it may be traced again
+            raise
         self.returned, results = Returned.of(out)
         for i, result in enumerate(results):
             if result._is_view() or any(result is one for one in (*given, *results[:i])):
@@ -184,6 +190,8 @@ class Planned:
     changed: tuple[tuple[str, int], ...]  # (new value, place) of each changed buffer
     tangents: tuple[str, ...]  # by tensor that forward returns; "" if it has no gradient
     returned: Returned
+    copied: tuple[int, ...]  # places of the call's tensors that the script may change meanwhile
+    buffers: tuple[int, ...]  # places of those that the backward reads
     apart: bool  # parts of the backward may run early or late
 
     @property
@@ -193,13 +201,22 @@ class Planned:
     def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, list[Tensor]]:
         """Run F on parameters, buffers and tensors of a call, merged with the backward of the
         flight `before`, if there is one; return the flight and the tensors of the result."""
-        state: State = dict(zip(self.program.joint.inputs, flat, strict=True))
+        state: State = dict(zip(self.program.joint.inputs, self.own(flat), strict=True))
         flight = self.program.begin(state | self.owners, before)
         for name, place in self.changed:
             flat[place].copy_(flight.state.pop(name))
         self.log.replay([flight.state.pop(name) for name in self.taps])
         # Megatron may free the result's memory as soon as it is sent.
         return flight, [flight.state.pop(name).detach() for name in self.outs]
+
+    def own(self, flat: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of a flight. Of what the script gives or sets for each microbatch they are
+        copies: when a deferred or recomputing backward reads them, the script may have written the
+        next microbatch there."""
+        given = list(flat)
+        for place in self.copied:
+            given[place] = _copy(flat[place])
+        return given
 
     def ask(self, flight: Any, tangents: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         """Give the backward of a flight what it begins with: the gradients of those results that
@@ -212,6 +229,14 @@ class Planned:
     def handed(self, flight: Any) -> list[Tensor | None]:
         """Take the gradients of the call's tensors that a backward has made; once."""
         return [flight.state.pop(name, None) if name else None for name in self.gradients]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy laid out alike: what is expanded is copied once."""
+    once = tensor
+    for d, stride in enumerate(tensor.stride()):
+        once = once if stride or not tensor.shape[d] else once.narrow(d, 0, 1)
+    return once.clone().expand(tensor.shape)
 
 
 def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
@@ -233,6 +258,7 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
         stack.enter_context(changes.refused(whole.model, "the backward"))
         captured = capture(whole, *fakes)
     whole.taps.values.clear()
+    recompute.refuse_changes(captured, whole.model)
     without_identities(captured.joint)
     return trace_joint(captured.joint, captured.num_fwd_outputs, captured.static_inputs)
 
@@ -256,7 +282,7 @@ def emitted(
         fuse(parts.backward, owners, fused)
     program = Program(joint, report, whole=False, parts=parts)
     moved = program.move(actions)
-    names = names_in(joint, call, len(lasting), whole.returned)
+    names = names_in(program, call, lasting, whole.returned)
     return Planned(program, whole.taps, owners, apart=moved, **names)
 
 
@@ -269,9 +295,12 @@ def owners_in(joint: Joint, lasting: Sequence[Tensor], ddp: Any) -> dict[str, Re
     }
 
 
-def names_in(joint: Joint, call: Call, first: int, returned: Returned) -> dict[str, Any]:
-    """Names in the graph of a call, by field of `Planned`. The call's tensors come after the
-    `first` inputs, which last."""
+def names_in(
+    program: Program, call: Call, lasting: Sequence[Tensor], returned: Returned
+) -> dict[str, Any]:
+    """Names and places in the graph of a call, by field of `Planned`. The call's tensors come after
+    the inputs that last."""
+    joint, first = program.joint, len(lasting)
     names, scales = joint.inputs, first + call.has_input
     results, changed = _results(joint)
     count = returned.count
@@ -280,7 +309,16 @@ def names_in(joint: Joint, call: Call, first: int, returned: Returned) -> dict[s
         f"gradient{place}" if names[place] in joint.leaves else ""
         for place in range(first, first + len(call.tensors))
     )
+    behind = range(scales + call.scales, first + len(call.tensors))
+    given = [i for i in behind if names[i] not in joint.leaves]  # others are autograd's
+    buffers = [i for i, each in enumerate(lasting) if not isinstance(each, nn.Parameter)]
+    trace = joint.captured.trace
+    value = trace.value
+    read = {value[name].storage for op in trace.ops for name in op.inputs}
+    kept = {value[name].storage for name in program.taken if name in value}
     return {
+        "copied": tuple(i for i in given if value[names[i]].storage in read),
+        "buffers": tuple(i for i in buffers if value[names[i]].storage in kept),
         "scales": names[scales : scales + call.scales],
         "gradients": gradients,
         "outs": tuple(results[:count]),
@@ -299,6 +337,8 @@ def described(captured: Captured, returns: int) -> Joint:
     count = captured.num_fwd_outputs
     gradients = output.args[0][count:]
     descs = output.meta["desc"][:count]
+    if not gradients:
+        raise CaptureError("no result of forward requires a gradient, expected at least one")
     plain = range(sum(isinstance(desc, descriptors.PlainAOTOutput) for desc in descs))
     placeholders = captured.joint.graph.find_nodes(op="placeholder")
     tangents = {n.name: n.meta.get("desc") for n in placeholders if n not in inputs}

@@ -17,11 +17,14 @@ from importlib import import_module
 from itertools import count
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx.traceback import annotate, current_meta
 from torch.utils._pytree import tree_map_only
 
+from overlapc.errors import CaptureError
 from overlapc.ir import Plan, Problem
+from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured
 from overlapc.solvers.choice import Needs, plan_on_demand
 
@@ -38,6 +41,9 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
     numbers = count()
 
     def run(keeps_outputs: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(given, Tensor) and given.requires_grad for given in args):
+            # Recompute is an autograd Function: what it returns requires no gradient then.
+            return tree_map_only(Tensor, Tensor.detach, function(*args, **kwargs))
         # Recompute sums the gradients of an input's uses inside before it adds those outside.
         args, kwargs = tree_map_only(Tensor, lambda given: given.view_as(given), (args, kwargs))
         # a nested region: the outer one decides what is kept
@@ -85,6 +91,26 @@ def own_plan(captured: Captured) -> Callable[[Problem], Plan] | None:
     }
     regions = {op.name: noted_at[op.name] for op in captured.trace.ops if op.name in noted_at}
     return partial(_plan, regions) if regions else None
+
+
+def refuse_changes(captured: Captured, model: nn.Module) -> None:
+    """Raise a CaptureError if a region changes a buffer: Megatron runs regions twice, a graph once.
+    (Megatron's own modules change theirs in one of the two runs.)"""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    inputs = [node.meta.get("desc") for node in primal_nodes(captured.joint)]
+    output = captured.joint.graph.find_nodes(op="output")[0]
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        is_change = isinstance(desc, InputMutationAOTOutput)
+        if not is_change or _KEY not in node.meta.get("custom", {}):
+            continue
+        place = inputs.index(desc.mutated_input)
+        name = names[place] if place < len(names) else "of an argument"
+        owner = model.get_submodule(name.rpartition(".")[0]) if place < len(names) else None
+        if not type(owner).__module__.startswith("megatron."):
+            raise CaptureError(
+                f"forward changes the buffer {name} where Megatron recomputes: that is two changes "
+                "there, and a graph would make one"
+            )
 
 
 def _plan(regions: Mapping[str, _Region], problem: Problem) -> Plan:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlapc.errors import OptionError
+from overlapc.megatron.state import hooks_of_all
 from overlapc.runtime.auto import SLICES
 
 _OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), [])
@@ -167,6 +168,8 @@ def _wrapped(model: Any) -> Iterator[Any]:
 def foreign_hooks(model: Any) -> Iterator[str]:
     """The names of hooks on modules and parameters that are not Megatron's data parallelism's."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for kind, on_all in hooks_of_all().items():
+        yield from _named(on_all, f"all modules' {kind.removeprefix('_global_')}")
     for path, module in model.named_modules():
         for kind in kinds:
             yield from _named(getattr(module, kind), f"{path or 'model'}.{kind.strip('_')}")

@@ -139,7 +139,7 @@ class Cut:
             whole.taps,
             owners,
             apart=moved,
-            **names_in(joint, self.whole, len(lasting), whole.returned),
+            **names_in(program, self.whole, lasting, whole.returned),
             cut=replace(self, whole=self.whole.emptied()),
             ways=self.compared.ways,
             unreduced={name: unreduced(owner, ddp) for name, owner in owners.items()},
@@ -177,7 +177,7 @@ class SlicedPlanned(Planned):
     def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, list[Tensor]]:
         """Run F of all slices. (They are never merged with a backward.)"""
         first = len(flat) - len(self.cut.places)
-        states = []
+        flat, states = self.own(flat), []
         for k in range(self.slices):
             tensors = [*flat[:first], *self.cut.tensors(flat[first:], k)]
             owners = self.owners if k == self.slices - 1 else self.unreduced

@@ -47,12 +47,18 @@ def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
     """Return modules, parameters, hooks and attributes as a key, and the objects whose ids are in
     the key: while these live, no other object has their ids."""
     held: list[Any] = [*module.parameters(), *module.buffers(), *module.modules()]
-    hooks = [len(getattr(each, kind)) for each in module.modules() for kind in _HOOKS]
+    hooks = [len(each) for each in hooks_of_all().values()]
+    hooks += [len(getattr(each, kind)) for each in module.modules() for kind in _HOOKS]
     for parameter in module.parameters():
         hooks += [len(getattr(parameter, kind, None) or ()) for kind in _OF_PARAMETERS]
     ids = tuple(map(id, held))
     inputs = {id(owner[name]): i for i, [(owner, name), *_] in enumerate(tensors_of(module))}
     return (ids, tuple(hooks), tuple(attributes_of(module, held, inputs).items())), held
+
+
+def hooks_of_all() -> dict[str, Mapping[int, Any]]:
+    """The hooks on every module there is, by kind."""
+    return {f"_global{kind}": getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS}
 
 
 def attributes_of(

@@ -55,6 +55,11 @@ class Program:
             self._parts.actions = actions
         return moved
 
+    @property
+    def taken(self) -> set[str]:
+        """The inputs and saved values, by name, that a backward takes."""
+        return {name.rpartition(":")[2] for name in self._parts.backward.takes}
+
     @cached_property
     def _pieces(self) -> Mapping[str, Part]:
         return self._parts.pieces()

@@ -12,6 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,9 +113,26 @@ def _state(objects: Sequence[Any]) -> tuple[list[Tensor], list[_Restore]]:
             restores.append(_restore_items(value, list(value), value.update))
         elif isinstance(value, tuple):
             left += value
+        elif (found := generator(value)) is not None:
+            read, write = found
+            restores.append(partial(write, read()))
         elif is_looked_into(value):
             left.append(vars(value))
     return tensors, restores
+
+
+def generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to read and how to write the state of a random generator of Python's or NumPy's; None of
+    any other object."""
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if numpy := sys.modules.get("numpy"):
+        if isinstance(value, numpy.random.RandomState):
+            return value.get_state, value.set_state
+        if isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            return lambda: bits.state, partial(setattr, bits, "state")
+    return None
 
 
 def _restore_items(

@@ -60,6 +60,10 @@ def drawn(module: Any, out: torch.Tensor) -> torch.Tensor:
     return out * random.random()
 
 
+def thrown(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * module.dice.random()
+
+
 def seeded(module: Any, out: torch.Tensor) -> torch.Tensor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -121,6 +125,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "class": (counted, "forward changes the attribute Changing.calls"),
     "backward": (counted_backwards, "the backward changes the attribute backwards"),
     "python": (drawn, "forward draws from Python's or NumPy's random"),
+    "generator": (thrown, "forward draws from Python's or NumPy's random"),
     "seed": (seeded, "forward calls torch's set_rng_state"),
     "between": (scaled, ""),
     "config": (configured, ""),
@@ -147,6 +152,7 @@ def changing(trained: Trained, then: Callable[..., Any]) -> type:
     model.__class__ = kind
     model.register_buffer("seen", torch.zeros(()))
     model.log, model.backwards = [], 0
+    model.dice = random.Random(3)
     return kind
 
 

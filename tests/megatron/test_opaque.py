@@ -34,6 +34,7 @@ LAYOUTS = {
 def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, Any]:
     cpu.use(version)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.mlp import MLP
 
     import overlapc.megatron as patched
 
@@ -44,6 +45,9 @@ def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, 
         return Numpy.apply(real(self, *args, **kwargs)) * self.gain
 
     DotProductAttention.forward = forward  # type: ignore[method-assign]
+    mlp = MLP.forward
+    # While a layer of 0.19 runs its MLP, it has an attribute that it has not before and after.
+    MLP.forward = lambda self, x, **more: mlp(self, Numpy.apply(x), **more)  # type: ignore[method-assign]
     found = {}
     for name in names:
         set_up(LAYOUTS[name])

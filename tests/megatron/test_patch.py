@@ -49,6 +49,9 @@ MORE = {
         ep=2, experts=4, dropout=0.1, options={"memory_budget": 0.8}, merge=False
     ),
     "pp, freed, dropout": Layout(pp=2, dropout=0.1, config={"deallocate_pipeline_outputs": True}),
+    "empty stage": Layout(
+        ranks=4, pp=4, config={"pipeline_model_parallel_layout": "Et|t||L"}, options={"fill": True}
+    ),
     "interleaved": Layout(pp=2, vpp=2, layers=4, dropout=0.1),
     "pp, reduced early": Layout(ranks=4, pp=2, ddp=SHARDED),
     "merged experts": Layout(ep=2, experts=4, layers=1),

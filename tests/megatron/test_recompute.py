@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.megatron import cpu
-from tests.megatron.models import Layout, Trained, set_up
+from tests.megatron.models import Layout, Trained, innermost, set_up, twins
+from tests.megatron.test_patch import differences
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -99,3 +103,56 @@ def test_in_slices(asked: str) -> None:
 @pytest.mark.slow
 def test_of_experts() -> None:
     check("0.16.1", Layout(ranks=1, layers=2, sequence=128, experts=4, config=EXPERTS))
+
+
+def counting(layer: Any) -> None:
+    """Let a layer count its forwards, and read the count."""
+    kind = type(layer)
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **more: Any) -> Any:
+        x = x + self.count.clone()
+        self.count += 1
+        return kind.forward(self, x, *args, **more)
+
+    layer.register_buffer("count", torch.zeros(()))
+    layer.__class__ = types.new_class("Counting", (kind,))
+    layer.__class__.forward = forward
+
+
+def twice(rank: int, ranks: int, version: str) -> list[tuple[list[str], list[str]]]:
+    """Models whose layers are recomputed: one counts in them, and the layers of the other get
+    nothing that requires a gradient."""
+    cpu.use(version)
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    layout = Layout(ranks=1, ddp=None, dropout=0.1, config=ARGUMENTS["uniform"])
+    set_up(layout)
+    found = []
+    for counts in (True, False):
+        both = twins(layout)
+        for trained in both:
+            model = innermost(trained.models[0])
+            if counts:
+                counting(model.decoder.layers[0].mlp)
+            else:
+                model.embedding.requires_grad_(False)
+        expected = [both[0].step(number) for number in range(2)]
+        patched.patch(profile="estimate", solver="heu")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got = [both[1].step(number) for number in range(2)]
+        patched.unpatch()
+        wrong = [each for pair in zip(expected, got, strict=True) for each in differences(*pair)]
+        found.append((wrong, [str(one.message) for one in told if "overlapc" in str(one.message)]))
+    return found
+
+
+@pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
+def test_what_recompute_itself_does_to_a_step(version: str) -> None:
+    if cpu.folder(version) is None:
+        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    ((counted, frozen),) = run_ranks(twice, 1, version)
+    assert counted[0] == frozen[0] == frozen[1] == []
+    (told,) = counted[1]
+    assert "forward changes the buffer decoder.layers.0.mlp.count where Megatron recompu" in told

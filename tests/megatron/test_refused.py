@@ -69,6 +69,9 @@ def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
     handle = inner.decoder.layers[0].register_forward_hook(foreign)
     found["module hook"] = reason(model)
     handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(foreign)
+    found["hook on all"] = reason(model)
+    handle.remove()
     handle = next(inner.parameters()).register_hook(foreign)
     found["gradient hook"] = reason(model)
     handle.remove()
@@ -90,6 +93,7 @@ def test_what_is_refused_is_named(version: str) -> None:
             assert found[name].startswith(expected), name
     assert "TorchFullyShardedDataParallel" in found["wrapper"]
     assert "foreign in decoder.layers.0.forward_hooks" in found["module hook"]
+    assert "foreign in all modules' forward_hooks" in found["hook on all"]
     assert "foreign in" in found["gradient hook"]
 
 
