@@ -226,9 +226,8 @@ class Traced:
 
         def boxed(inner: list[Any]) -> list[Any]:
             assert run is not None
-            state = joint.state(flat, inner, kept)
+            self.ran, state = True, joint.state(flat, inner, kept)
             inner.clear()
-            self.ran = True
             with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
                 return list(run(state))
 

@@ -76,5 +76,6 @@ def test_a_fused_loss_writes_the_gradient_over_the_scores() -> None:
     # Beside them what the norm gave, and the gradient of the scores' matrix.
     beside = 2 * 4 * GPT.seq * GPT.width + 2 * GPT.vocab * GPT.width // 2
     assert scores + beside <= fused.head_ran.peak_bytes < 1.01 * (scores + beside)
-    assert by_ops.head_ran.peak_bytes > fused.head_ran.peak_bytes + 3 * scores
+    # Op by op the softmax is kept in float32, which is two times as large as the scores.
+    assert by_ops.head_ran.peak_bytes > fused.head_ran.peak_bytes + 2 * scores
     assert by_ops.head_ran.step_ns > fused.head_ran.step_ns
