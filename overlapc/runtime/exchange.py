@@ -39,7 +39,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from operator import methodcaller
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -121,16 +120,14 @@ class Exchange:
             self._say = self._exits.enter_context(self._line.busy(PLANNING))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._exits:
-            if error is not None:
+    def __exit__(self, *raised: Any) -> None:
+        if (error := raised[1]) is not None:
+            # The others may leave as soon as they know: that they are gone is no news then.
+            with contextlib.suppress(Lost), unguarded():
                 self._fail(error)
-                return
+            self._exits.__exit__(*raised)
+            return
+        with self._exits:
             try:
                 self._step("end of planning", b"", lambda parts: b"")
             except BaseException as late:

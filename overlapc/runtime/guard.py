@@ -61,7 +61,7 @@ def guarded(look: Callable[[], str | None]) -> Iterator[None]:
             guard.stop()
     except BaseException as error:
         guard.stop()  # an interrupt may have come before the first call
-        if guard.found is None or isinstance(error, (RankError, KeyboardInterrupt)):
+        if guard.found is None or isinstance(error, RankError) or not _follows(error):
             raise
         raise RankError(guard.found) from (None if isinstance(error, Lost) else error)
     else:
@@ -184,6 +184,15 @@ def _ends(thread: int) -> bool:
     while error is not None and not isinstance(error, Lost):
         error = error.__context__
     return error is not None
+
+
+def _follows(error: BaseException | None) -> bool:
+    """Did the error come of a lost rank? One of this rank's own is what its user must see."""
+    while error is not None:
+        if isinstance(error, Lost) or any(word in str(error) for word in _BROKEN):
+            return True
+        error = error.__context__
+    return False
 
 
 def _is_between(thread: int) -> bool:

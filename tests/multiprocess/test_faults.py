@@ -82,7 +82,7 @@ def _explode(*_: Any) -> Any:
 def test_every_rank_is_told(scenario: Any, kinds: tuple[str, ...], says: str) -> None:
     results = launch(scenario, 2, timeout_s=90)
     assert tuple(kind for kind, *_ in results) == kinds, results
-    assert all(says in text for _, text, *_ in results)
+    assert all(says in text for _, text, *_ in results), results
     ends = [when for *_, when in results]
     assert max(ends) - min(ends) < PROMISED_S
 

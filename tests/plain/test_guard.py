@@ -72,6 +72,22 @@ def test_a_block_that_cleans_up_is_left_alone() -> None:
     assert done == list(range(20))
 
 
+def test_an_error_of_its_own_is_not_taken_for_the_lost_ranks() -> None:
+    seen = threading.Event()
+
+    def look() -> str:
+        seen.set()
+        return LOST
+
+    def fails() -> None:
+        with guard.guarded(look), guard.unguarded():
+            assert seen.wait(10.0)
+            raise ZeroDivisionError("a bug on this rank")
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+
+
 def test_what_is_made_of_the_interrupt_is_left_alone_too() -> None:
     done = []
 
