@@ -154,6 +154,8 @@ ALIKE = tuple(  # options that must be equal on all ranks; paths and waiting tim
 def _plans(given: Any) -> tuple[Plan, ...]:
     """The plans, given as Plans, as their text, or as paths of files."""
     several = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    if given is not None and not several:
+        raise OptionError(f"plan={given!r}: found no plan, {_PLANS}; None plans anew")
     found = []
     for each in several:
         if isinstance(each, str) and "\n" in each:

@@ -47,10 +47,10 @@ class Described:
     ranks: Mapping[str, Sequence[int]]  # of each process group
     section: str  # of a cache of measured op times, in which the graph's device is
 
-    def group(self, op: Op, hardware: Hardware) -> tuple[int, int]:
-        """The number of ranks that a collective has, and of those in a node."""
-        ranks = self.ranks[op.lane]
-        return len(ranks), hardware.most_in_a_node(ranks)
+    def groups(self, hardware: Hardware) -> dict[str, tuple[int, int]]:
+        """By lane of collectives: the number of its ranks, and of those in a node."""
+        ranks = self.ranks.items()
+        return {lane: (len(each), hardware.most_in_a_node(each)) for lane, each in ranks}
 
 
 def estimate(
@@ -87,6 +87,7 @@ def priced(
 ) -> Profile:
     """The costs of all ops, as `estimate` has them. Fused attention takes `attention` times as long
     as the machine's best kernels."""
+    groups = described.groups(hardware)
     found: dict[tuple[str, str, Work], Cost] = {}
     costs: dict[str, Cost] = {}
     for op in described.trace.ops:
@@ -95,7 +96,7 @@ def priced(
         if key not in found:
             comm_ns = 0
             if work.traffic is not None:
-                comm_ns = hardware.collective_ns(*work.traffic, *described.group(op, hardware))
+                comm_ns = hardware.collective_ns(*work.traffic, *groups[op.lane])
             found[key] = Cost(work_ns(hardware, work, attention), comm_ns, 0, "estimated")
             signature = cache_key(op.signature)
             measured = None if known is None else known.get(described.section, signature)
@@ -103,10 +104,6 @@ def priced(
                 took_ns, workspace = measured
                 found[key] = Cost(took_ns, comm_ns, workspace, "measured")
         costs[op.name] = found[key]
-    groups = {
-        lane: (len(ranks), hardware.most_in_a_node(ranks))
-        for lane, ranks in described.ranks.items()
-    }
     across = [name for name, (ranks, per_node) in groups.items() if ranks > per_node]
     slowdown = Slowdown()
     if groups:

@@ -36,6 +36,7 @@ def in_fp8(
 ) -> Profile:
     """The profile with the products of layers in FP8; `experts` is the width of the router."""
     trace, works, costs = described.trace, described.works, dict(profile.costs)
+    groups = described.groups(machine)
     for op in trace.ops:
         work, cost = works[op.name], costs[op.name]
         if cost.source == "estimated" and runs_in_fp8(work, experts):
@@ -45,7 +46,7 @@ def in_fp8(
             product = product_behind(trace, works, op)
             if product is not None and runs_in_fp8(works[product.name], experts):
                 kind, size = work.traffic
-                sent_ns = machine.collective_ns(kind, size // 2, *described.group(op, machine))
+                sent_ns = machine.collective_ns(kind, size // 2, *groups[op.lane])
                 costs[op.name] = replace(cost, comm_ns=sent_ns)
     return replace(profile, costs=costs)
 

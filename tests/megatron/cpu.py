@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -32,6 +33,12 @@ def folder(version: str) -> Path | None:
     places = [os.environ.get("OVERLAPC_MEGATRON"), ROOT / ".venv" / "megatron"]
     found = [Path(place) / version for place in places if place]
     return next((path for path in found if (path / "megatron" / "core").is_dir()), None)
+
+
+def need(version: str) -> None:
+    """Skip the test where this version of megatron-core is not installed."""
+    if folder(version) is None:
+        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
 
 
 def use(version: str, fused: bool = False) -> Any:

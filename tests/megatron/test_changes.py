@@ -189,8 +189,7 @@ def on_rank(rank: int, ranks: int, version: str) -> dict[str, tuple[list[str], l
 
 @pytest.mark.timeout(300)
 def test_what_changes_is_seen() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     (found,) = run_ranks(on_rank, 1, "0.16.1", timeout_s=280)
     for name, (_, warning) in CHANGES.items():
         wrong, told = found[name]
@@ -230,8 +229,7 @@ def on_two_ranks(rank: int, ranks: int, version: str) -> tuple[list[str], list[d
 
 @pytest.mark.timeout(300)
 def test_a_plain_microbatch_among_merged_ones() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     for wrong, (ran,) in run_ranks(on_two_ranks, 2, "0.16.1", timeout_s=280):
         assert wrong == []
         assert ran["plain"] == 1
@@ -285,8 +283,7 @@ def words_alone(*given: Any, **more: Any) -> Any:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
 def test_a_chunk_that_returns_a_pair_is_planned(version: str) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     for rank in run_ranks(bert, 2, version, timeout_s=280):
         for name in ("pp", "merged", "None"):
             found = rank[name]
@@ -311,6 +308,5 @@ def summed(rank: int, ranks: int) -> bool:
 
 
 def test_uneven_parts_are_summed_as_even_ones() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     assert run_ranks(summed, 2) == [True, True]

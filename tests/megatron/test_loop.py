@@ -97,8 +97,7 @@ def on_rank(rank: int, ranks: int, layout: Layout) -> dict[str, Any]:
     ids=["tp", "ep"],
 )
 def test_a_loop_of_ones_own_trains_bitwise_alike(layout: Layout) -> None:
-    if cpu.folder(VERSION) is None:
-        pytest.skip(f"megatron-core {VERSION} is not installed: see the Makefile")
+    cpu.need(VERSION)
     for found in run_ranks(on_rank, 2, layout, timeout_s=100):
         assert found["same"]
         assert not found["left"]
@@ -124,8 +123,7 @@ def refused(rank: int, ranks: int) -> list[str]:
 
 
 def test_what_only_megatrons_own_loop_trains_is_refused() -> None:
-    if cpu.folder(VERSION) is None:
-        pytest.skip(f"megatron-core {VERSION} is not installed: see the Makefile")
+    cpu.need(VERSION)
     ((ddp, stage, other),) = run_ranks(refused, 1)
     assert "in DistributedDataParallel: expected it in Megatron's own loop" in ddp
     assert "a stage of a pipeline" in stage

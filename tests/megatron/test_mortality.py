@@ -69,8 +69,7 @@ def _main(pipe: Connection, port: int, name: str, rank: int, options: dict[str, 
     [1.0, pytest.param(0.1, marks=pytest.mark.slow), pytest.param(3.0, marks=pytest.mark.slow)],
 )
 def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float) -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     with _two_planning(name, {}) as (pipes, processes):
         if wait([pipes[victim]], timeout=after_s):
             assert _next(pipes[victim]) == "planned"
@@ -88,8 +87,7 @@ def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 has the store
 def test_a_rank_that_stops_for_a_while_is_waited_for_if_asked(victim: int) -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     with _two_planning("tp", {"timeout_s": 50.0}) as (pipes, processes):
         time.sleep(1.0)
         os.kill(processes[victim].pid or 0, signal.SIGSTOP)

@@ -32,8 +32,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def megatron() -> None:
-    if cpu.folder(VERSION) is None:
-        pytest.skip(f"megatron-core {VERSION} is not installed: see the Makefile")
+    cpu.need(VERSION)
 
 
 def begun(layout: Layout) -> Trained:

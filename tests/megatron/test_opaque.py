@@ -131,8 +131,7 @@ def on_one_rank(rank: int, ranks: int, version: str) -> dict[str, Any]:
 @pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
 def test_what_megatron_compiles_is_one_op_each(version: str) -> None:
     """Its layers are planned op by op all the same."""
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     (found,) = run_ranks(on_one_rank, 1, version, timeout_s=250)
     assert (found["wrong"], found["why"], found["told"]) == ([], [], [])
     assert found["ran"]["plain"] == 0
@@ -153,8 +152,7 @@ def test_what_megatron_compiles_is_one_op_each(version: str) -> None:
 def test_a_chunk_is_planned_around_what_no_trace_enters(
     version: str, names: tuple[str, ...]
 ) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     for found in run_ranks(on_rank, 2, version, list(names), timeout_s=250):
         for name in names:
             one = found[name]

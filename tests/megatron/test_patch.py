@@ -184,8 +184,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 @functools.cache
 def ran(version: str, ranks: int, group: str) -> list[dict[str, Any]]:
     """What each rank found, of all layouts one after the other: a process imports one version."""
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     names = [n for n, layout in ALL.items() if layout.ranks == ranks and group_of(n) == group]
     return run_ranks(on_rank, ranks, version, names, timeout_s=890 if group == "more" else 290)
 

@@ -67,8 +67,7 @@ def peaks(rank: int, ranks: int, version: str, layout: Layout, slices: int) -> d
 
 
 def check(version: str, layout: Layout, slices: int = 1) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     (found,) = run_ranks(peaks, 1, version, layout, slices, timeout_s=140)
     print(found)
     assert found["why"] == []
@@ -150,8 +149,7 @@ def twice(rank: int, ranks: int, version: str) -> list[tuple[list[str], list[str
 
 @pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
 def test_what_recompute_itself_does_to_a_step(version: str) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     ((counted, frozen),) = run_ranks(twice, 1, version)
     assert counted[0] == frozen[0] == frozen[1] == []
     (told,) = counted[1]

@@ -95,8 +95,7 @@ def on_rank(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
     ],
 )
 def test_a_microbatch_in_the_place_of_the_last(names: tuple[str, ...]) -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     for found in run_ranks(on_rank, LAYOUTS[names[0]].ranks, list(names), timeout_s=280):
         for name in names:
             wrong, ran = found[name]
@@ -150,8 +149,7 @@ def _scaled_by_a_buffer(trained: Trained) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_buffer_that_changes_before_a_deferred_backward_is_an_error() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     for told in run_ranks(on_a_rank_with_a_buffer, 2, timeout_s=200):
         assert len(told) == 1  # unmerged there is no difference
         assert "a buffer of shape (32,) that a backward reads changed after its forward" in told[0]

@@ -83,8 +83,7 @@ def foreign(*_: Any) -> None: ...
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
 def test_what_is_refused_is_named(version: str) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     (found,) = run_ranks(reasons, 1, version)
     assert found["plain"] == ""
     assert set(found["absent"]) <= {"hybrid_context_parallel", "fp4", *ASKED_FROM_0_19}
@@ -122,8 +121,7 @@ def one_sided(rank: int, ranks: int, version: str) -> dict[str, Any]:
 
 
 def test_a_refusal_of_one_rank_is_one_warning_on_all() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     for found in run_ranks(one_sided, 2, "0.16.1"):
         (warned,) = found["warned"]
         assert "overlapc leaves this run to plain Megatron: a hook that is not" in warned
@@ -154,8 +152,7 @@ def of_one_stage(rank: int, ranks: int, version: str) -> list[str]:
 
 
 def test_an_option_of_one_stage_is_an_error_on_all_ranks() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     for found in run_ranks(of_one_stage, 2, "0.16.1"):
         assert [each.partition("; expected")[0] for each in found] == [
             "the ranks disagree on schedule: rank 0 holds schedule='1f1b'; "
@@ -183,8 +180,7 @@ def pipeline(model: torch.nn.Module) -> overlapc.Pipeline:
 
 
 def test_other_doors_say_where_a_model_of_megatrons_goes() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     (found,) = run_ranks(at_other_doors, 1, "0.16.1")
     for door, told in zip(("optimize", "TrainStep", "Pipeline"), found, strict=True):
         assert told.startswith(f"{door} was given Megatron's GPTModel (0)"), told

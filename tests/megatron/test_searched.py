@@ -92,8 +92,7 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
 def test_every_mismatch_is_in_one_error(version: str) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     (found,) = run_ranks(errors, 1, version)
     assert found["same"] == ""
     gathers, *others = found["context"]["all_gather"]
@@ -146,8 +145,7 @@ def stepped(rank: int, ranks: int, version: str, chosen: Chosen) -> str:
 
 
 def test_a_search_gives_each_stage_its_budget_and_slices() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     chosen = replace(
         CHOSEN,
         tp=1,

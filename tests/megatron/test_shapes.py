@@ -96,8 +96,7 @@ def on_rank(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
     ],
 )
 def test_a_shape_of_one_replica_runs_by_the_plan_of_all(names: tuple[str, ...]) -> None:
-    if cpu.folder(VERSION) is None:
-        pytest.skip(f"megatron-core {VERSION} is not installed: see the Makefile")
+    cpu.need(VERSION)
     for found in run_ranks(on_rank, LAYOUTS[names[0]][0].ranks, list(names), timeout_s=200):
         for name in names:
             layout, _ = LAYOUTS[name]

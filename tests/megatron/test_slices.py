@@ -219,8 +219,7 @@ def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, 
 
 @functools.cache
 def ran(version: str, ranks: int, quick: bool) -> list[dict[str, Any]]:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     names = [n for n, each in ALL.items() if each.ranks == ranks and (n in LAYOUTS) == quick]
     return run_ranks(on_rank, ranks, version, names, timeout_s=290 if quick else 890)
 
@@ -322,8 +321,7 @@ def refusals(rank: int, ranks: int, version: str) -> dict[str, Any]:
     "version", [pytest.param(v, marks=[pytest.mark.slow] * (v != QUICK[-1])) for v in QUICK]
 )
 def test_what_sees_the_whole_microbatch_is_refused_on_every_rank(version: str) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     for found in run_ranks(refusals, 2, version, timeout_s=190):
         for name, (_, said) in REFUSED.items():
             assert said in found[name]
@@ -363,8 +361,7 @@ def refused_later(rank: int, ranks: int, version: str) -> dict[str, Any]:
     "version", [pytest.param(v, marks=[pytest.mark.slow] * (v != QUICK[-1])) for v in QUICK]
 )
 def test_what_one_replica_refuses_later_is_an_error_on_every_rank(version: str) -> None:
-    if cpu.folder(version) is None:
-        pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
+    cpu.need(version)
     for found in run_ranks(refused_later, 2, version, timeout_s=110):
         assert len(found["said"]) == 2
         for said in found["said"]:
@@ -391,8 +388,7 @@ def one_step(rank: int, ranks: int, version: str) -> list[Any]:
 
 @pytest.mark.timeout(120)
 def test_a_run_may_end_after_its_first_step() -> None:
-    if cpu.folder(QUICK[-1]) is None:
-        pytest.skip(f"megatron-core {QUICK[-1]} is not installed: see the Makefile")
+    cpu.need(QUICK[-1])
     assert run_ranks(one_step, 2, QUICK[-1], timeout_s=110) == [[None], [None]]
 
 
@@ -422,8 +418,7 @@ def chosen(rank: int, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_number_of_slices_is_what_is_predicted_to_be_fastest() -> None:
-    if cpu.folder(QUICK[-1]) is None:
-        pytest.skip(f"megatron-core {QUICK[-1]} is not installed: see the Makefile")
+    cpu.need(QUICK[-1])
     first, second = run_ranks(chosen, 2, timeout_s=200)
     for name in AUTO:
         assert first[name]["slices"] == second[name]["slices"]

@@ -24,8 +24,7 @@ QUICKLY: dict[str, Any] = {"solver": "none", "profile": "estimate"}
 
 
 def ranks(function: Any, count: int = 2) -> list[Any]:
-    if cpu.folder(VERSION) is None:
-        pytest.skip(f"megatron-core {VERSION} is not installed: see the Makefile")
+    cpu.need(VERSION)
     return run_ranks(function, count, timeout_s=100)
 
 

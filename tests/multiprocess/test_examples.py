@@ -127,8 +127,7 @@ def test_a_pipeline_of_experts(slices: str) -> None:
 
 @pytest.mark.slow
 def test_megatron_beside_a_patched_one() -> None:
-    if cpu.folder("0.16.1") is None:
-        pytest.skip("megatron-core 0.16.1 is not installed: see the Makefile")
+    cpu.need("0.16.1")
     result = train("megatron", "--width", "128", "--steps", "3")
     table = rows(result)
     assert list(table) == ["megatron", "overlapc"]
