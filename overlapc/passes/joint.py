@@ -37,6 +37,7 @@ from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
 from overlapc.passes.differences import asked, differences
 from overlapc.passes.guarding import guarding, hands_on
 from overlapc.passes.in_dynamo import collectives_in_graphs
+from overlapc.passes.keeping import detach_kept, with_history
 from overlapc.passes.means import weigh_means
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
@@ -146,7 +147,8 @@ class Traced:
 
     A function that cannot be one graph raises a CaptureError with reason and place, before anything
     has run. It is traced with gradients, or, if it may be a forward `alone`, as it is called: a
-    graph without gradients is then one without a backward.
+    graph without gradients is then one without a backward. If its backward is `ours`, and no later
+    autograd's, what it keeps beside its marked results is detached.
     """
 
     def __init__(
@@ -156,8 +158,9 @@ class Traced:
         model: Any = None,
         *,
         alone: bool = False,
+        ours: bool = False,
     ) -> None:
-        self._adopt, self._alone = adopt, alone
+        self._adopt, self._alone, self._ours = adopt, alone, ours
         self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
         self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
         self.ran = False
@@ -218,10 +221,10 @@ class Traced:
             return captured
 
         def runs(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-            if run is None and self._alone:
-                adopt(*without_backward(module), lasting(arguments))
             if run is None:
-                raise OptionError(NO_GRADIENT)
+                if not self._alone:
+                    raise OptionError(NO_GRADIENT)
+                adopt(*without_backward(module), lasting(arguments))
             return as_boxed(boxed)
 
         def boxed(inner: list[Any]) -> list[Any]:
@@ -233,10 +236,10 @@ class Traced:
 
         refuse_subclasses(arguments)
         self.differences += differences(graph)
+        unreturned = detach_kept(graph, _marks(graph)) if self._ours else ()
         has_order, weighs = hands_on(), weigh_means(graph, slices_now(), self.differences)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(inductor_config.patch(fallback_random=True))
-            stack.enter_context(as_eager(arguments))
+        drawn = inductor_config.patch(fallback_random=True)
+        with drawn, as_eager(arguments), contextlib.ExitStack() as stack:
             exported = export(stack, graph, arguments)
             call = torch._functorch.aot_autograd.aot_compile_joint_with_descriptors(
                 exported, partition_fn=partition, fw_compiler=runs, bw_compiler=never
@@ -244,9 +247,9 @@ class Traced:
 
         def called(*given: Any) -> Any:
             nonlocal flat, kept
-            flat, kept = given, watched(given)  # asked before the call, which keeps all of them
+            flat, kept = given, watched(given)  # before the call, which keeps all of them
             try:
-                return call(*given)
+                return with_history(call(*given), unreturned)
             finally:
                 flat = ()
 

@@ -142,11 +142,15 @@ def _may_be_loss(tensor: Tensor) -> bool:
     return is_number and not isinstance(tensor, nn.Parameter)
 
 
-def detached(results: Any, but: Tensor | None = None) -> Any:
-    """Results of a model, of which only one tensor may require a gradient."""
+def detached(
+    results: Any,
+    but: Tensor | None = None,
+    made: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Any:
+    """Results of a model, of which only one tensor may require a gradient, what is `made` of it."""
 
     def detach(tensor: Tensor) -> Tensor:
-        return tensor.detach() if tensor is not but else tensor
+        return made(tensor) if tensor is but else tensor.detach()
 
     leaves, spec = tree_flatten(results)
     found = [

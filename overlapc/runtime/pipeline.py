@@ -415,7 +415,12 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _with_loss(module: nn.Module, loss: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
     """Wrap a stage and its loss; the first `count` arguments are the stage's."""
-    return lambda *args: loss(module(*args[:count]), *args[count:])
+
+    def ends(*args: Any) -> Any:
+        result = loss(module(*args[:count]), *args[count:])
+        return mark(result, 0, Tensor.contiguous) if isinstance(result, Tensor) else result
+
+    return ends
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -181,8 +181,8 @@ def check_loss(joint: Joint) -> None:
         )
     if len(shapes) != 1 or shapes[0] not in ((), (1,)):
         raise CaptureError(
-            f"the model returns, or keeps, {len(shapes)} results that require a gradient, of "
-            f"shapes {shapes}; expected one number, the loss: detach the others"
+            f"the model returns {len(shapes)} results that require a gradient, of shapes {shapes}; "
+            "expected one number, the loss: detach the others"
         )
     if any(value.is_complex() for value in _tangents(joint).values()):
         raise OptionError("the loss is complex; expected a real number: its .real or .abs(), say")

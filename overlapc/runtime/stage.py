@@ -52,7 +52,7 @@ class Stage:
         self.digest = ""  # of the planned graph
         self._others: dict[str, Report] = {}  # by digest: graphs that came up within a step
         self.states: dict[int, InFlight] = {}
-        self._traced = Traced(function, self._adopt, module)
+        self._traced = Traced(function, self._adopt, module, ours=True)
         self._given: dict[int, tuple[Any, ...]] = {}  # by microbatch: its inputs
         self._arguments: tuple[Any, ...] = ()  # of the call that runs
         # the microbatch of F, and of the B merged with it

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.layers import sliced
 from overlapc.passes.draws import Draw, may_pair
-from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, capture
+from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, capture, mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.untraced import SwitchedOff
 from overlapc.planning.options import Options
@@ -239,8 +239,8 @@ class TrainStep:
     def _key(self, each: Sequence[Given]) -> Any:
         key = alike(each)
         if key not in self._traced:
-            function = self._whole if self._options.slices == 1 else self._marked
-            self._traced[key] = Traced(function, self._adopt, self.model)
+            function = self._of_loss if self._options.slices == 1 else self._marked
+            self._traced[key] = Traced(function, self._adopt, self.model, ours=True)
         return key
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,6 +250,12 @@ class TrainStep:
         if isinstance(result, Tensor):
             return result
         return detached(result, but=_loss_of(result))
+
+    def _of_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """That of a microbatch: the graph says which of its results is the loss."""
+        result = self._result(*args, **kwargs)
+        loss = result if isinstance(result, Tensor) else _loss_of(result)
+        return detached(result, but=loss, made=lambda loss: mark(loss, 0, Tensor.contiguous))
 
     def _marked(self, *args: Any, **kwargs: Any) -> Any:
         """That of a slice."""

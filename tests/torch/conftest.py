@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from overlapc.solvers.constants import MERGED
 from tests.slow import slow_hardware
@@ -23,3 +25,11 @@ def auto(tmp_path: Path, short_search: None) -> dict[str, Any]:
     """Options with which slices are predicted to be faster."""
     hardware = slow_hardware(tmp_path)
     return {"slices": "auto", "profile": "estimate", "hardware": hardware, "solver": "heu"}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()

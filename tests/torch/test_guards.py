@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -306,13 +305,6 @@ class Inner(nn.Module):
 
 # A pipeline has the number and the shapes of its microbatches, and refuses hooks on gradients.
 NOT_IN_A_PIPELINE = ("count", "rows", "hook on a gradient", "closure's tensor")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
