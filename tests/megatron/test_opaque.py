@@ -27,7 +27,7 @@ LAYOUTS = {
         options={"memory_budget": 0.85, "solver": "overlap"},
     ),
     "tp, merged": Layout(tp=2, layers=1, microbatches=3),
-    "pp": Layout(pp=2, microbatches=3),
+    "pp": Layout(pp=2, layers=4, microbatches=3),
 }
 
 
