@@ -50,7 +50,13 @@ def other_dtype(tensor: Tensor) -> torch.dtype | None:
     return None if kept == tensor.dtype else kept
 
 
+def graph_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """A tensor whose graph reads these; no backward may run through it."""
+    read: Tensor | None = _Reads.apply(*tensors) if tensors else None
+    return read
+
+
 def _metadata(leaves: Sequence[Tensor]) -> list[dict[str, Any]]:
     """The metadata of each node, which does not keep the node."""
-    read = _Reads.apply(*leaves)  # before torch 2.13 its node lives no longer than it
+    read: Any = graph_of(leaves)  # before torch 2.13 its node lives no longer than it
     return [node.metadata for node, _ in read.grad_fn.next_functions]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from overlapc.errors import OptionError
@@ -36,6 +37,11 @@ def refuse_foreign(door: str, model: nn.Module) -> None:
         raise OptionError(
             f"{door} expects a module of Python code, found a ScriptModule, which torch.compile "
             "does not trace; pass the module that it was scripted from"
+        )
+    if door == "optimize" and isinstance(model, DistributedDataParallel):
+        raise OptionError(
+            "optimize was given a DistributedDataParallel, whose forward no trace enters; expected "
+            "the model inside: DistributedDataParallel(overlapc.optimize(model))"
         )
     for name, module in model.named_modules():
         where = f" ({name})" if name else ""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +39,7 @@ from overlapc.runtime.given import Given, alike, givens
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
+from overlapc.runtime.replicas import Replicas
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, marked
 from overlapc.runtime.steps import Step
@@ -110,6 +111,7 @@ class TrainStep:
         self._met: set[Any] = set()  # keys of those that ran
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
+        self._replicas = Replicas(model)
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: Step | Slices | None = None  # the running step
@@ -129,13 +131,13 @@ class TrainStep:
         each = givens(microbatches)
         if not self._traced and (what := unmade(self.model)):
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 3)
-            return [plainly(self._whole(*given.args, **given.kwargs)) for given in each]
+            return self._replicas.in_turn(each, self._plainly)
         if self._options.slices > 1:
-            return [self._in_slices(given, len(each)) for given in each]
+            return self._replicas.in_turn(each, lambda one: self._in_slices(one, len(each)))
         key = self._key(each)
         self._step = step = Step(each, gathers=len(each) > 1)
         try:
-            results = [self._forward(given, key) for given in each]
+            results = self._replicas.in_turn(each, lambda given: self._forward(given, key))
             step.finish()
         finally:
             self._step = None
@@ -148,7 +150,7 @@ class TrainStep:
         each = given.cut(self._options.slices)
         key = self._key(each)
         if key in self._plain:
-            return plainly(self._whole(*given.args, **given.kwargs))
+            return self._plainly(given)
 
         def begin() -> Slices:
             self._step = step = Slices(microbatches)
@@ -168,7 +170,7 @@ class TrainStep:
         except CaptureError as error:
             self._attempts.refused(error)
             refuse_failing(error, len(each), given, self._uncut)
-            result = plainly(self._whole(*given.args, **given.kwargs))
+            result = self._plainly(given)
             self._refused(key, error)
             return result
         finally:
@@ -274,7 +276,7 @@ class TrainStep:
         assert isinstance(step, Step)
         if key in self._plain:
             step.finish()
-            return plainly(self._whole(*given.args, **given.kwargs))
+            return self._plainly(given)
         traced = self._traced[key]
         try:
             with self._tracing(key):
@@ -282,7 +284,7 @@ class TrainStep:
         except CaptureError as error:
             self._attempts.refused(error)  # other ranks may wait for this one
             step.finish()
-            result = plainly(self._whole(*given.args, **given.kwargs))
+            result = self._plainly(given)
             self._refused(key, error)
             return result
         if not traced.ran:
@@ -299,7 +301,8 @@ class TrainStep:
         except Stop:  # the first forward runs with the second
             second = step.each[1]
             try:
-                traced(*second.args, **second.kwargs)
+                with self._replicas.ahead():
+                    traced(*second.args, **second.kwargs)
             except OverlapcError:
                 raise
             except Exception:  # Stop; or an error of the model's, which its own call raises again
@@ -307,11 +310,17 @@ class TrainStep:
             step.begin_pair()
             return traced(*given.args, **given.kwargs)
 
-    def _tracing(self, key: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def _tracing(self, key: Any) -> Iterator[None]:
         """While this rank traces, the others wait for it, and notice if it is lost."""
         new = key not in self._met
         self._met.add(key)
-        return busy("tracing", self._options.timeout_s) if new else nullcontext()
+        waits = busy("tracing", self._options.timeout_s) if new else nullcontext()
+        with waits, self._replicas.aside():
+            yield
+
+    def _plainly(self, given: Given) -> Any:
+        return plainly(self._whole(*given.args, **given.kwargs))
 
     def _refused(self, key: Any, error: CaptureError) -> None:
         # These come up at once at the next call, too, if they still hold then.
@@ -339,6 +348,8 @@ class TrainStep:
             self.report = program.report
             if not step.runs:
                 raise Stop
+            last = isinstance(step, Step) or len(step.states) == self._options.slices - 1
+            self._replicas.around(joint, state, last)
             return step.forward(program, state)
 
         return run
