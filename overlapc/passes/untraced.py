@@ -45,6 +45,7 @@ def untraced(error: Exception) -> CaptureError:
     if not isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode)):
         return Raised(f"{type(error).__name__}: {reason}", place)
     raised = isinstance(error, TorchRuntimeError) or _RAISED in str(error)
+    reason = reason.removeprefix(f"{_RAISED}: raised exception ")
     return Raised(reason, place) if raised else CaptureError(reason, place)
 
 

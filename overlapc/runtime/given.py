@@ -66,7 +66,21 @@ def alike(each: Sequence[Given]) -> Any:
     for i, given in enumerate(each):
         if (found := describe(given)) != first:
             raise OptionError(
-                f"microbatch {i} is {found[1]}, microbatch 0 is {first[1]}; expected microbatches "
-                "that are alike: pad them, or give those of other shapes to a step of their own"
+                f"microbatch {i} has {_said(found[1])}, microbatch 0 has {_said(first[1])}; "
+                "expected microbatches that are alike: pad them, or give those of other shapes to "
+                "a step of their own"
             )
     return first
+
+
+def _said(leaves: Sequence[Any]) -> str:
+    """Say what `alike` looks at: tensors, and the types of all else."""
+
+    def one(leaf: Any) -> str:
+        if isinstance(leaf, str):
+            return leaf
+        shape, dtype, device, gradient = leaf
+        kind = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+        return f"{kind} that requires a gradient" if gradient else kind
+
+    return ", ".join(map(one, leaves)) or "no arguments"

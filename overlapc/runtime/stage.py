@@ -15,6 +15,7 @@ from overlapc.errors import CaptureError
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Run, Stop, Traced
 from overlapc.passes.trace import Captured
+from overlapc.passes.untraced import Raised
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program, State, check_loss, refuse_owners
 
@@ -93,6 +94,10 @@ class Stage:
             self._call(0)
         except Stop:
             return
+        except Raised as error:
+            raise CaptureError(
+                f"stage {self.number} raises where it is traced: {error.reason}", error.place
+            ) from error
         except CaptureError as error:
             hint = "a stage gives tensors, and has something to train itself or before it"
             raise CaptureError(

@@ -129,6 +129,11 @@ class TrainStep:
         """Add the gradients of all microbatches to `.grad`; return the model's results for each,
         detached."""
         each = givens(microbatches)
+        if not torch.is_grad_enabled():
+            raise OptionError(
+                "TrainStep was called under torch.no_grad(), where eager's backward is an error; "
+                "expected it outside: call the model itself to evaluate it"
+            )
         if not self._traced and (what := unmade(self.model)):
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 3)
             return self._replicas.in_turn(each, self._plainly)

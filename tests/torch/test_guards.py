@@ -327,6 +327,23 @@ def test_a_stage_that_gives_no_tensor_is_refused() -> None:
         pipeline(given, given)
 
 
+class Picky(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] != 4:
+            raise ValueError("a batch of 4, please")
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_stage_raises_is_said() -> None:
+    given = [randn(2, 8)]
+    pipeline = Pipeline({0: Picky(8, 8)}, "1f1b", 1, F.mse_loss, profile="estimate")
+    with pytest.raises(
+        CaptureError, match=r"stage 0 raises where it is traced: ValueError\('a batch"
+    ):
+        pipeline(given, given)
+
+
 HOOKED: dict[str, Callable[[nn.Sequential], Any]] = {
     "hook": lambda net: net[0].register_forward_hook(lambda _module, _given, out: 3 * out),
     "hook before": lambda net: net[2].register_forward_pre_hook(lambda _module, x: (x[0] - 1,)),

@@ -298,10 +298,11 @@ def test_wrong_use_is_refused():
     step = TrainStep(model, loss, profile="estimate")
     with pytest.raises(OptionError, match="no microbatches"):
         step([])
-    with pytest.raises(
-        OptionError, match=r"microbatch 1 is .* expected microbatches that are alike"
-    ):
+    said = r"microbatch 1 has float32 \[5, 16\] on cpu, .*; expected microbatches that are alike"
+    with pytest.raises(OptionError, match=said):
         step([randn(4, 16), randn(5, 16)])
+    with torch.no_grad(), pytest.raises(OptionError, match="call the model itself to evaluate it"):
+        step([randn(4, 16)])
     with pytest.raises(OptionError, match="computed under autograd"):
         step([randn(4, 16, requires_grad=True) * 2])
     for wrong in (randn(4, 16), None, 3, {"x": randn(4, 16)}):
