@@ -103,18 +103,19 @@ def read_text(path: StrPath, kind: str) -> str:
         ) from error
 
 
-def read_json(path: StrPath, kind: str) -> Any:
-    """Parse the file's JSON. NaN, Infinity and numbers that overflow to Infinity are refused."""
+def read_json(path: StrPath, kind: str, finite: bool = True) -> Any:
+    """Parse the file's JSON. If all numbers have to be `finite`, NaN, Infinity and those that
+    overflow to Infinity are refused."""
 
-    def finite(word: str) -> float:
+    def number_of(word: str) -> float:
         number = float(word)
-        if not math.isfinite(number):
+        if finite and not math.isfinite(number):
             raise ValueError(f"found {word}, which is no finite number")
         return number
 
     text = read_text(path, kind)
     try:
-        return json.loads(text, parse_float=finite, parse_constant=finite)
+        return json.loads(text, parse_float=number_of, parse_constant=number_of)
     except RecursionError:
         reason = "it is nested too deeply"
     except ValueError as error:

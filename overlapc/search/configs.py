@@ -15,50 +15,18 @@ from typing import Any
 
 from overlapc.errors import FileError
 from overlapc.files import printable, read_json
+from overlapc.search import families
 from overlapc.search.models import Transformer
 
 _PADDED = 128  # Megatron pads vocabularies to a multiple of it
 _LONGEST = 8192  # default sequence length, even if the model could take more
 # our name -> HuggingFace's names
 _NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocab": ("vocab_size", "padded_vocab_size"),
-    "seq": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
-}
-_GATED = ("silu", "swish", "swiglu", "geglu")
-# families that are gated, whatever their activation is called, or if their file does not name it
-_GATED_TYPES = (
-    *("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm", "llama", "llama4_text"),
-    *("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phimoe", "olmo"),
-    *("olmo2", "olmoe", "stablelm", "cohere", "cohere2", "glm", "glm4", "glm4_moe", "granite"),
-    *("granitemoe", "smollm3", "deepseek_v2", "deepseek_v3", "internlm2", "seed_oss", "exaone4"),
-    *("ernie4_5", "ernie4_5_moe"),
-)
-_TIED_TYPES = (
-    *("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt", "cohere", "cohere2"),
-    *("falcon", "gpt_bigcode", "gpt_neo", "starcoder2", "smollm3", "ernie4_5", "ernie4_5_moe"),
-)
-# families whose tokens see those behind them: no decoders
-_ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta-v2", "modernbert")
-# kinds of a layer's attention that are planned, as `layer_types` names them
-_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
-_POST_NORMS = ("gemma2", "gemma3", "gemma3_text", "glm4")
-_QKV_BIASES = ("qwen2", "qwen2_moe", "chatglm")
-# Defaults of the families' code, for fields that a file leaves out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 256},
-    "gemma3_text": {
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1},
+    "seq": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len"),
 }
 # Fields without a counterpart here, with the values at which they change nothing
 _UNKNOWN: dict[str, Any] = {
@@ -84,7 +52,15 @@ _UNKNOWN: dict[str, Any] = {
     "block_configs": None,
     "linear_attn_config": None,
     "use_cla": False,
+    "global_head_dim": None,
+    "index_n_heads": None,
+    "H_cycles": None,
+    "num_layers_per_stack": None,
+    "gating": False,
+    "per_layer_config": {},
 }
+# Parts of a model beside its text model
+_OTHERS = ("vision_config", "audio_config", "audio_encoder_config")
 
 
 def from_config(path: str | Path) -> Transformer:
@@ -93,7 +69,7 @@ def from_config(path: str | Path) -> Transformer:
     path = Path(path)
     shown = printable(str(path))
     try:
-        found = read_json(path, "config")
+        found = read_json(path, "config", finite=False)  # a limit of time steps may be Infinity
     except FileError as error:
         raise FileError(f"{error}; expected a HuggingFace config.json") from None
     if not isinstance(found, dict):
@@ -107,7 +83,7 @@ def from_config(path: str | Path) -> Transformer:
         found = outer | found["text_config"]
         notes.append("its text model alone")
     kind = str(found.get("model_type") or "")
-    config = _Config(shown, _DEFAULTS.get(kind, {}) | found, kind)
+    config = _Config(shown, families.DEFAULTS.get(kind, {}) | found, kind)
     config.refuse_unknown()
     shape = config.ends() | config.attention() | config.experts() | config.small()
     notes += config.left_out()
@@ -133,8 +109,19 @@ class _Config:
                     f"{self.shown}: {key} is {self.found[key]!r}, which the search has no model "
                     "of; expected none: without that line the search is of a model near yours"
                 )
-        if self.kind in _ENCODERS:
+        if self.kind in families.ENCODERS:
             raise FileError(f"{self.shown}: model_type is {self.kind!r}; expected a decoder")
+        if self.kind in families.REFUSED:
+            raise FileError(
+                f"{self.shown}: model_type is {self.kind!r}, which has "
+                f"{families.REFUSED[self.kind]}, which the search has no model of; expected none"
+            )
+        values, keys = self.found.get("v_head_dim"), self.found.get("head_dim")
+        if not self.found.get("kv_lora_rank") and keys and values not in (None, keys):
+            raise FileError(
+                f"{self.shown}: v_head_dim is {values!r} beside a head_dim of {keys!r}, which the "
+                "search has a model of in latent attention alone; expected the same"
+            )
         mixed = self.found.get("attn_type_list") or []  # MiniMax's: 1 is softmax's
         if mixed and not (isinstance(mixed, list) and set(map(str, mixed)) == {"1"}):
             raise FileError(
@@ -143,10 +130,10 @@ class _Config:
             )
         kinds = self.found.get("layer_types") or []
         for other in kinds if isinstance(kinds, list) else [kinds]:
-            if other not in _ATTENTIONS:
+            if other not in families.ATTENTIONS:
                 raise FileError(
                     f"{self.shown}: layer_types has {other!r}, which the search has no model of; "
-                    f"expected some of {', '.join(_ATTENTIONS)}"
+                    f"expected some of {', '.join(families.ATTENTIONS)}"
                 )
 
     def number(self, key: str, *names: str, default: int | None = None) -> int:
@@ -184,8 +171,11 @@ class _Config:
         )
         shape["ffn"] = self.number("ffn", *names, default=4 * shape["width"])
         act = self.found.get("hidden_act", self.found.get("hidden_activation", ""))
-        shape["gated"] = str(act) in _GATED or self.kind in _GATED_TYPES
-        shape["tied"] = self.flag("tie_word_embeddings", self.kind in _TIED_TYPES)
+        shape["gated"] = str(act) in families.GATED or self.kind in families.GATED_TYPES
+        shape["tied"] = self.flag("tie_word_embeddings", self.kind in families.TIED_TYPES)
+        if self.kind in families.POSITIONS:
+            rows = self.number("seq", *_NAMES["seq"])
+            shape["positions"] = rows + families.POSITIONS[self.kind]
         return shape
 
     def attention(self) -> dict[str, Any]:
@@ -207,12 +197,12 @@ class _Config:
         return {
             "kv_heads": kv_heads,
             "head_width": 0 if head * heads == width else head,
-            "head_norms": self.kind in _HEAD_NORMS or self.flag("use_qk_norm"),
-            "post_norms": self.kind in _POST_NORMS,
+            "head_norms": self.kind in families.HEAD_NORMS or self.flag("use_qk_norm"),
+            "post_norms": self.kind in families.POST_NORMS,
         }
 
     def experts(self) -> dict[str, Any]:
-        names = "num_local_experts", "n_routed_experts", "num_experts"
+        names = "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"
         experts = self.number("experts", *names, default=0)
         if not experts:
             self.refuse_other_experts()
@@ -221,9 +211,10 @@ class _Config:
         of_one = self.number("expert width", "moe_intermediate_size", default=0)
         if not of_one:
             of_one = self.number("expert width", "intermediate_size", default=ffn)
-        each = self.number("shared experts", "n_shared_experts", "num_shared_experts", default=0)
+        beside = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
+        each = self.number("shared experts", *beside, default=0)
         shared = self.number("shared", "shared_expert_intermediate_size", default=each * of_one)
-        step = "decoder_sparse_step", "interleave_moe_layer_step"
+        step = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
         without = self.found.get("mlp_only_layers") or []
         if without != list(range(len(without))):
             raise FileError(
@@ -231,8 +222,8 @@ class _Config:
                 "expected the first layers, as in [0, 1]"
             )
         sparse = max(1, self.number("step of experts", *step, default=1))
-        first = self.number("first layers", "first_k_dense_replace", default=len(without))
         layers = self.number("layers", *_NAMES["layers"])
+        first = self.first_dense(layers, len(without))
         if first + sparse > layers:
             raise FileError(
                 f"{self.shown}: of {layers} layers none has one of its {experts} experts: found "
@@ -241,12 +232,33 @@ class _Config:
             )
         return {
             "experts": experts,
-            "top_k": self.number("top_k", "num_experts_per_tok", "moe_topk", default=2),
+            "top_k": self.number("top_k", "num_experts_per_tok", "moe_topk", "moe_k", default=2),
             "expert_width": of_one,
             "moe_every": sparse,
             "dense_first": first,
             "shared_width": of_one if self.kind == "llama4_text" else shared,
         }
+
+    def first_dense(self, layers: int, default: int) -> int:
+        """The number of first layers without experts."""
+        last = self.found.get("moe_layer_end_index")
+        if last not in (None, -1, layers - 1):
+            raise FileError(
+                f"{self.shown}: moe_layer_end_index is {last!r}, which the search has no model of; "
+                f"expected the last of {layers} layers, -1"
+            )
+        names = "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
+        first = self.number("first layers", *names, default=default)
+        kinds = self.found.get("mlp_layer_types")
+        if not isinstance(kinds, list):
+            return first
+        first = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if set(kinds[first:]) - {"sparse"}:
+            raise FileError(
+                f"{self.shown}: mlp_layer_types has other kinds behind its first sparse layer, "
+                "which the search has no model of; expected dense layers, then sparse ones"
+            )
+        return first
 
     def refuse_other_experts(self) -> None:
         """Raise FileError if experts have names that are not known here: no model with experts is
@@ -268,7 +280,7 @@ class _Config:
         head = given["head_width"] or width // heads
         rows = (heads + 2 * (given["kv_heads"] or heads)) * head
         every = self.flag("attention_bias")
-        biases = rows if every or self.kind in _QKV_BIASES else 0
+        biases = rows if every or self.kind in families.QKV_BIASES else 0
         extra = {"layer_extra": biases, "expert_extra": 0}
         if self.kind == "llama4_text":  # its norms of heads have no weights
             extra["layer_extra"] -= 2 * head if given["head_norms"] else 0
@@ -277,7 +289,7 @@ class _Config:
             extra["expert_extra"] = experts * (1 + 2 * given["expert_width"] + width)
         elif self.kind in ("gpt2", "opt", "bloom"):
             extra["layer_extra"] = rows + 2 * width + given["ffn"]
-        elif self.kind == "glm4_moe":
+        elif self.kind in families.ROUTER_BIASES:
             extra["expert_extra"] = experts
         elif self.kind == "qwen2_moe":
             extra["expert_extra"] = width  # the shared expert's gate
@@ -290,4 +302,11 @@ class _Config:
             notes.append(f"its windows of {window} tokens are planned as whole sequences")
         if self.found.get("num_nextn_predict_layers"):
             notes.append("without its heads that predict further tokens")
+        if other := [key for key in _OTHERS if isinstance(self.found.get(key), dict)]:
+            notes.append(f"without what its {' and '.join(other)} describes")
+        if self.kind not in families.COMPARED:
+            notes.append(
+                f"its family, {self.kind or 'which its file does not name'}, is taken for a plain "
+                "decoder: parameters were not compared with those of its code"
+            )
         return notes

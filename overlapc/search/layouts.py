@@ -342,7 +342,7 @@ def stage_parameters(
         ranks = expert_ranks(model, layout.replicas)
         dense, experts = model.held(layers, layout.tp, ranks, first, layout.etp)
         if stage == 0:
-            dense += model.vocab * model.width // layout.tp
+            dense += model.vocab * model.width // layout.tp + model.position_parameters
         if stage == last:
             twice = model.tied and alone
             dense += model.norm_parameters + (not twice) * (model.vocab * model.width // layout.tp)

@@ -47,6 +47,7 @@ class Transformer:
     post_norms: bool = False  # norms of the results of attention and MLP
     layer_extra: int = 0  # a layer's parameters that are no matrix: biases, sinks
     expert_extra: int = 0  # more parameters of a layer with experts
+    positions: int = 0  # rows of a table of positions that is learned
     unfused: str = ""  # which of attention, softmax, norm, loss, bias run op by op
     dropout: bool = False
     source: str = ""
@@ -123,6 +124,11 @@ class Transformer:
     @property
     def norm_parameters(self) -> int:
         return self.width * (1 if self.gated else 2)
+
+    @property
+    def position_parameters(self) -> int:
+        """Parameters of the first stage beside its words, which every rank has whole."""
+        return self.positions * self.width
 
     @property
     def small_parameters(self) -> int:
@@ -214,7 +220,7 @@ class Transformer:
         blocks = self.layers * each + dense * self.mlp_parameters(self.ffn)
         experts = self.experts * self.mlp_parameters(self.expert_width) + self.gate_parameters
         ends = self.vocab * self.width * (1 if self.tied else 2) + self.norm_parameters
-        return blocks + self.moe_layers * experts + ends
+        return blocks + self.moe_layers * experts + ends + self.position_parameters
 
     def flops_per_token(self) -> int:
         """Flops of forward and backward, without recompute, as MFU counts them: six for each weight

@@ -93,6 +93,10 @@ class OwnModel:
     def norm_parameters(self) -> int:
         return 2 * self.width
 
+    @property
+    def position_parameters(self) -> int:
+        return 0
+
     def splits(self, tp: int) -> bool:
         return self.heads % tp == 0 and self.vocab % tp == 0
 

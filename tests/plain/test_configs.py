@@ -296,7 +296,10 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a number from 1 on"),
-        ({"moe_num_experts": 64}, "moe_num_experts is 64, which the search does not read"),
+        (
+            {"num_experts_of_layers": 64},
+            "num_experts_of_layers is 64, which the search does not read",
+        ),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has 'linear_att"),
         ({"model_type": "bert"}, "model_type is 'bert'; expected a decoder"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or fal"),

@@ -1,0 +1,74 @@
+"""What the code of model families does that their `config.json` does not say, by `model_type`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# activations that are a gate's, in every family
+GATED = ("silu", "swish", "swiglu", "geglu")
+# families that are gated, whatever their activation is called, or if their file does not name it
+GATED_TYPES = (
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm", "llama", "llama4_text"),
+    *("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phimoe", "olmo"),
+    *("olmo2", "olmoe", "stablelm", "cohere", "cohere2", "glm", "glm4", "glm4_moe", "granite"),
+    *("granitemoe", "smollm3", "deepseek_v2", "deepseek_v3", "internlm2", "seed_oss", "exaone4"),
+    *("ernie4_5", "ernie4_5_moe", "bitnet", "vaultgemma", "modernbert-decoder"),
+)
+TIED_TYPES = (
+    *("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt", "cohere", "cohere2"),
+    *("falcon", "gpt_bigcode", "gpt_neo", "starcoder2", "smollm3", "ernie4_5", "ernie4_5_moe"),
+)
+# families whose tokens see those behind them: no decoders
+ENCODERS = (
+    *("bert", "bert-generation", "roberta", "roberta-prelayernorm", "xlm-roberta", "camembert"),
+    *("xlm-roberta-xl", "distilbert", "electra", "deberta-v2", "modernbert", "megatron-bert"),
+    *("ernie", "rembert", "roc_bert", "roformer", "big_bird", "data2vec-text", "xmod", "albert"),
+)
+# families whose layers have parts that no field names
+REFUSED = {
+    "jetmoe": "experts in its attention",
+    "ctrl": "a feed-forward part of its own",
+    "afmoe": "a gate of its attention",
+    "doge": "a mask and residuals that it learns",
+    "moshi": "a decoder of its own for each step",
+}
+# kinds of a layer's attention that are planned, as `layer_types` names them
+ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+POST_NORMS = ("gemma2", "gemma3", "gemma3_text", "glm4")
+QKV_BIASES = ("qwen2", "qwen2_moe", "chatglm")
+# families that learn a table of positions, and how many rows it has beside the sequence's
+POSITIONS = {
+    **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo", "openai-gpt"), 0),
+    **dict.fromkeys(("opt", "biogpt"), 2),
+}
+# families whose routers have a bias of each expert
+ROUTER_BIASES = ("glm4_moe", "ernie4_5_moe", "hy_v3")
+# Defaults of the families' code, for fields that a file leaves out.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 256},
+    "gemma3_text": {
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "llama4_text": {"num_local_experts": 16, "num_experts_per_tok": 1},
+}
+# families whose number of parameters was compared with that of their code
+COMPARED = (
+    *("apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "bloom", "codegen"),
+    *("cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "diffllama"),
+    *("emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo"),
+    *("flint", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe"),
+    *("glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+    *("gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe"),
+    *("granitemoe_swa", "granitemoeshared", "helium", "hy_v3", "hyperclovax", "internlm3"),
+    *("iquestcoder", "jais2", "kolibri1", "lfm2", "llama", "llama4", "llama4_text", "mellum"),
+    *("minicpm3", "minimax_m2", "ministral3", "mistral", "mixtral", "mpt", "nanochat", "olmo"),
+    *("olmo2", "olmo3", "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open"),
+    *("stablelm", "starcoder2", "vaultgemma", "youtu"),
+)
