@@ -142,15 +142,13 @@ def _may_be_loss(tensor: Tensor) -> bool:
     return is_number and not isinstance(tensor, nn.Parameter)
 
 
-def detached(
-    results: Any,
-    but: Tensor | None = None,
-    made: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-) -> Any:
-    """Results of a model, of which only one tensor may require a gradient, what is `made` of it."""
+def detached(results: Any, but: Tensor | None = None, by: Tensor | None = None) -> Any:
+    """Results of a model, of which only one tensor may require a gradient; `by` replaces it."""
 
     def detach(tensor: Tensor) -> Tensor:
-        return made(tensor) if tensor is but else tensor.detach()
+        if tensor is not but:
+            return tensor.detach()
+        return tensor if by is None else by
 
     leaves, spec = tree_flatten(results)
     found = [

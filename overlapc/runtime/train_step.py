@@ -262,7 +262,8 @@ class TrainStep:
         """That of a microbatch: the graph says which of its results is the loss."""
         result = self._result(*args, **kwargs)
         loss = result if isinstance(result, Tensor) else _loss_of(result)
-        return detached(result, but=loss, made=lambda loss: mark(loss, 0, Tensor.contiguous))
+        by = None if loss is None else mark(loss, 0, Tensor.contiguous)
+        return detached(result, but=loss, by=by)
 
     def _marked(self, *args: Any, **kwargs: Any) -> Any:
         """That of a slice."""

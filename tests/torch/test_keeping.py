@@ -77,7 +77,7 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     found = F.mse_loss(model(x), y)
     if isinstance(model, KeepsLoss):
         model.loss = found
-        return {"loss": found, "out": model.out}
+        return {"loss": found, "again": found, "out": model.out}
     return found + sum(0.1 * m.auxiliary for m in model.modules() if isinstance(m, Gated))
 
 
