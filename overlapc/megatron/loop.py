@@ -14,7 +14,7 @@ from overlapc.megatron.steps import Steps, innermost
 from overlapc.planning.options import Options
 from overlapc.runtime.foreign import untraced
 from overlapc.runtime.given import givens
-from overlapc.runtime.train_step import plainly
+from overlapc.runtime.loss import plainly
 
 
 class TrainStep:

@@ -38,6 +38,7 @@ from overlapc.passes.differences import asked, differences
 from overlapc.passes.guarding import guarding, hands_on
 from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.keeping import detach_kept, with_history
+from overlapc.passes.marks import calls_of, marks_of
 from overlapc.passes.means import weigh_means
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
@@ -110,6 +111,7 @@ class Joint:
     views: tuple[bool, ...] = ()  # by result of Dynamo's graph: a view of another or of an input?
     arguments: Sequence[Any] = ()  # of Dynamo's graph; set only during `adopt`
     hands_on: bool = False  # does what a call does depend on the calls before it?
+    calls: frozenset[int] = frozenset()  # numbers from `called`
     weighs: bool = False  # are means weighed with the slice's share of the batch's targets?
     # gradients and autocast as in the call that was traced
     as_called: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -214,9 +216,9 @@ class Traced:
         def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> Captured:
             nonlocal run, joint
             captured = trace_joint(traced, results, inner_places(traced, static))
-            joint = _described(captured, _marks(graph), views_of(exported), metas_of(exported))
+            joint = _described(captured, marks_of(graph), views_of(exported), metas_of(exported))
             joint.hands_on, joint.weighs, joint.as_called = has_order, weighs, self._here
-            joint.arguments = arguments
+            joint.arguments, joint.calls = arguments, calls_of(graph)
             run, joint.arguments = self._adopt(joint), ()
             return captured
 
@@ -236,7 +238,7 @@ class Traced:
 
         refuse_subclasses(arguments)
         self.differences += differences(graph)
-        unreturned = detach_kept(graph, _marks(graph)) if self._ours else ()
+        unreturned = detach_kept(graph, marks_of(graph)) if self._ours else ()
         has_order, weighs = hands_on(), weigh_means(graph, slices_now(), self.differences)
         drawn = inductor_config.patch(fallback_random=True)
         with drawn, as_eager(arguments), contextlib.ExitStack() as stack:
@@ -286,21 +288,6 @@ def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
     code = call.__code__.replace(co_name=f"call{next(_numbers)}")
     return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-
-
-def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `make(tensor)`. If it becomes a result, the joint graph's `marks` give its number."""
-    with torch.fx.traceback.annotate({_MARK: number}):
-        return make(tensor)
-
-
-_MARK = "overlapc_result"
-
-
-def _marks(graph: fx.GraphModule) -> tuple[int | None, ...]:
-    results = graph.graph.find_nodes(op="output")[0].args[0]
-    metas = [getattr(result, "meta", {}) for result in results]
-    return tuple((meta.get("custom") or {}).get(_MARK) for meta in metas)
 
 
 # --------------------------------------------------------------------------- descriptors

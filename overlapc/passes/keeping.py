@@ -47,8 +47,11 @@ class _Kept(torch.autograd.Function):
     """A history that leads nowhere."""
 
     @staticmethod
-    def forward(_ctx: Any, value: Tensor, _anchor: Tensor) -> Tensor:
-        return value.view_as(value)
+    def forward(ctx: Any, value: Tensor, _anchor: Tensor) -> Tensor:
+        if value._is_view():
+            return value.view_as(value)
+        ctx.mark_dirty(value)  # else it would become a view, which may not be changed in place
+        return value
 
     @staticmethod
     def backward(_ctx: Any, *_gradients: Tensor) -> Any:

@@ -1,9 +1,10 @@
-"""`givens` reads the microbatches of a step, and `alike` says what they have in common."""
+"""`givens` reads the microbatches of a step, and `kind_of` says what those of one graph share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -45,42 +46,49 @@ def givens(microbatches: Sequence[Any]) -> list[Given]:
     return each
 
 
-def alike(each: Sequence[Given]) -> Any:
-    """The key that all microbatches of a step must share; raise if they differ."""
-
-    def describe(given: Given) -> tuple[Any, ...]:
-        flat, spec = tree_flatten((given.args, given.kwargs))
-        if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in flat):
-            raise OptionError(
-                "a microbatch holds a tensor that was computed under autograd; expected inputs: "
-                "detach it, or make what computes it a part of the model"
-            )
-        return str(spec), tuple(
-            (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else type(leaf).__name__
-            for leaf in flat
+def kind_of(given: Given) -> Any:
+    """The key that microbatches of one graph share: structure, shapes, and the types of all that is
+    no tensor."""
+    flat, spec = tree_flatten((given.args, given.kwargs))
+    if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in flat):
+        raise OptionError(
+            "a microbatch holds a tensor that was computed under autograd; expected inputs: "
+            "detach it, or make what computes it a part of the model"
         )
+    return str(spec), tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in flat
+    )
 
-    first = describe(each[0])
-    for i, given in enumerate(each):
-        if (found := describe(given)) != first:
+
+def in_runs(each: Sequence[Given]) -> list[tuple[Any, list[Given]]]:
+    """Microbatches of one kind that follow each other, with their kind."""
+    return [(kind, list(run)) for kind, run in groupby(each, kind_of)]
+
+
+def alike(each: Sequence[Given]) -> Any:
+    """The kind that all microbatches of a pipeline's step must share; raise if they differ."""
+    first, *others = map(kind_of, each)
+    for i, found in enumerate(others, 1):
+        if found != first:
             raise OptionError(
-                f"microbatch {i} has {_said(found[1])}, microbatch 0 has {_said(first[1])}; "
-                "expected microbatches that are alike: pad them, or give those of other shapes to "
-                "a step of their own"
+                f"microbatch {i} has {_said(found)}, microbatch 0 has {_said(first)}; expected "
+                "microbatches that are alike: pad them, or give those of other shapes to a step of "
+                "their own"
             )
     return first
 
 
-def _said(leaves: Sequence[Any]) -> str:
-    """Say what `alike` looks at: tensors, and the types of all else."""
+def _said(kind: Any) -> str:
+    """Say what `kind_of` looks at."""
 
     def one(leaf: Any) -> str:
         if isinstance(leaf, str):
             return leaf
         shape, dtype, device, gradient = leaf
-        kind = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
-        return f"{kind} that requires a gradient" if gradient else kind
+        text = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+        return f"{text} that requires a gradient" if gradient else text
 
-    return ", ".join(map(one, leaves)) or "no arguments"
+    return ", ".join(map(one, kind[1])) or "no arguments"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
+
+from overlapc.passes.joint import Joint
+from overlapc.passes.nodes import is_random, primal_nodes
 
 
 def attributes(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -29,8 +32,31 @@ def set_since(before: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[
     }
 
 
-def end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """What slices set, as it will be put together; None if it cannot be."""
+def put_together(parts: Sequence[Tensor | None], whole: Tensor) -> Tensor | None:
+    """What slices set, as it will be put together; None if it cannot be. (What a forward makes of
+    parameters alone is the batch's in each slice.)"""
     found = [part for part in parts if part is not None and part.dim()]
+    if len(found) < len(parts):
+        return None
+    if all(part.shape == whole.shape and torch.equal(part, found[0]) for part in found):
+        return found[0]
     alike = len({(part.dtype, part.shape[1:]) for part in found}) == 1
-    return torch.cat(found) if alike and len(found) == len(parts) else None
+    return torch.cat(found) if alike else None
+
+
+def of_parameters(joint: Joint) -> set[str]:
+    """The results of a graph that it makes of parameters and buffers alone."""
+    captured = joint.captured
+    inputs = primal_nodes(captured.joint)
+    lasting = {inputs[place].name for place in captured.static_inputs}
+    depends: dict[fx.Node, bool] = {}  # on more?
+    for node in captured.joint.graph.nodes:
+        given = any(depends[each] for each in node.all_input_nodes)
+        own = node.op == "placeholder" and node.name not in lasting
+        depends[node] = given or own or (node.op == "call_function" and is_random(node))
+    results = captured.joint.graph.find_nodes(op="output")[0].args[0]
+    return {
+        name
+        for name, node in zip(joint.results, results, strict=False)  # gradients stand behind
+        if isinstance(node, fx.Node) and not depends[node]
+    }

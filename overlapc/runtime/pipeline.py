@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
-from overlapc.passes.joint import mark
+from overlapc.passes.marks import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
 from overlapc.pipeline import PipelineTimeline, StageCost, describe

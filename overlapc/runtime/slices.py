@@ -24,10 +24,12 @@ from overlapc.errors import CaptureError, OptionError
 from overlapc.ir import Plan
 from overlapc.merge import at, of_slice
 from overlapc.passes.draws import Draw
-from overlapc.passes.joint import Joint, Stop, mark
+from overlapc.passes.joint import Joint, Stop
+from overlapc.passes.marks import mark
 from overlapc.passes.parts import Parts, cut, join
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
+from overlapc.runtime.kept import of_parameters
 from overlapc.runtime.objects import alike as equal
 from overlapc.runtime.objects import ends_in, is_held, rebuilt, tensors_in
 from overlapc.runtime.program import Flight, Program, State
@@ -217,6 +219,7 @@ class SlicedProgram(Program):
         super().__init__(joint, report, whole=whole, parts=beside)
         self.shared = {name: value / self.count for name, value in self.shared.items()}
         self.places, self.tangents = places(joint)
+        self._lasting = of_parameters(joint)
 
     def forward(self, states: Sequence[State]) -> dict[str, Sequence[Any]]:
         """Run the forwards; return each result of all slices, which the states no longer hold."""
@@ -232,7 +235,7 @@ class SlicedProgram(Program):
 
     def whole(self, results: dict[str, Sequence[Any]], ways: Sequence[Way]) -> list[Any]:
         """The batch's results. Those that the model keeps and does not return are put together
-        along dimension 0."""
+        along dimension 0, if they depend on the batch."""
 
         def one(name: str, parts: Sequence[Any]) -> Any:
             if name in self.places:
@@ -241,7 +244,7 @@ class SlicedProgram(Program):
                 if len({*shapes}) > 1:  # `apart` cuts their gradient evenly
                     raise uneven(f"result {place}", self.count, shapes)
                 return together(f"result {place}", parts, ways[place])
-            batched = isinstance(parts[0], Tensor) and parts[0].dim()
+            batched = isinstance(parts[0], Tensor) and parts[0].dim() and name not in self._lasting
             return together("what the forward sets", parts, 0 if batched else "alike")
 
         return [one(name, parts) for name, parts in results.items()]

@@ -8,7 +8,7 @@ does not depend on the one before it (`guarding.hands_on`, `draws.may_pair`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class Step:
     each: Sequence[Given]
     runs: bool = True
     gathers: bool = False  # may the first two forwards be a pair?
+    before_last: Callable[[], None] = lambda: None  # is called before the last backward
     pending: list[Flight] = field(default_factory=list)
     _early: list[tuple[Program, State]] = field(default_factory=list)
     _begun: list[tuple[Flight, State]] = field(default_factory=list)  # with what they have read
@@ -68,6 +69,8 @@ class Step:
         if len(left) == 2 and end_pair(left):
             return
         for flight in left:
+            if flight is left[-1]:
+                self.before_last()
             _end(flight)
 
     def _taken(self, program: Program, state: State) -> Flight | None:

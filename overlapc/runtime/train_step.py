@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.layers import sliced
 from overlapc.passes.draws import Draw, may_pair
-from overlapc.passes.joint import NO_GRADIENT, Joint, Run, Stop, Traced, capture, mark
+from overlapc.passes.joint import Joint, Run, Stop, Traced, capture
+from overlapc.passes.marks import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.untraced import SwitchedOff
 from overlapc.planning.options import Options
@@ -35,7 +36,8 @@ from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
-from overlapc.runtime.given import Given, alike, givens
+from overlapc.runtime.given import Given, givens, in_runs, kind_of
+from overlapc.runtime.loss import checked_loss, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
@@ -55,7 +57,8 @@ class TrainStep:
     and bitwise the same. A microbatch is a tuple or a list of arguments, a dict of arguments by
     name, or a single argument. `model` returns the loss: alone, as `.loss`, or as the first result
     that requires a gradient. Or `loss(model, *microbatch)` returns it. For a mean, divide the loss
-    by the number of microbatches there. All microbatches of a step have the same shapes.
+    by the number of microbatches there. Microbatches that follow each other in the same shapes are
+    merged; those of other shapes run behind them.
 
     The first call plans. So does a call with other shapes or another number of microbatches, or
     after a change that makes the model another graph. Options are those of `overlapc.Options`; the
@@ -107,7 +110,7 @@ class TrainStep:
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
-        self._traced: dict[Any, Traced] = {}  # by the key of `alike`
+        self._traced: dict[Any, Traced] = {}  # by kind of microbatch
         self._met: set[Any] = set()  # keys of those that ran
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
@@ -131,29 +134,40 @@ class TrainStep:
         each = givens(microbatches)
         if not torch.is_grad_enabled():
             raise OptionError(
-                "TrainStep was called under torch.no_grad(), where eager's backward is an error; "
-                "expected it outside: call the model itself to evaluate it"
+                "TrainStep was called without gradients (torch.no_grad, inference_mode), where "
+                "eager's backward is an error; expected it outside: call the model to evaluate it"
             )
         if not self._traced and (what := unmade(self.model)):
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 3)
             return self._replicas.in_turn(each, self._plainly)
         if self._options.slices > 1:
             return self._replicas.in_turn(each, lambda one: self._in_slices(one, len(each)))
-        key = self._key(each)
-        self._step = step = Step(each, gathers=len(each) > 1)
+        ready = self._replicas.before_last
+        runs = [
+            (self._key(kind), Step(run, gathers=len(run) > 1, before_last=ready))
+            for kind, run in in_runs(each)
+        ]
+        turns = [(key, step, given) for key, step in runs for given in step.each]
         try:
-            results = self._replicas.in_turn(each, lambda given: self._forward(given, key))
-            step.finish()
+            results = self._replicas.in_turn(turns, lambda turn: self._turn(*turn))
+            runs[-1][1].finish()
         finally:
             self._step = None
         return results
+
+    def _turn(self, key: Any, step: Step, given: Given) -> Any:
+        """Run the forward of a microbatch; what is left of those of another kind runs before."""
+        if isinstance(self._step, Step) and self._step is not step:
+            self._step.finish()
+        self._step = step
+        return self._forward(given, key)
 
     def _in_slices(self, given: Given, microbatches: int) -> Any:
         """Run forward and backward of a microbatch in slices; the call of the last slice runs
         all."""
         self._given = given
         each = given.cut(self._options.slices)
-        key = self._key(each)
+        key = self._key(kind_of(each[0]))
         if key in self._plain:
             return self._plainly(given)
 
@@ -195,7 +209,7 @@ class TrainStep:
 
         def forward(part: Given) -> list[Any]:
             result = self._whole(*part.args, **part.kwargs)
-            _loss(result)
+            checked_loss(result)
             return tree_leaves(result)
 
         with self._attempts.exchange_for(trace.lanes, self._options.timeout_s) as exchange:
@@ -210,11 +224,18 @@ class TrainStep:
         each = givens(microbatches)
         if unmade(self.model):
             return None
+        runs = [each] if self._options.slices > 1 else [run for _, run in in_runs(each)]
+        reports = [self._plan(run) for run in runs]
+        self.report = reports[0] or self.report
+        return reports[0]
+
+    def _plan(self, each: Sequence[Given]) -> Report | None:
+        """Plan microbatches of one kind, or, in slices, the first batch."""
         slices = self._options.slices
         self._given = each[0]
         self._step = Slices(len(each), runs=False) if slices > 1 else Step(each, runs=False)
         each = each[0].cut(slices) if slices > 1 else each
-        key = self._key(each)
+        key = self._key(kind_of(each[0]))
         try:
             with self._tracing(key), sliced(slices):
                 self._traced[key](*each[0].args, **each[0].kwargs)
@@ -243,8 +264,7 @@ class TrainStep:
         parts += [f"one op, by its own autograd: {reason}" for reason in dict.fromkeys(opaque)]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
-    def _key(self, each: Sequence[Given]) -> Any:
-        key = alike(each)
+    def _key(self, key: Any) -> Any:
         if key not in self._traced:
             function = self._of_loss if self._options.slices == 1 else self._marked
             self._traced[key] = Traced(function, self._adopt, self.model, ours=True)
@@ -256,19 +276,19 @@ class TrainStep:
         result = self._result(*args, **kwargs)
         if isinstance(result, Tensor):
             return result
-        return detached(result, but=_loss_of(result))
+        return detached(result, but=loss_of(result))
 
     def _of_loss(self, *args: Any, **kwargs: Any) -> Any:
         """That of a microbatch: the graph says which of its results is the loss."""
         result = self._result(*args, **kwargs)
-        loss = result if isinstance(result, Tensor) else _loss_of(result)
+        loss = result if isinstance(result, Tensor) else loss_of(result)
         by = None if loss is None else mark(loss, 0, Tensor.contiguous)
         return detached(result, but=loss, by=by)
 
     def _marked(self, *args: Any, **kwargs: Any) -> Any:
         """That of a slice."""
         result = self._whole(*args, **kwargs)
-        loss = result if isinstance(result, Tensor) else _loss_of(result)
+        loss = result if isinstance(result, Tensor) else loss_of(result)
         return marked(result, (args, kwargs), loss)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +314,7 @@ class TrainStep:
             self._refused(key, error)
             return result
         if not traced.ran:
-            _loss(result)  # or there is nothing to plan
+            checked_loss(result)  # or there is nothing to plan
             step.finish()
             self._refused(key, CaptureError("torch.compile is switched off"))
             return plainly(result)
@@ -307,8 +327,7 @@ class TrainStep:
         except Stop:  # the first forward runs with the second
             second = step.each[1]
             try:
-                with self._replicas.ahead():
-                    traced(*second.args, **second.kwargs)
+                traced(*second.args, **second.kwargs)
             except OverlapcError:
                 raise
             except Exception:  # Stop; or an error of the model's, which its own call raises again
@@ -326,7 +345,8 @@ class TrainStep:
             yield
 
     def _plainly(self, given: Given) -> Any:
-        return plainly(self._whole(*given.args, **given.kwargs))
+        with self._replicas.plainly():
+            return plainly(self._whole(*given.args, **given.kwargs))
 
     def _refused(self, key: Any, error: CaptureError) -> None:
         # These come up at once at the next call, too, if they still hold then.
@@ -342,6 +362,7 @@ class TrainStep:
         """Return the code that runs in the place of a graph: its forward, merged with the backward
         of an earlier microbatch if that is due."""
         check_loss(joint)
+        self._replicas.check(joint)
         programs: dict[int, Program] = {}
 
         def run(state: State) -> Sequence[Any]:
@@ -354,8 +375,8 @@ class TrainStep:
             self.report = program.report
             if not step.runs:
                 raise Stop
-            last = isinstance(step, Step) or len(step.states) == self._options.slices - 1
-            self._replicas.around(joint, state, last)
+            at = (0, 1) if isinstance(step, Step) else (len(step.states), self._options.slices)
+            self._replicas.around(joint, state, at)
             return step.forward(program, state)
 
         return run
@@ -368,7 +389,7 @@ class TrainStep:
         if slices > 1:
             refuse_whole(joint, state, self.model, slices)
             draws = draws_for(joint, slices, self._uncut)
-        pairs = self._pairs and may_pair(captured) and not joint.hands_on
+        pairs = self._pairs and may_pair(captured) and not (joint.hands_on or self._replicas)
         known = self._reports.get(key)
         if known is None or (known.pair is not None and not pairs):
             primals = [state[name] for name in joint.inputs]
@@ -397,31 +418,8 @@ class TrainStep:
         return capture(self._whole, *self._given.args, **self._given.kwargs)
 
 
-def _loss_of(result: Any) -> Any:
-    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return next((leaf for leaf in leaves if leaf.requires_grad), None)
-
-
-def _loss(result: Any) -> Tensor:
-    loss = result if isinstance(result, Tensor) else _loss_of(result)
-    if loss is None or not loss.requires_grad:
-        raise OptionError(f"{NO_GRADIENT}; it is a {type(result).__name__}")
-    if loss.numel() != 1:
-        raise OptionError(f"the loss has the shape {tuple(loss.shape)}; expected one number")
-    return loss
-
-
 def _again(model: Any, loss: Any, merge: Any, pairs: Any, options: Mapping[str, Any]) -> TrainStep:
     return TrainStep(model, loss, merge=merge, pairs=pairs, **options)
-
-
-def plainly(result: Any) -> Any:
-    """Run the backward of a forward that ran as plain PyTorch."""
-    _loss(result).backward()
-    return detached(result)
 
 
 def adding(module: nn.Module, options: Options) -> float:

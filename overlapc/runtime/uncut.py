@@ -27,7 +27,7 @@ from overlapc.passes.trace import changed_inputs
 from overlapc.passes.untraced import Raised
 from overlapc.runtime.distances import dense, distance, farthest, tolerance_of
 from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.kept import attributes, end_to_end, set_since
+from overlapc.runtime.kept import attributes, put_together, set_since
 from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, uneven, way_of
@@ -273,7 +273,8 @@ class _BothWays:
         }
         names = dict.fromkeys(name for one in (self.held, *held) for name in one)
         found |= {name: joined(name, [one.get(name) for one in held]) for name in names}
-        found |= {name: end_to_end([one.get(name) for one in kept]) for name in self.kept}
+        for name, whole in self.kept.items():
+            found[name] = put_together([one.get(name) for one in kept], whole)
         return found | self.gradients(self.each)
 
     def refuse_inputs(self, set_or_held: Mapping[str, Any]) -> None:

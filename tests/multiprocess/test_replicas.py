@@ -19,7 +19,6 @@ from overlapc import optimize
 from overlapc.errors import OptionError
 from overlapc.runtime.train_step import TrainStep
 from tests.multiprocess.spawn import run_ranks
-from tests.torch.test_pairs import force
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,6 +36,42 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.first(x)).relu()
         return self.last(self.other(hidden) if self.uses else hidden)
+
+
+class Turns(Net):
+    """Uses a layer in the first microbatch of a step alone."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda rank: True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.uses = x.shape[0] == 8
+        return super().forward(x)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = DistributedDataParallel(Net())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.net(x))
+
+
+class Around(nn.Module):
+    """Goes round the forward of one of two, so that nothing reduces it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (DistributedDataParallel(Net()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other.module(x)
+
+
+class Doubled(DistributedDataParallel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().forward(*args, **kwargs)
 
 
 class Sum(torch.autograd.Function):
@@ -80,13 +115,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict
         {},
     ),
     "unused": (lambda: Net(lambda rank: False), wrapped(find_unused_parameters=True), {}),
+    "used first": (Turns, wrapped(find_unused_parameters=True), {}),
+    "around": (Around, lambda module: module, {}),
     "merged": (Summed, wrapped(), {"pairs": False}),
-    "pairs": (Summed, wrapped(), {}),
     "less memory": (Summed, wrapped(), {"memory_budget": 0.8, "merge": False}),
     "a part": (Net, mixed, {}),
     "slices": (lambda: Net(lambda rank: True), wrapped(), {"slices": 2}),
 }
-REFUSED = {"static": (Net, wrapped(static_graph=True), {})}
+REFUSED = {
+    "static": (Net, wrapped(static_graph=True), {}),
+    "forward of one's own": (Net, Doubled, {}),
+    "several times": (Twice, lambda module: module, {}),
+}
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -114,15 +154,15 @@ def trained(name: str) -> dict[str, Any]:
     options = {"profile": "estimate", "solver": "heu", **{**CASES, **REFUSED}[name][2]}
     slices = options.get("slices", 1)
     mine, twin = made(name), made(name)
-    wrong, had_pairs = [], False
+    wrong = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         step = TrainStep(twin, loss, **options)
         for number in range(4):
             torch.manual_seed(10 * number + dist.get_rank())
             count = (3, 2, 1, 2)[number]
-            batches = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(count)]
-            had_pairs = had_pairs or (step.report is not None and step.report.pair is not None)
+            rows = [8] * (count - 1) + [4 if name == "used first" else 8]
+            batches = [(torch.randn(n, 16), torch.randn(n, 16)) for n in rows]
             alone = number == 3 and "static" not in name  # gradients of several steps add up
             for model, run in ((mine, None), (twin, step)):
                 ddp = next(m for m in model.modules() if isinstance(m, DistributedDataParallel))
@@ -144,7 +184,6 @@ def trained(name: str) -> dict[str, Any]:
     return {
         "wrong": wrong,
         "unchanged": step.unchanged,
-        "pairs": had_pairs,
         "lag": step.report.lag if step.report else 0,
         "told": [str(each.message) for each in told if "overlapc" in str(each.message)],
         "forward": [p for p, m in twin.named_modules() if "forward" in vars(m)],
@@ -162,10 +201,7 @@ def on_rank(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
     torch.manual_seed(rank)
     found = {}
     for name in names:
-        with pytest.MonkeyPatch.context() as patch:
-            if name == "pairs":
-                force(patch, 4)
-            found[name] = trained(name)
+        found[name] = trained(name)
         dist.barrier()
     dist.destroy_process_group()
     return found
@@ -177,13 +213,13 @@ def test_gradients_are_reduced_once_as_in_eager() -> None:
             assert one["wrong"] == [], name
             assert (one["unchanged"], one["told"], one["forward"]) == ([], [], []), name
         assert found["merged"]["lag"] == 1
-        assert found["pairs"]["pairs"]
 
 
 def test_what_works_in_its_forward_runs_plain() -> None:
     for found in run_ranks(on_rank, 2, list(REFUSED)):
-        assert found["static"]["wrong"] == []
-        assert "static_graph=True, which works in its forward" in found["static"]["unchanged"][0]
+        for name, one in found.items():
+            assert one["wrong"] == [], name
+            assert name in one["unchanged"][0]
 
 
 def refused_on_rank(rank: int, ranks: int) -> str:

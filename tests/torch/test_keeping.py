@@ -147,6 +147,25 @@ def test_a_backward_through_what_an_earlier_forward_kept_is_an_error() -> None:
         TrainStep(twin, loss, profile="estimate")(BATCHES)
 
 
+@pytest.mark.parametrize("name", ["weight norm", "its own output"])
+def test_in_slices_it_is_the_batchs(name: str) -> None:
+    mine, twin = twins(name)
+    x, y = BATCHES[0]
+    step = TrainStep(twin, loss, profile="estimate", slices=2)
+    step([(x, y)])
+    for part in zip(x.chunk(2), y.chunk(2), strict=True):
+        if isinstance(mine, Remembers):
+            mine.last = None
+        (loss(mine, *part) / 2).backward()
+    for one, other in zip(mine.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    assert step.unchanged == []
+    found, expected = kept(twin), kept(mine)
+    for path, whole in found.items():
+        cut = whole.shape != expected[path].shape
+        assert torch.equal(whole[4:] if cut else whole, expected[path])
+
+
 def test_in_slices_it_is_refused_where_it_is_no_slice() -> None:
     step = TrainStep(twins("auxiliary losses")[0], loss, profile="estimate", slices=2)
     with pytest.raises(OptionError, match=r"auxiliary, which the forward sets, is a number that"):

@@ -676,7 +676,6 @@ class Setting(nn.Module):
     ("kind", "said"),
     [
         ("average", r"average, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
-        ("cache", r"cache, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
         ("number", "last, which the forward sets, is a number that is another for each slice"),
     ],
 )
@@ -686,7 +685,15 @@ def test_what_the_forward_sets_is_the_batchs_or_refused(kind, said):
     with pytest.raises(OptionError, match=said):
         optimize(model, slices=2, profile="estimate")(x)
     assert_same(before, model.state_dict())
-    assert model.cache == {}
+
+
+def test_a_cache_of_what_is_no_batch_is_kept():
+    model, x = Setting("cache"), randn(8, 16)
+    expected = model.inner(x) + torch.arange(4.0)
+    twin = optimize(model, slices=2, profile="estimate")
+    for _ in range(2):
+        torch.testing.assert_close(twin(x), expected)
+        assert torch.equal(model.cache["scale"], torch.arange(4.0))
 
 
 def test_what_the_forward_keeps_of_each_sample_is_the_batchs():

@@ -293,15 +293,24 @@ def test_sparse_gradients(tied, count):
     assert step.unchanged == []
 
 
+@pytest.mark.parametrize("solver", ["heu", "full"])
+def test_microbatches_of_other_shapes_run_behind(solver):
+    model, twin = MLP(), MLP()
+    twin.load_state_dict(model.state_dict())
+    step = TrainStep(twin, loss, profile="estimate", solver=solver)
+    for rows in ((4, 4, 4, 3), (3, 4), (4, 3, 3, 4, 4), (5,)):
+        batches = [Batch((randn(count, 16, seed=i),)) for i, count in enumerate(rows)]
+        assert differences(eagerly(model, batches), stepped(step, batches)) == []
+    assert step.plan([randn(4, 16), randn(6, 16)]) is not None
+    assert step.unchanged == []
+
+
 def test_wrong_use_is_refused():
     model = MLP()
     step = TrainStep(model, loss, profile="estimate")
     with pytest.raises(OptionError, match="no microbatches"):
         step([])
-    said = r"microbatch 1 has float32 \[5, 16\] on cpu, .*; expected microbatches that are alike"
-    with pytest.raises(OptionError, match=said):
-        step([randn(4, 16), randn(5, 16)])
-    with torch.no_grad(), pytest.raises(OptionError, match="call the model itself to evaluate it"):
+    with torch.no_grad(), pytest.raises(OptionError, match="call the model to evaluate it"):
         step([randn(4, 16)])
     with pytest.raises(OptionError, match="computed under autograd"):
         step([randn(4, 16, requires_grad=True) * 2])
