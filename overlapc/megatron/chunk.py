@@ -23,7 +23,7 @@ from overlapc.megatron import tracing
 from overlapc.megatron.gradients import as_then, gathered, reduces
 from overlapc.megatron.planned import Call, Planned
 from overlapc.megatron.planning import Planning, Step
-from overlapc.megatron.state import modes_of, state_of, tensors_of
+from overlapc.megatron.state import EACH_TIME, modes_of, state_of, tensors_of
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
@@ -47,6 +47,10 @@ _SEVERAL = (
     "overlapc: a model is called more than once for a microbatch; its gradients arrive in as many "
     "parts, so sums may differ from Megatron's in the last bits; expected one call: pass what it "
     "is called with as one batch, or call overlapc.megatron.unpatch()"
+)
+_NEVER = (
+    "overlapc: a step has not called a model's `forward`, so that it ran as plain Megatron; "
+    "expected `model(...)` in the forward step, and no GPTModel.forward(model, ...)"
 )
 
 
@@ -103,7 +107,7 @@ class Chunk:
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
         self.original: Callable[..., Any]
-        self._told = False  # that the model is called several times
+        self._told = False  # that the model is called several times, or never
         self.refused: OptionError | None = None  # slices: raised when the step has ended
         # Counts: planned forwards, merged ones, plain ones; recompute and weight gradients that ran
         # while Megatron waited.
@@ -127,11 +131,24 @@ class Chunk:
         self._pending = None
         self.original = self._planning.original = self.module.forward
         _settled(self.module)
+        self._inside = set(map(id, self.module.modules()))
+        self._look()
+        self._lasting = [*self.module.parameters(), *self.module.buffers()]
+        self._planning.step, self._planning.lasting = step, self._lasting
+
+    def _look(self) -> None:
+        """Look at the state on which the chunk's graphs depend."""
+        self._changed = False
         self._state, held = state_of(self.module)
         self._planning.states.setdefault(self._state, held)
         self._attributes = tensors_of(self.module)
-        self._lasting = [*self.module.parameters(), *self.module.buffers()]
-        self._planning.step, self._planning.lasting = step, self._lasting
+        self._places = {(id(owner), name) for each in self._attributes for owner, name in each}
+
+    def notice(self, module: nn.Module, name: str, value: Any) -> None:
+        """An attribute was set within a step. (A tensor in a known place is another input.)"""
+        known = isinstance(value, Tensor) and (id(vars(module)), name) in self._places
+        if id(module) in self._inside and name not in EACH_TIME and not known:
+            self._changed = True
 
     @property
     def why_plain(self) -> list[str]:
@@ -146,9 +163,11 @@ class Chunk:
         pending, self._pending = self._pending, None
         if pending is not None:
             raise OverlapcError(_OUT_OF_ORDER)
-        if self._started > self._step.microbatches and not self._told:
+        told = _SEVERAL if self._started > self._step.microbatches else ""
+        told = told or ("" if self._started else _NEVER)
+        if told and not self._told:
             self._told = True
-            warnings.warn(_SEVERAL, RuntimeWarning, stacklevel=2)
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def explain(self) -> str:
         agreed, said = self._planning.agreed.values(), self._planning.said
@@ -164,6 +183,8 @@ class Chunk:
         """Run in the place of the model's `forward`."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        if self._changed:
+            self._look()
         call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
         step = self._step.lag, self._step.in_flight
         form = call.form(), self._state, modes_of(self.module), step
@@ -185,7 +206,10 @@ class Chunk:
             self.ran["plain"] += 1
             self._started += 1  # its backward comes before that of any forward that follows it
             self._ended += 1
-            return self.original(*args, **kwargs)
+            out = self.original(*args, **kwargs)
+            self._changed = False  # by `forward`, for which it is plain
+            return out
+        self._changed = False  # by tracing
         gathered(self.ddp)
         outs = _Run.apply(self, planned, call, self._anchor, *call.tensors)
         return planned.returned.made(outs)
@@ -272,7 +296,7 @@ class Chunk:
         follows = self._started < self._step.microbatches
         in_order = self._started == self._ended + self._step.lag
         merges = self._step.lag and planned.program.merged is not None
-        return bool(merges and follows and in_order) and (
+        return bool(merges and follows and in_order and not planned.draws) and (
             self._step.hands or not any(planned.gradients)
         )
 

@@ -66,11 +66,14 @@ def deliver(receivers: Sequence[Receiver], gradient: Tensor, owned: bool = False
             each.hook()
 
 
-def deliver_product(
-    receivers: Sequence[Receiver], grad_output: Tensor, given: Tensor, rest: Tensor | None = None
+def deliver_products(
+    receivers: Sequence[Receiver],
+    products: Sequence[tuple[Tensor, Tensor]],
+    rest: Sequence[Tensor],
 ) -> None:
-    """Add the gradient of a linear's weight to `main_grad` in one kernel, as Megatron's linear
-    does. The hooks get an empty gradient, or `rest`: the weight's gradient from other uses."""
+    """Add the gradients of a linear's weight to `main_grad`, each in one kernel, as Megatron's
+    linear does: of each call of it (gradient of the output, input). The hooks get an empty
+    gradient, to which the `rest` is added: the weight's gradients from other uses."""
     from megatron.core.tensor_parallel import layers
 
     kernels = layers.fused_weight_gradient_mlp_cuda
@@ -78,10 +81,14 @@ def deliver_product(
         weight: Any = each.tensor
         whole = weight.main_grad.dtype == torch.float32
         add = kernels.wgrad_gemm_accum_fp32 if whole else kernels.wgrad_gemm_accum_fp16
-        add(given, grad_output, weight.main_grad)
+        for grad_output, given in products:
+            add(given, grad_output, weight.main_grad)
         weight.grad_added_to_main_grad = True
         blank = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        deliver((each,), blank(weight) if rest is None else blank(weight).add_(rest))
+        gradient = blank(weight)
+        for other in rest:
+            gradient += other
+        deliver((each,), gradient)
 
 
 def fused_weights(module: nn.Module) -> set[int]:
@@ -99,19 +106,18 @@ def fused_weights(module: nn.Module) -> set[int]:
 
 
 def fuse(part: Part, owners: Mapping[str, Receiver], fused: Collection[int]) -> None:
-    """Make the backward return weight gradients as two factors, where their linears fuse."""
+    """Make the backward return weight gradients as factors, where their linears fuse."""
     graph = part.module.graph
     names = dict(zip(graph.find_nodes(op="placeholder"), part.takes, strict=True))
     for node in graph.find_nodes(op="call_function", target=deliver):
         given, gradient, _ = node.args
         if not all(id(owners[names[each]].tensor) in fused for each in given):
             continue
-        product, rest = _factors(gradient), None
-        if product is None and gradient.target is aten.add.Tensor:  # a tied weight has a sum
-            for one, other in (gradient.args, gradient.args[::-1]):
-                product, rest = (_factors(one), other) if product is None else (product, rest)
-        if product is not None:
-            node.target, node.args = deliver_product, (given, *product, rest)
+        terms = _terms(gradient)
+        products = [factors for each in terms if (factors := _factors(each)) is not None]
+        if products:
+            rest = [each for each in terms if _factors(each) is None]
+            node.target, node.args = deliver_products, (given, products, rest)
     graph.eliminate_dead_code(
         is_impure_node=lambda n: n.op in ("placeholder", "output") or n.target in _DELIVERS
     )
@@ -120,7 +126,15 @@ def fuse(part: Part, owners: Mapping[str, Receiver], fused: Collection[int]) -> 
     part.names = {node: name for node, name in part.names.items() if node in alive}
 
 
-_DELIVERS = (deliver, deliver_product)
+_DELIVERS = (deliver, deliver_products)
+
+
+def _terms(gradient: fx.Node) -> list[fx.Node]:
+    """What is added up to a gradient, in autograd's order: one for each use of a weight."""
+    plain = gradient.target is aten.add.Tensor and len(gradient.args) == 2 and not gradient.kwargs
+    if not plain or len(gradient.users) > 1:
+        return [gradient]
+    return [term for each in gradient.all_input_nodes for term in _terms(each)]
 
 
 def _factors(node: Any) -> tuple[fx.Node, fx.Node] | None:

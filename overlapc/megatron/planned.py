@@ -192,6 +192,7 @@ class Planned:
     returned: Returned
     copied: tuple[int, ...]  # places of the call's tensors that the script may change meanwhile
     buffers: tuple[int, ...]  # places of those that the backward reads
+    draws: bool  # does the backward draw random numbers?
     apart: bool  # parts of the backward may run early or late
 
     @property
@@ -258,9 +259,22 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
         stack.enter_context(changes.refused(whole.model, "the backward"))
         captured = capture(whole, *fakes)
     whole.taps.values.clear()
+    _refuse_others(captured)
     recompute.refuse_changes(captured, whole.model)
     without_identities(captured.joint)
     return trace_joint(captured.joint, captured.num_fwd_outputs, captured.static_inputs)
+
+
+def _refuse_others(captured: Any) -> None:
+    """Raise for parameters that a graph has as constants: their gradients would be lost."""
+    for node in captured.joint.graph.find_nodes(op="get_attr"):
+        value = getattr(captured.joint, node.target, None)
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise CaptureError(
+                f"forward reads a parameter of shape {tuple(value.shape)} that is not found among "
+                "those of its modules; expected nn.ParameterList or nn.ModuleList in the place of "
+                "a list, a closure or a helper object"
+            )
 
 
 def emitted(
@@ -317,6 +331,7 @@ def names_in(
     read = {value[name].storage for op in trace.ops for name in op.inputs}
     kept = {value[name].storage for name in program.taken if name in value}
     return {
+        "draws": any(op.random and not op.is_forward for op in trace.ops),
         "copied": tuple(i for i in given if value[names[i]].storage in read),
         "buffers": tuple(i for i in buffers if value[names[i]].storage in kept),
         "scales": names[scales : scales + call.scales],

@@ -5,20 +5,25 @@ Megatron's modules are traced without Dynamo, so nothing else guards the state t
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from overlapc.passes.shared_changes import replaced
 
 PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_DEEPEST = 4  # containers in containers that are looked into
 _INTERNAL = set(vars(nn.Module())) - {"training"}
 # Set by Megatron for each microbatch; only kernels outside of traces read them.
-_EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor"}
+EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor"}
 # Functions in a config that Megatron's schedules call, and no `forward`.
 _OF_SCHEDULES = {
     "grad_scale_func",
@@ -52,8 +57,13 @@ def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
     for parameter in module.parameters():
         hooks += [len(getattr(parameter, kind, None) or ()) for kind in _OF_PARAMETERS]
     ids = tuple(map(id, held))
+    of_tensors = tuple(
+        (each.dtype, tuple(each.shape), str(each.device))
+        for each in (*module.parameters(), *module.buffers())
+    )
     inputs = {id(owner[name]): i for i, [(owner, name), *_] in enumerate(tensors_of(module))}
-    return (ids, tuple(hooks), tuple(attributes_of(module, held, inputs).items())), held
+    attributes = tuple(attributes_of(module, held, inputs).items())
+    return (ids, of_tensors, tuple(hooks), attributes), held
 
 
 def hooks_of_all() -> dict[str, Mapping[int, Any]]:
@@ -71,36 +81,61 @@ def attributes_of(
     configs: dict[int, str] = {}
     for path, each in module.named_modules():
         for name, value in vars(each).items():
-            if name in _INTERNAL or name in _EACH_TIME:
+            if name in _INTERNAL or name in EACH_TIME:
                 continue
             key = f"{path}.{name}" if path else name
-            if is_dataclass(value) and not isinstance(value, type):
-                if id(value) not in configs:
-                    configs[id(value)] = repr(_of_config(value, held))
-                found[key] = configs[id(value)]
-            elif is_plain(value):
-                found[key] = repr(value)
-            elif id(value) in (inputs or {}):
+            if id(value) in (inputs or {}):
                 found[key] = "input", (inputs or {})[id(value)]
-            elif isinstance(value, Tensor) or (
-                callable(value) and not isinstance(value, nn.Module)
-            ):
-                held.append(value)
-                found[key] = id(value)
+            elif is_dataclass(value) and not isinstance(value, type):
+                if id(value) not in configs:
+                    configs[id(value)] = repr(_described(value, held))
+                found[key] = configs[id(value)]
+            elif (said := _described(value, held)) is not None:
+                found[key] = said
     return found
 
 
-def _of_config(config: Any, held: list[Any]) -> dict[str, Any]:
-    """What a dataclass holds, declared or not: plain values, and functions by id."""
-    found: dict[str, Any] = {}
-    declared = {field.name: getattr(config, field.name, None) for field in fields(config)}
-    for name, value in (declared | getattr(config, "__dict__", {})).items():
-        if is_plain(value):
-            found[name] = value
-        elif callable(value) and name not in _OF_SCHEDULES:
-            held.append(value)
-            found[name] = id(value)
-    return found
+def _described(value: Any, held: list[Any], depth: int = 0) -> Any:
+    """What a plain value is, what containers and dataclasses hold, declared or not, and which
+    object a tensor or function is; None of other objects."""
+    if isinstance(value, nn.Module) or depth > _DEEPEST:
+        return None
+    if is_plain(value) or isinstance(value, (np.generic, slice, range)):
+        return repr(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return str(value.dtype), value.shape, hash(value.tobytes())
+    if isinstance(value, Tensor) or callable(value):
+        held.append(value)
+        return id(value)
+    if is_dataclass(value):
+        declared = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        value = {
+            name: each
+            for name, each in (declared | getattr(value, "__dict__", {})).items()
+            if not (callable(each) and name in _OF_SCHEDULES)
+        }
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(_described(each, held, depth + 1) for each in value)
+    return None
+
+
+@contextlib.contextmanager
+def noticed(notice: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
+    """While the block runs, `notice` is told which attributes of modules are set or deleted."""
+    sets, deletes = nn.Module.__setattr__, nn.Module.__delattr__
+
+    def setting(self: nn.Module, name: str, value: Any) -> None:
+        sets(self, name, value)
+        notice(self, name, value)
+
+    def deleting(self: nn.Module, name: str) -> None:
+        deletes(self, name)
+        notice(self, name, None)
+
+    with replaced(nn.Module, "__setattr__", setting), replaced(nn.Module, "__delattr__", deleting):
+        yield
 
 
 def classes_of(module: nn.Module) -> list[type]:
@@ -130,7 +165,7 @@ def tensors_of(module: nn.Module) -> list[Places]:
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for each in module.modules():
         for name, value in vars(each).items():
-            if isinstance(value, Tensor) and name not in _EACH_TIME and id(value) not in known:
+            if isinstance(value, Tensor) and name not in EACH_TIME and id(value) not in known:
                 found.setdefault(id(value), []).append((vars(each), name))
     return list(found.values())
 

@@ -25,6 +25,7 @@ from overlapc.megatron.refused import reason, slices_of
 from overlapc.megatron.roll import Roll, absent
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
+from overlapc.megatron.state import noticed
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.runtime.exchange import busy
@@ -264,6 +265,7 @@ class Steps:
                 chunk.begin(step, waits)
                 vars(chunk.module)["forward"] = chunk
                 stack.callback(_put_back, chunk.module, forward)
+                stack.enter_context(noticed(chunk.notice))
             yield
             for chunk in chunks:
                 chunk.finish()

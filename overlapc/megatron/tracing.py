@@ -285,12 +285,34 @@ def _numbers(model: nn.Module) -> Iterator[Change]:
 
         yield dispatcher, "maybe_move_tensor_to_cpu", moved
     for module in model.modules():  # constant tensors that `forward` reads as numbers
+        if "current_microbatch" in vars(module):
+            yield module, "current_microbatch", _Unread()
         one = getattr(module, "token_dispatcher", None)
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
             if isinstance(value := getattr(one, name, None), Tensor):
                 yield one, name, _Listed(value.tolist())
         if vars(module).get("is_first_microbatch"):  # Transformer Engine's clears it; of FP8 alone
             yield module, "is_first_microbatch", False
+
+
+class _Unread:
+    """In the place of a number that Megatron sets for each microbatch: no graph depends on it."""
+
+
+def _refuse(*_: Any) -> Any:
+    raise CaptureError(
+        "forward reads current_microbatch, which is another for each microbatch; expected a "
+        "tensor: an argument, or an attribute"
+    )
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_READS = (
+    *("int", "index", "float", "bool", "hash", "str", "format", "neg"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+)
+for _read in (*_READS, *_OPERATORS, *(f"r{_operator}" for _operator in _OPERATORS)):
+    setattr(_Unread, f"__{_read}__", _refuse)
 
 
 # --------------------------------------------------------------------------- how they are put

@@ -4,12 +4,15 @@ what changes between steps is traced again."""
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +121,47 @@ def _other_forward(model: Any, number: int) -> None:
         model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs) * number
 
 
+def contained(module: Any, out: torch.Tensor) -> torch.Tensor:
+    """What attributes hold that are no plain values: numpy's, and containers of objects."""
+    first, other = module.parts["factors"]
+    result: torch.Tensor = out * first * other.item() * module.parts["settings"].inner.factor
+    return result * module.parts["scale"]
+
+
+def _other_parts(model: Any, number: int) -> None:
+    inner = types.SimpleNamespace()  # which no key describes
+    model.parts = {
+        "factors": [torch.tensor(number + 1.0), np.float32(number + 2)],
+        "settings": Settings(Settings(None, number + 1.5), 0.0),
+        "scale": np.arange(3.0)[number] + 1,
+        "other": inner,
+    }
+
+
+@dataclass
+class Settings:
+    inner: Any
+    factor: float
+
+
+def masked(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out if module.mask is None else out * module.mask
+
+
+def listed(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = out + module.listed[0].square().mean()
+    return result
+
+
+def numbered(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * (1 + module.current_microbatch)
+
+
+def _other_dtype(model: Any, number: int) -> None:
+    if number == 2:
+        model.double()
+
+
 # What a forward does, and how the warning names it; "" if the chunk is planned.
 CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "buffer": (replaced, "forward changes the attribute seen"),
@@ -131,12 +175,31 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "config": (configured, ""),
     "forward": (plain, ""),
     "scale": (beside, ""),
+    "contained": (contained, ""),
+    "masked": (masked, ""),
+    "dtype": (plain, ""),
+    "listed": (listed, "that is not found among those of its modules"),
+    "numbered": (numbered, "forward reads current_microbatch"),
 }
 BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "config": _other_config,
     "forward": _other_forward,
     "scale": _other_scale,
+    "contained": _other_parts,
+    "dtype": _other_dtype,
 }
+
+
+def with_masks(trained: Trained, make: Callable[[int], Any]) -> None:
+    """Before each microbatch the script sets an attribute of the model."""
+    real, given = trained._given, itertools.count()
+    plainly = real(0)["forward_step_func"]
+
+    def step(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        model.mask = make(next(given))
+        return plainly(data, model, *args, **kwargs)
+
+    trained._given = lambda n: {**real(n), "forward_step_func": step}  # type: ignore[method-assign]
 
 
 def changing(trained: Trained, then: Callable[..., Any]) -> type:
@@ -153,12 +216,15 @@ def changing(trained: Trained, then: Callable[..., Any]) -> type:
     model.register_buffer("seen", torch.zeros(()))
     model.log, model.backwards = [], 0
     model.dice = random.Random(3)
+    model.mask, model.listed, model.current_microbatch = None, [model.output_layer.weight], 0
     return kind
 
 
 def trains(trained: Trained, kind: Any, name: str) -> list[dict[str, Any]]:
     random.seed(1)
     found = []
+    if name == "masked":
+        with_masks(trained, lambda number: torch.tensor(1.0 + number) if number % 3 else None)
     for number in range(3):
         kind.calls += 2 if name == "between" else 0
         BETWEEN.get(name, lambda *_: None)(trained.models[0], number)
@@ -234,6 +300,48 @@ def test_a_plain_microbatch_among_merged_ones() -> None:
         assert wrong == []
         assert ran["plain"] == 1
         assert ran["merged"] > 0
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+def drawing_on_two_ranks(rank: int, ranks: int, version: str) -> list[str]:
+    """The backward draws from the generator from which the script draws the next microbatch."""
+    cpu.use(version)
+    dist.init_process_group("gloo")
+    layout = Layout(tp=2, layers=1, ddp=None)
+    set_up(layout)
+    import overlapc.megatron as patched
+
+    theirs, ours = twins(layout)
+    for trained in (theirs, ours):
+        changing(trained, lambda _module, out: Noisy.apply(out))
+        with_masks(trained, lambda _: torch.rand(1))
+        changed = trained.models[0]
+        kind = type(changed)
+        kind.forward = functools.partialmethod(_masked_by, kind.forward)
+    expected = [theirs.step(number) for number in range(2)]
+    patched.patch(profile="estimate", solver="heu")
+    got = [ours.step(number) for number in range(2)]
+    patched.unpatch()
+    return [each for pair in zip(expected, got, strict=True) for each in differences(*pair)]
+
+
+def _masked_by(module: Any, forward: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return masked(module, forward(module, *args, **kwargs))
+
+
+@pytest.mark.timeout(300)
+def test_a_backward_that_draws_does_not_wait() -> None:
+    cpu.need("0.16.1")
+    assert run_ranks(drawing_on_two_ranks, 2, "0.16.1", timeout_s=280) == [[], []]
 
 
 def test_an_error_within_an_opaque_module_keeps_the_first_reason() -> None:

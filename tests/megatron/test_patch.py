@@ -33,6 +33,7 @@ LAYOUTS = {
 
 MERGED_1F1B = {"schedule": "merged"}
 PLAIN = dict(layers=1, merge=False)
+FUSION = {"gradient_accumulation_fusion": True}
 AHEAD = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 MORE = {
     "tp, pp": Layout(ranks=4, tp=2, pp=2, dropout=0.1),
@@ -85,10 +86,8 @@ MORE = {
     ),
     "experts, all tp": Layout(tp=2, etp=2, experts=4, config={"sequence_parallel": True}, **PLAIN),
     "t5": Layout(tp=2, model="t5", position="learned_absolute", **PLAIN),
-    "fused": Layout(tp=2, layers=1, config={"gradient_accumulation_fusion": True}),
-    "fused, tied": Layout(
-        tp=2, tied=True, config={"gradient_accumulation_fusion": True, "bf16": True}, **PLAIN
-    ),
+    "fused": Layout(tp=2, layers=1, config=FUSION),
+    "fused, tied": Layout(tp=2, tied=True, config={**FUSION, "bf16": True}, **PLAIN),
     "tied, pp": Layout(pp=2, tied=True, position="learned_absolute"),
     "scaled": Layout(tp=2, scale=64.0, **PLAIN),
     "scaled experts, per token": Layout(ep=2, experts=4, scale=64.0, tokens=True, **PLAIN),
@@ -122,6 +121,10 @@ MORE = {
     ),
     "one microbatch": Layout(tp=2, layers=1, microbatches=1),
     "several tokens ahead": Layout(tp=2, layers=1, config=AHEAD),
+    "several tokens ahead, fused": Layout(tp=2, layers=1, config={**FUSION, **AHEAD}),
+    "several tokens ahead, fused, tied": Layout(
+        tp=2, tied=True, config={**FUSION, **AHEAD, "bf16": True}, **PLAIN
+    ),
     "several tokens ahead, rms": Layout(
         tp=2, config={"normalization": "RMSNorm", **AHEAD}, **PLAIN
     ),
