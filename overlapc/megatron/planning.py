@@ -18,6 +18,7 @@ from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
 from overlapc.megatron.recompute import own_plan
 from overlapc.megatron.refused import foreign_hooks
 from overlapc.megatron.slices import Cut
+from overlapc.megatron.state import changed_between
 from overlapc.megatron.waits import apart
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
@@ -250,9 +251,11 @@ class Planning:
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             raise CaptureError("it is called under torch.autocast, expected Megatron's own bf16")
         if len(self.states) > _STATES:
+            names = changed_between(*list(self.states)[-2:]) or ["its modules or hooks"]
             raise CaptureError(
-                f"attributes of its modules had {len(self.states)} states, expected at most "
-                f"{_STATES}: each is planned anew"
+                f"attributes of its modules had more than {_STATES} states (last changed: "
+                f"{', '.join(names[:3])}), of which each is traced anew; expected what changes "
+                "with each step in a tensor, or outside of the model's modules"
             )
 
     def _training_step(

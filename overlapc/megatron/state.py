@@ -66,6 +66,12 @@ def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
     return (ids, of_tensors, tuple(hooks), attributes), held
 
 
+def changed_between(one: Any, other: Any) -> list[str]:
+    """The attributes in which two states differ."""
+    before, after = dict(one[-1]), dict(other[-1])
+    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
+
+
 def hooks_of_all() -> dict[str, Mapping[int, Any]]:
     """The hooks on every module there is, by kind."""
     return {f"_global{kind}": getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS}
