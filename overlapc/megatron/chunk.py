@@ -39,9 +39,9 @@ _LEFT_OUT = (
     "head that makes it (--bert-no-binary-head)"
 )
 _CHANGED = (
-    "a buffer of shape {} that a backward reads changed after its forward; expected the same until "
-    "the backward has run, which may be beside a later forward: give the model what changes with "
-    "each microbatch as an argument, or pass merge=False, fill=False"
+    "a buffer or constant of shape {} that a backward reads changed after its forward; expected "
+    "the same until the backward has run, which may be beside a later forward: give the model what "
+    "changes with each microbatch as an argument, or pass merge=False, fill=False"
 )
 _SEVERAL = (
     "overlapc: a model is called more than once for a microbatch; its gradients arrive in as many "
@@ -131,10 +131,8 @@ class Chunk:
         self._pending = None
         self.original = self._planning.original = self.module.forward
         _settled(self.module)
-        self._inside = set(map(id, self.module.modules()))
+        self._planning.step = step
         self._look()
-        self._lasting = [*self.module.parameters(), *self.module.buffers()]
-        self._planning.step, self._planning.lasting = step, self._lasting
 
     def _look(self) -> None:
         """Look at the state on which the chunk's graphs depend."""
@@ -142,11 +140,16 @@ class Chunk:
         self._state, held = state_of(self.module)
         self._planning.states.setdefault(self._state, held)
         self._attributes = tensors_of(self.module)
-        self._places = {(id(owner), name) for each in self._attributes for owner, name in each}
+        alone = [places[0] for places in self._attributes if not places[1:]]
+        self._places = {(id(owner), name) for owner, name in alone}
+        self._inside = set(map(id, self.module.modules()))
+        self._lasting = [*self.module.parameters(), *self.module.buffers()]
+        self._planning.lasting = self._lasting
 
     def notice(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute was set within a step. (A tensor in a known place is another input.)"""
-        known = isinstance(value, Tensor) and (id(vars(module)), name) in self._places
+        is_input = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        known = is_input and (id(vars(module)), name) in self._places
         if id(module) in self._inside and name not in EACH_TIME and not known:
             self._changed = True
 
@@ -249,8 +252,8 @@ class Chunk:
         return flight, outs
 
     def versions(self, planned: Planned) -> list[tuple[Tensor, int]]:
-        """The buffers that the backward reads, with their versions."""
-        buffers = [self._lasting[place] for place in planned.buffers]
+        """The buffers and constants that the backward reads, with their versions."""
+        buffers = [self._lasting[place] for place in planned.buffers] + list(planned.constants)
         return [(each, each._version) for each in buffers if not each.is_inference()]
 
     def ask_backward(

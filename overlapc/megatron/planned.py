@@ -192,6 +192,7 @@ class Planned:
     returned: Returned
     copied: tuple[int, ...]  # places of the call's tensors that the script may change meanwhile
     buffers: tuple[int, ...]  # places of those that the backward reads
+    constants: tuple[Tensor, ...]  # tensors that the script may change, too
     draws: bool  # does the backward draw random numbers?
     apart: bool  # parts of the backward may run early or late
 
@@ -265,11 +266,16 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
     return trace_joint(captured.joint, captured.num_fwd_outputs, captured.static_inputs)
 
 
+def _constants(captured: Any) -> list[Tensor]:
+    nodes = captured.joint.graph.find_nodes(op="get_attr")
+    found = [getattr(captured.joint, node.target, None) for node in nodes]
+    return [value for value in found if isinstance(value, Tensor)]
+
+
 def _refuse_others(captured: Any) -> None:
     """Raise for parameters that a graph has as constants: their gradients would be lost."""
-    for node in captured.joint.graph.find_nodes(op="get_attr"):
-        value = getattr(captured.joint, node.target, None)
-        if isinstance(value, Tensor) and value.requires_grad:
+    for value in _constants(captured):
+        if value.requires_grad:
             raise CaptureError(
                 f"forward reads a parameter of shape {tuple(value.shape)} that is not found among "
                 "those of its modules; expected nn.ParameterList or nn.ModuleList in the place of "
@@ -331,6 +337,7 @@ def names_in(
     read = {value[name].storage for op in trace.ops for name in op.inputs}
     kept = {value[name].storage for name in program.taken if name in value}
     return {
+        "constants": tuple(_constants(joint.captured)),
         "draws": any(op.random and not op.is_forward for op in trace.ops),
         "copied": tuple(i for i in given if value[names[i]].storage in read),
         "buffers": tuple(i for i in buffers if value[names[i]].storage in kept),

@@ -140,7 +140,19 @@ def noticed(notice: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
         deletes(self, name)
         notice(self, name, None)
 
-    with replaced(nn.Module, "__setattr__", setting), replaced(nn.Module, "__delattr__", deleting):
+    def registering(method: Callable[..., Any]) -> Callable[..., Any]:
+        def register(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            made = method(self, *args, **kwargs)
+            notice(self, "", None)
+            return made
+
+        return register
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "__setattr__", setting))
+        stack.enter_context(replaced(nn.Module, "__delattr__", deleting))
+        for name in ("register_buffer", "register_parameter", "add_module"):
+            stack.enter_context(replaced(nn.Module, name, registering(vars(nn.Module)[name])))
         yield
 
 
@@ -160,8 +172,8 @@ def _of_classes(module: nn.Module, held: list[Any]) -> dict[str, Any]:
             if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
                 held.append(value)
                 found[key] = (*found.get(key, ()), id(value))
-            elif is_plain(value) and not name.startswith("__"):
-                found[key] = (*found.get(key, ()), repr(value))
+            elif not name.startswith("__") and (said := _described(value, held)) is not None:
+                found[key] = (*found.get(key, ()), said)
     return found
 
 
@@ -176,10 +188,10 @@ def tensors_of(module: nn.Module) -> list[Places]:
     return list(found.values())
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any, depth: int = 0) -> bool:
     """Can `repr` tell this value from another?"""
     if isinstance(value, Mapping):
-        return all(is_plain(each) for pair in value.items() for each in pair)
+        value = [part for pair in value.items() for part in pair]
     if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(is_plain, value))
+        return depth <= _DEEPEST and all(is_plain(each, depth + 1) for each in value)
     return isinstance(value, PLAIN)

@@ -144,6 +144,10 @@ class Settings:
     factor: float
 
 
+def buffered(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * module.seen * module.shared
+
+
 def masked(module: Any, out: torch.Tensor) -> torch.Tensor:
     return out if module.mask is None else out * module.mask
 
@@ -177,6 +181,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "scale": (beside, ""),
     "contained": (contained, ""),
     "masked": (masked, ""),
+    "buffered": (buffered, ""),
     "dtype": (plain, ""),
     "listed": (listed, "that is not found among those of its modules"),
     "numbered": (numbered, "forward reads current_microbatch"),
@@ -223,6 +228,16 @@ def changing(trained: Trained, then: Callable[..., Any]) -> type:
 def trains(trained: Trained, kind: Any, name: str) -> list[dict[str, Any]]:
     random.seed(1)
     found = []
+    if name == "buffered":
+        model = trained.models[0]
+        model.shared = model.other = torch.tensor(2.0)
+
+        def set_both(number: int) -> None:
+            model.seen = torch.tensor(1.0 + number % 2)
+            if number == 5:
+                model.shared = torch.tensor(3.0)
+
+        with_masks(trained, set_both)
     if name == "masked":
         with_masks(trained, lambda number: torch.tensor(1.0 + number) if number % 3 else None)
     for number in range(3):
