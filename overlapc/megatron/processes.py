@@ -48,6 +48,7 @@ class Processes:
         self._beats: dict[int, bytes | None] = {}
         self._signs: dict[int, float] = {}  # when a rank gave its last sign of life
         self._own = ""
+        self._asks = True  # the store
         self.begin()
 
     def begin(self) -> None:
@@ -58,10 +59,14 @@ class Processes:
         """The first watched rank that has ended, or gives no sign of life for `timeout_s`."""
         return self._lost(self._timeout_s)
 
-    def ended(self) -> str | None:
-        """The same after a collective has failed: wait a little for a rank to be found lost. The
-        store may have ended as well."""
+    def ended(self, has_store: bool) -> str | None:
+        """The same after a collective has failed: wait a little for a rank to be found lost. If the
+        store has ended as well, only what is known by now can tell: asking it takes long."""
         self.begin()
+        if not has_store:
+            self._asks = False
+            if not self._known:
+                return None
         until = time.monotonic() + _SILENT_S + 2 * BEAT_S
         while (found := self._lost(_SILENT_S)) is None and time.monotonic() < until:
             time.sleep(LOOK_S / 5)
@@ -73,6 +78,8 @@ class Processes:
         others = watched(range(dist.get_world_size()), rank)
         beats: dict[int, bytes | None] = {}
         try:
+            if not self._asks:
+                raise RankError("the store has ended")
             self._read(others)
             far = [r for r in others if r in self._known and not self._is_near(r)]
             beats = dict(zip(far, self._present("beat", far), strict=True))

@@ -87,7 +87,7 @@ class Raised:
         except RankError as lost:
             has_store = False  # asking it again would take as long again
             _note(error, str(lost))
-        if (ended := self._processes.ended()) is None:
+        if (ended := self._processes.ended(has_store)) is None:
             _note(error, "no process of the ranks that this rank watches has ended")
             return None
         if has_store:
