@@ -14,7 +14,7 @@ from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.runtime.foreign import unmade, untraced
-from overlapc.runtime.given import Given, givens, kind_of
+from overlapc.runtime.given import Given, alike, givens, kind_of
 from overlapc.runtime.sliced import SlicedCalls, Uncut
 from overlapc.runtime.train_step import TrainStep
 
@@ -129,7 +129,7 @@ class AutoStep(TrainStep):
             self._steps.setdefault(1, self._make(1))
             return _Ranking([1])
         each = givens(microbatches)
-        key = tuple(map(kind_of, each))
+        key = len(each), alike(each)
         if key not in self._rankings:
             self._rankings[key] = _Ranking.of(lambda count: self._planned(count, microbatches))
         return self._rankings[key]

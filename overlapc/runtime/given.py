@@ -69,7 +69,7 @@ def in_runs(each: Sequence[Given]) -> list[tuple[Any, list[Given]]]:
 
 
 def alike(each: Sequence[Given]) -> Any:
-    """The kind that all microbatches of a pipeline's step must share; raise if they differ."""
+    """The kind that all microbatches of a step share; raise if they differ."""
     first, *others = map(kind_of, each)
     for i, found in enumerate(others, 1):
         if found != first:

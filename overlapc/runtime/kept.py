@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from overlapc.passes.joint import Joint
+from overlapc.passes.joint import Joint, is_gradient
 from overlapc.passes.nodes import is_random, primal_nodes
 
 
@@ -32,20 +34,23 @@ def set_since(before: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[
     }
 
 
-def put_together(parts: Sequence[Tensor | None], whole: Tensor) -> Tensor | None:
-    """What slices set, as it will be put together; None if it cannot be. (What a forward makes of
-    parameters alone is the batch's in each slice.)"""
+def put_together(
+    parts: Sequence[Tensor | None], whole: Tensor, lasting: Counter[Any]
+) -> Tensor | None:
+    """What slices set, as it will be put together; None if it cannot be. `lasting` are shapes of
+    what the forward makes of parameters alone, which is the batch's in each slice."""
     found = [part for part in parts if part is not None and part.dim()]
     if len(found) < len(parts):
         return None
-    if all(part.shape == whole.shape and torch.equal(part, found[0]) for part in found):
+    if lasting[whole.shape] and all(torch.equal(part, whole) for part in found):
+        lasting[whole.shape] -= 1
         return found[0]
     alike = len({(part.dtype, part.shape[1:]) for part in found}) == 1
     return torch.cat(found) if alike else None
 
 
-def of_parameters(joint: Joint) -> set[str]:
-    """The results of a graph that it makes of parameters and buffers alone."""
+def of_parameters(joint: Joint) -> dict[str, torch.Size]:
+    """The results of a graph that it makes of parameters and buffers alone, with their shapes."""
     captured = joint.captured
     inputs = primal_nodes(captured.joint)
     lasting = {inputs[place].name for place in captured.static_inputs}
@@ -56,7 +61,7 @@ def of_parameters(joint: Joint) -> set[str]:
         depends[node] = given or own or (node.op == "call_function" and is_random(node))
     results = captured.joint.graph.find_nodes(op="output")[0].args[0]
     return {
-        name
+        name: node.meta["val"].shape
         for name, node in zip(joint.results, results, strict=False)  # gradients stand behind
-        if isinstance(node, fx.Node) and not depends[node]
+        if is_gradient(node) and not depends[node]
     }

@@ -32,6 +32,7 @@ from overlapc.runtime.program import State
 
 G = TypeVar("G")
 T = TypeVar("T")
+_PARTS = ("forward", "_run_ddp_forward", "_pre_forward", "_post_forward")
 _MANY = 64  # more calls of one in a forward are not told apart
 # Attributes that are set if its forward does more than a graph could.
 _REFUSED = {
@@ -116,7 +117,7 @@ class Replicas:
                 continue
             tensors = [owner.tensor for owner in owners.values()]
             with each.no_sync() if self._left else nullcontext(), torch.enable_grad():
-                each._pre_forward()
+                each._pre_forward(None)  # one input, since some versions of it look at the first
                 if self._left:
                     each._post_forward(None)
             if not self._left:
@@ -139,6 +140,8 @@ def _aside(number: int, each: DistributedDataParallel, now: dict[str, list[Any]]
             raise RuntimeError(
                 "no_sync() of DistributedDataParallel begins or ends within the step"
             )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("DistributedDataParallel is called without gradients in the step")
         if torch.compiler.is_dynamo_compiling():
             now["calls"][number] += 1
         with called(_MANY * number + now["calls"][number]):
@@ -158,7 +161,8 @@ def _prepare(each: DistributedDataParallel, owners: Sequence[Tensor]) -> None:
 
 def _more_than_a_graph(each: DistributedDataParallel) -> str:
     """Say what its forward does that a graph would not; "" if nothing."""
-    if type(each).forward is not DistributedDataParallel.forward or "forward" in vars(each):
+    own = [getattr(type(each), name) is not vars(DistributedDataParallel)[name] for name in _PARTS]
+    if any(own) or "forward" in vars(each):
         return "a forward of one's own"
     hook = getattr(each, "buffer_hook", None)
     if hook is not None and "POST" in str(hook.buffer_comm_hook_location):

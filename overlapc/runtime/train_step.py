@@ -36,7 +36,7 @@ from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
-from overlapc.runtime.given import Given, givens, in_runs, kind_of
+from overlapc.runtime.given import Given, alike, givens, in_runs, kind_of
 from overlapc.runtime.loss import checked_loss, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
@@ -119,6 +119,7 @@ class TrainStep:
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: Step | Slices | None = None  # the running step
         self._given: Given | None = None  # the batch that is in slices
+        self._all: Sequence[Given] = ()  # microbatches of the step
         # slices compared with their batch, by key and digest
         self._compared: dict[tuple[Any, str], Compared] = {}
         self.report: Report | None = None
@@ -141,6 +142,8 @@ class TrainStep:
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 3)
             return self._replicas.in_turn(each, self._plainly)
         if self._options.slices > 1:
+            for one in each:  # refused before anything runs
+                one.cut(self._options.slices)
             return self._replicas.in_turn(each, lambda one: self._in_slices(one, len(each)))
         ready = self._replicas.before_last
         runs = [
@@ -148,6 +151,7 @@ class TrainStep:
             for kind, run in in_runs(each)
         ]
         turns = [(key, step, given) for key, step in runs for given in step.each]
+        self._all = each
         try:
             results = self._replicas.in_turn(turns, lambda turn: self._turn(*turn))
             runs[-1][1].finish()
@@ -225,6 +229,7 @@ class TrainStep:
         if unmade(self.model):
             return None
         runs = [each] if self._options.slices > 1 else [run for _, run in in_runs(each)]
+        self._all = each
         reports = [self._plan(run) for run in runs]
         self.report = reports[0] or self.report
         return reports[0]
@@ -369,6 +374,8 @@ class TrainStep:
             step = self._step
             assert step is not None
             refuse_owners(joint, state, self.model)
+            if joint.captured.trace.lanes and isinstance(step, Step):
+                alike(self._all)  # ranks may have others, and so merge others
             if step.count not in programs:
                 programs[step.count] = self._program(joint, state, step.count)
             program = programs[step.count]

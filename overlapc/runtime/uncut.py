@@ -7,6 +7,7 @@ shows when eager runs a first batch both ways (`compared`).
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from overlapc.passes.trace import changed_inputs
 from overlapc.passes.untraced import Raised
 from overlapc.runtime.distances import dense, distance, farthest, tolerance_of
 from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.kept import attributes, put_together, set_since
+from overlapc.runtime.kept import attributes, of_parameters, put_together, set_since
 from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.slices import Way, apart, together, uneven, way_of
@@ -177,7 +178,7 @@ class _BothWays:
         self.draws = draws
         self.model, self._forward, self.batch, self.each = model, forward, batch, each
         self.tolerance, self.backward = tolerance_of(joint.captured), bool(joint.tangents)
-        self.weighs = joint.weighs
+        self.weighs, self.lasting = joint.weighs, Counter(of_parameters(joint).values())
         self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
         self.ways: tuple[Way, ...] = ()
         self.ends: tuple[str, ...] = ()  # the last results, which are in objects
@@ -274,7 +275,7 @@ class _BothWays:
         names = dict.fromkeys(name for one in (self.held, *held) for name in one)
         found |= {name: joined(name, [one.get(name) for one in held]) for name in names}
         for name, whole in self.kept.items():
-            found[name] = put_together([one.get(name) for one in kept], whole)
+            found[name] = put_together([one.get(name) for one in kept], whole, self.lasting)
         return found | self.gradients(self.each)
 
     def refuse_inputs(self, set_or_held: Mapping[str, Any]) -> None:
