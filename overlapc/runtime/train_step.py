@@ -58,7 +58,7 @@ class TrainStep:
     name, or a single argument. `model` returns the loss: alone, as `.loss`, or as the first result
     that requires a gradient. Or `loss(model, *microbatch)` returns it. For a mean, divide the loss
     by the number of microbatches there. Microbatches that follow each other in the same shapes are
-    merged; those of other shapes run behind them.
+    merged; those of other shapes run behind them. (A model with collectives takes one shape.)
 
     The first call plans. So does a call with other shapes or another number of microbatches, or
     after a change that makes the model another graph. Options are those of `overlapc.Options`; the
