@@ -1,5 +1,5 @@
-"""`Replicas` serves PyTorch's `DistributedDataParallel` in a step of microbatches: gradients
-are reduced once, in the last backward, as in
+"""`Replicas` serves PyTorch's `DistributedDataParallel` in a step of microbatches: gradients are
+reduced once, in the last backward, as in
 
     with replicas.no_sync():
         for each in microbatches[:-1]:

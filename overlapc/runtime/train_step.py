@@ -269,11 +269,12 @@ class TrainStep:
         parts += [f"one op, by its own autograd: {reason}" for reason in dict.fromkeys(opaque)]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
-    def _key(self, key: Any) -> Any:
-        if key not in self._traced:
+    def _key(self, kind: Any) -> Any:
+        """A kind of microbatches, for which there is a trace from now on."""
+        if kind not in self._traced:
             function = self._of_loss if self._options.slices == 1 else self._marked
-            self._traced[key] = Traced(function, self._adopt, self.model, ours=True)
-        return key
+            self._traced[kind] = Traced(function, self._adopt, self.model, ours=True)
+        return kind
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """The function of a microbatch that is traced; its only result that requires a gradient is
