@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.common import measure_exposed
+from overlapc.emulate import now_ns
 from overlapc.profiler.memory import measure_peak
 
 Run = Callable[[], object]
@@ -38,9 +38,9 @@ def slowest(value: float) -> float:
 def timed_ms(run: Run) -> float:
     """Milliseconds of a run that all ranks begin together, on the slowest rank."""
     dist.barrier()
-    start = time.perf_counter()
+    start_ns = now_ns()
     run()
-    return slowest(time.perf_counter() - start) * 1e3
+    return slowest(now_ns() - start_ns) / 1e6
 
 
 def least_peak(model: nn.Module, run: Run) -> int:

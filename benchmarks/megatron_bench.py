@@ -1,13 +1,14 @@
 """Megatron patched against Megatron at each of its own recompute settings, on a slow link.
 
     OVERLAPC_MEGATRON=... python benchmarks/megatron_bench.py --layout tp --rates 400 --reps 5
-    OVERLAPC_MEGATRON=... python benchmarks/megatron_bench.py --layout tp,pp --schedule merged
+    OVERLAPC_MEGATRON=... python benchmarks/megatron_bench.py --layout tp,pp --clock virtual
 
 Two ranks train tiny GPTs of megatron-core on CPU (`tests/megatron/cpu.py`), each pinned to a core
 and in a network namespace of its own (`lab.py`). Four ranks (`tp,pp`) share the cores there are,
-and the emulated link. Every repetition runs a step of every variant, in turn. `overlapc@X` has at
-most the measured peak of Megatron's setting X, and is held against the fastest of Megatron's
-settings that fit there. Gradients are compared bit by bit.
+and the emulated link. With `--clock virtual` the link is emulated in virtual time. Every
+repetition runs a step of every variant, in turn. `overlapc@X` has at most the measured peak of
+Megatron's setting X, and is held against the fastest of Megatron's settings that fit there.
+Gradients are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def rank_main(args: argparse.Namespace) -> None:
     cpu.use(args.version)
     layout = sized(args)
     torch.set_num_threads(1)
-    connect("emulated" if layout.ranks > 2 else "none", rate() or 0, "cpu")
+    connect(link_of(args), rate() or 0, "cpu")
     set_up(layout)
     variants = [own(layout, name) for name in args.settings.split(",")]
     known = {variant.name: variant.limit for variant in variants}
@@ -209,8 +210,10 @@ def report(variants: list[Variant], args: argparse.Namespace) -> None:
             f"{ratio(best.step_ms, v.step_ms)} of {best.name}"
         )
     sys.stdout.flush()
+    link = {"none": "a shaped" if rate() else "no", "emulated": "an emulated"}.get(
+        link_of(args), "an emulated (virtual time)"
+    )
     seen = ("name", "peak_bytes", "limit", "equal", "predicted_ms", "planning_s", "step_ms")
-    link = {1: "no", 2: "a shaped"}.get(LAYOUTS[args.layout].ranks, "an emulated")
     document = {
         "what": f"steps of megatron-core on CPU, {link} link; measured, one per repetition",
         "megatron": args.version,
@@ -222,7 +225,17 @@ def report(variants: list[Variant], args: argparse.Namespace) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "variants": [{name: getattr(v, name) for name in seen} for v in variants],
     }
-    write_results(f"megatron_{args.layout.replace(',', '_')}_{rate() or 'none'}", document)
+    virtual = "_virtual" if args.clock == "virtual" else ""
+    write_results(f"megatron_{args.layout.replace(',', '_')}_{rate() or 'none'}{virtual}", document)
+
+
+def link_of(args: argparse.Namespace) -> str:
+    """What `connect` makes: where two ranks have namespaces, the link itself is shaped."""
+    if LAYOUTS[args.layout].ranks == 1:
+        return "none"
+    if args.clock == "virtual":
+        return "virtual"
+    return "emulated" if LAYOUTS[args.layout].ranks > 2 else "none"
 
 
 def sized(args: argparse.Namespace) -> Layout:
@@ -253,12 +266,18 @@ def main() -> None:
     add("--batch", type=int, default=4)
     add("--microbatches", type=int, default=4)
     add("--version", default="0.16.1")
+    add(
+        "--clock",
+        choices=["machine", "virtual"],
+        default="machine",
+        help="virtual: an emulated link",
+    )
     args = parser.parse_args()
     ranks = LAYOUTS[args.layout].ranks
     if "RANK" in os.environ:
         rank_main(args)
-    elif ranks != 2:
-        os.environ["OVERLAPC_LAB_MBIT"] = args.rates if ranks > 2 else "none"
+    elif ranks != 2 or args.clock == "virtual":
+        os.environ["OVERLAPC_LAB_MBIT"] = args.rates if ranks > 1 else "none"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         launch(ranks)
     else:

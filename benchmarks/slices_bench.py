@@ -1,18 +1,21 @@
 """One batch in slices, against the whole batch and against as many microbatches, on a shaped link.
 
     python benchmarks/slices_bench.py --model moe --rates 400,1000 --slices 2,4 --reps 7
+    python benchmarks/slices_bench.py --model gpt --rates 400 --clock virtual
 
 Two ranks as in `link_bench.py` train on one batch in the same memory, by default eager's peak
 (`--budget 0.5`: half of its activations): `optimize` runs the batch whole, `TrainStep n` in n
 microbatches that are merged, in pairs if that is planned, `no pairs n` in n that are not in pairs,
 `slices n` in n slices. Gradients of pieces are compared bitwise with
 plain accumulation over the same pieces, and with those of the whole batch. Every repetition runs
-every variant once, in turn and in the same processes.
+every variant once, in turn and in the same processes. With `--clock virtual` the link is emulated,
+in virtual time: what other processes do counts little, and what a real link costs the cores not.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -33,7 +36,7 @@ from benchmarks.duplex import init_duplex
 from benchmarks.lab import as_two_ranks, interleaved, parse_rates, ratio, write_results
 from benchmarks.link_bench import conditions
 from benchmarks.measuring import exposed_ms, gradients, least_peak, timed_ms
-from examples.common import Text, apart, leave, same, say
+from examples.common import Text, apart, connect, launch, leave, same, say
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
 
@@ -132,7 +135,10 @@ def make_bench(args: argparse.Namespace) -> Bench:
 def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.capture_scalar_outputs = True
-    init_duplex()
+    if args.clock == "virtual":
+        connect("virtual", float(args.rates), "cpu")
+    else:
+        init_duplex()
     bench = make_bench(args)
     counts = [int(word) for word in args.slices.split(",")]
     for count in (1, *counts):
@@ -195,7 +201,10 @@ def save(variants: list[Variant], args: argparse.Namespace) -> None:
     document = conditions(args.model) | own
     level = f"_{args.budget}" if args.budget else ""
     what = "pairs" if args.pairs else "slices"
-    write_results(f"{what}_{args.model}_{document['rate_mbit']}{level}", document)
+    virtual = ""
+    if args.clock == "virtual":
+        virtual, document["what"] = "_virtual", "forward and backward; emulated link, virtual time"
+    write_results(f"{what}_{args.model}_{document['rate_mbit']}{level}{virtual}", document)
 
 
 def main() -> None:
@@ -207,7 +216,12 @@ def main() -> None:
     add("--pairs", action="store_true", help="compare steps with and without pairs, not slices")
     add("--reps", type=int, default=7)
     add("--budget", type=float, help="a fraction of eager's activation memory; by default its peak")
+    help_clock = "virtual: an emulated link of one rate"
+    add("--clock", choices=["machine", "virtual"], default="machine", help=help_clock)
     args = parser.parse_args()
+    if args.clock == "virtual":
+        os.environ.setdefault("OVERLAPC_LAB_MBIT", f"{float(args.rates):g}")
+        launch(2)
     as_two_ranks(rank_main, args, parse_rates(args.rates), f"{args.model}, ")
 
 

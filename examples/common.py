@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
-from overlapc.emulate import Link, init_link
+from overlapc.emulate import Link, init_link, now_ns, virtual_clock
 from overlapc.profiler.memory import measure_peak
 
 LINK_LATENCY_S = 100e-6
@@ -40,8 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--width", type=int, default=256)
     add("--dropout", type=float, default=0.0)
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--link", choices=["emulated", "none"], default="emulated", help="link between the ranks")
-    add("--link-mbit", type=float, default=400.0, help="bandwidth of the emulated link")
+    add(
+        "--link",
+        choices=["emulated", "virtual", "none"],
+        default="emulated",
+        help="link between the ranks: emulated, the same in virtual time (for more ranks than "
+        "cores, or busy ones), or as it is",
+    )
+    add("--link-mbit", type=float, default=400.0, help="bandwidth of an emulated link")
     add("--memory-budget", type=budget, help='bytes, "8GB", or a fraction of eager\'s peak')
     add("--solver", default="overlap", help="overlap, heu, opt, or a baseline")
     add("--backend", choices=["eager", "inductor"], default="eager")
@@ -75,11 +80,13 @@ def launch(ranks: int) -> None:
 
 
 def connect(link: str, mbit: float, device: str) -> dist.ProcessGroup:
-    """Join the other ranks; `link` is "none" (as fast as it goes) or "emulated" (`mbit`)."""
+    """Join the other ranks; `link` is "none" (as fast as it goes), "emulated" (`mbit`) or "virtual"
+    (the same in virtual time)."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if link == "emulated":
-        init_link(Link(alpha_s=LINK_LATENCY_S, bytes_per_s=mbit * 1e6 / 8))
+    if link != "none":
+        clock = "virtual" if link == "virtual" else "machine"
+        init_link(Link(alpha_s=LINK_LATENCY_S, bytes_per_s=mbit * 1e6 / 8), clock)
     else:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return dist.group.WORLD
@@ -186,13 +193,13 @@ class Variant:
     def step(self, batch: list[Batch], seed: int) -> None:
         _synchronize(batch[0][0].device)
         dist.barrier()
-        start = time.perf_counter()
+        start_ns = now_ns()
         loss = self.forward_backward(batch, seed)
         self.after_backward(self.model)
         self.optimizer.step()
         self.losses.append(loss.item())
         _synchronize(batch[0][0].device)
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append((now_ns() - start_ns) / 1e9)
 
     def gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]
@@ -225,6 +232,10 @@ def inspect(variant: Variant, batch: list[Batch], seed: int) -> None:
 def measure_exposed(fn: Callable[[], object]) -> float:
     """Seconds that `fn` spends in waits for collectives. (On CUDA, waits only order streams.)"""
     dist.barrier()
+    if (clock := virtual_clock()) is not None:
+        before_ns = clock.stood_ns
+        fn()
+        return (clock.stood_ns - before_ns) / 1e9
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         fn()
     waits = [e for e in profiler.key_averages() if e.key == "_c10d_functional::wait_tensor"]

@@ -15,7 +15,6 @@ not slow each other down.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,10 +30,11 @@ from overlapc.emulate.group import (
     EmulatedWork,
     register,
     settings_of_world,
-    sleep_until,
+    stand_until,
 )
 from overlapc.emulate.model import Link
 from overlapc.errors import OptionError
+from overlapc.timing import now_ns, use_clock, virtual_clock
 
 BACKEND = "overlapc_fabric"
 
@@ -56,14 +56,18 @@ class Fabric:
             raise OptionError(f"blocks is {self.blocks}; a copy kernel has one block or more")
 
 
-def init_fabric(fabric: Fabric | Link, *, world_size: int, rank: int = 0, **init: Any) -> None:
-    """Make this process rank `rank` of `world_size`; nothing waits for the other ranks.
+def init_fabric(
+    fabric: Fabric | Link, *, world_size: int, rank: int = 0, clock: str = "machine", **init: Any
+) -> None:
+    """Make this process rank `rank` of `world_size`; nothing waits for the other ranks. `clock` is
+    as in `init_link`; in virtual time, collectives' values take no time to compute.
 
     Every later group (`new_group`, `DeviceMesh`) inherits `fabric`; give one its own with
     `dist.new_group(ranks, backend="overlapc_fabric", pg_options=Fabric(...))`.
     """
     init.setdefault("store", dist.HashStore())
     settings = fabric if isinstance(fabric, Fabric) else Fabric(fabric)
+    use_clock(clock)
     dist.init_process_group(BACKEND, pg_options=settings, world_size=world_size, rank=rank, **init)
 
 
@@ -98,9 +102,12 @@ class FabricGroup(EmulatedGroup):
             gpu = self._gpu_lane(lane, device)
             end = gpu.launch(duration_ns, wire_bytes, compute)
             return _OnStream(end, gpu.stream, tensors, result, settle)
-        end_ns = max(self._free_ns.get(lane, 0), time.monotonic_ns()) + duration_ns
+        launched_ns = now_ns()
+        end_ns = max(self._free_ns.get(lane, 0), launched_ns) + duration_ns
         self._free_ns[lane] = end_ns
         compute()
+        if (clock := virtual_clock()) is not None:
+            clock.stand(launched_ns, launched_ns)
         return _Timed(end_ns, result, settle)
 
     def _gpu_lane(self, lane: str, device: torch.device) -> Any:
@@ -122,13 +129,13 @@ class _Timed(EmulatedWork):
         self._settle = settle
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        sleep_until(self._end_ns)
+        stand_until(self._end_ns, now_ns())
         if self._settle:
             self._settle()
         return True
 
     def is_completed(self) -> bool:
-        return time.monotonic_ns() >= self._end_ns
+        return now_ns() >= self._end_ns
 
 
 class _OnStream(EmulatedWork):

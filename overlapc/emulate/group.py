@@ -24,20 +24,30 @@ from torch._C import _distributed_c10d as c10d
 
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import OptionError
+from overlapc.timing import virtual_clock
 
 SPIN_NS = 200_000  # a plain sleep may overshoot by about this; so long before the end a wait spins
 
 
+def stand_until(end_ns: int, since_ns: int) -> None:
+    """Let this thread wait for the end of a transfer, as it does since `since_ns`: asleep, or by
+    moving its virtual clock."""
+    if (clock := virtual_clock()) is None:
+        sleep_until(end_ns)
+    else:
+        clock.stand(since_ns, end_ns)
+
+
 def sleep_until(deadline_ns: int) -> None:
-    """Sleep until `time.monotonic_ns()` reaches the deadline, leaving the core to others.
+    """Sleep until the machine's clock reaches the deadline, leaving the core to others.
 
     The last stretch yields in a loop, so that the overshoot stays well under `SPIN_NS` on an
     idle core. The GIL is free while sleeping.
     """
-    left_ns = deadline_ns - time.monotonic_ns() - SPIN_NS
+    left_ns = deadline_ns - time.perf_counter_ns() - SPIN_NS
     if left_ns > 0:
         time.sleep(left_ns / 1e9)
-    while time.monotonic_ns() < deadline_ns:
+    while time.perf_counter_ns() < deadline_ns:
         time.sleep(0)
 
 
@@ -66,6 +76,11 @@ class EmulatedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """For DistributedDataParallel's hooks: a thread waits and then sets the result."""
+        if virtual_clock() is not None:
+            raise NotImplementedError(
+                "a future of an emulated transfer is waited for by a thread of its own, which has "
+                'no part in virtual time: call wait(), or measure with clock="machine"'
+            )
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def finish() -> None:

@@ -10,8 +10,9 @@ flight begins when the first ends. Sends and receives have a lane for each order
 ranks. Groups do not slow each other down.
 
 Ranks tell each other their launch times through shared memory: no message, no thread. The
-times can be compared because `time.monotonic_ns` is one clock for all processes of one
-machine; ranks on different machines are refused.
+times can be compared because the machine's clock is one for all of its processes; ranks on
+different machines are refused. In virtual time (`overlapc.timing`) each rank's clock is its own,
+and each transfer sets the clocks of its ranks to its end if they are not later.
 
 Choose a link slower than gloo over loopback (about 1 GB/s, and it costs CPU): the data must
 have arrived before the modelled end for the model to be what is measured.
@@ -39,20 +40,25 @@ from overlapc.emulate.group import (
     EmulatedWork,
     register,
     settings_of_world,
-    sleep_until,
+    stand_until,
 )
 from overlapc.emulate.model import Link
 from overlapc.errors import RankError
+from overlapc.timing import now_ns, use_clock
 
 BACKEND = "overlapc_link"
 
 
-def init_link(link: Link, **init: Any) -> None:
+def init_link(link: Link, clock: str = "machine", **init: Any) -> None:
     """`torch.distributed.init_process_group` on the emulated link; `init` is passed on.
+
+    With `clock="virtual"` nobody sleeps: times are to be read by `overlapc.emulate.now_ns`, and are
+    those of ranks that have a core each (`overlapc.timing`). overlapc measures by it as well.
 
     Every later group (`new_group`, `DeviceMesh`) inherits `link`; give one its own with
     `dist.new_group(ranks, backend="overlapc_link", pg_options=Link(...))`.
     """
+    use_clock(clock)
     dist.init_process_group(BACKEND, pg_options=link, **init)
 
 
@@ -72,7 +78,7 @@ class LinkGroup(EmulatedGroup):
         self._pairs: dict[tuple[int, int], _Lane] = {}
 
     def _start(self, call: str, wire_bytes: float, *args: Any) -> dist.Work:
-        launched_ns = time.monotonic_ns()
+        launched_ns = now_ns()
         lane = self._pair(call, args[1]) if call in ("send", "recv") else self._collectives
         transfer = lane.launch(launched_ns, self.duration_ns(wire_bytes))
         work = gloo_call(self._gloo, call, *args)
@@ -225,13 +231,14 @@ class _Work(EmulatedWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         with self._lock:  # a second wait() on a gloo send or receive would hang
             if not self._delivered:
+                since_ns = now_ns()
                 if timeout > timedelta(0):
                     self._work.wait(timeout)
                 else:
                     self._work.wait()
                 end_ns = self._lane.end_of(self._transfer)
                 assert end_ns is not None
-                sleep_until(end_ns)
+                stand_until(end_ns, since_ns)
                 self._delivered = True
         return True
 
@@ -242,7 +249,7 @@ class _Work(EmulatedWork):
         if not self._work.is_completed():
             return False
         end_ns = self._lane.end_of(self._transfer, block=False)
-        return end_ns is not None and time.monotonic_ns() >= end_ns
+        return end_ns is not None and now_ns() >= end_ns
 
 
 # Under torch < 2.13 the wrapped group knows these by their older names.

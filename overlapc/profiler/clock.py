@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+
+from overlapc.timing import now_ns, virtual_clock
 
 __all__ = ["Clock", "conditions_of", "device_name"]
 
@@ -27,7 +28,7 @@ class Clock:
 
     def mark(self) -> Any:
         if not self.on_device:
-            return time.perf_counter_ns()
+            return now_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -66,13 +67,14 @@ def device_name(device: torch.device) -> str:
 
 def conditions_of(device: torch.device) -> Mapping[str, str]:
     """Return the conditions on which a measured time depends, besides the op itself."""
-    return {
+    conditions = {
         "device": device_name(device),
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
+    return conditions if virtual_clock() is None else {**conditions, "clock": "virtual"}
 
 
 def section_of(device: torch.device) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from overlapc.profiler.link_model import LinkModel
 from overlapc.profiler.links import agree_sizes, measure_links, tensors
 from overlapc.profiler.replay import Replay, Step
 from overlapc.profiler.together import agree
+from overlapc.timing import now_ns
 
 __all__ = ["measure", "retime"]
 
@@ -187,10 +187,10 @@ def _time(replay: Replay, passes: int | None) -> tuple[dict[str, int], dict[str,
     """Signature -> nanoseconds, and a text that says how they were measured."""
     clock = Clock(replay.device)
     alone = bool(replay.groups) and bool(_least(replay, int(replay.runs_alone)))
-    began = time.perf_counter_ns()
+    began = now_ns()
     replay.run(_Stopwatch(clock), alone)  # warm-up: it chooses kernels and maps memory
     clock.wait()
-    affordable = _LIMIT_NS // max(1, time.perf_counter_ns() - began)
+    affordable = _LIMIT_NS // max(1, now_ns() - began)
     if passes is not None:
         least = most = passes
     elif replay.groups:

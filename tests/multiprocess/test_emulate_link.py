@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,9 +14,9 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from overlapc.emulate import Link, init_link
+from overlapc.emulate import Link, init_link, now_ns, virtual_clock
 from overlapc.emulate.link import _Board, _Lane
-from overlapc.errors import RankError
+from overlapc.errors import OptionError, RankError
 from tests.multiprocess.collectives import every_operation
 from tests.multiprocess.spawn import RankFailed, measures, run_ranks
 
@@ -136,6 +137,114 @@ def test_time_follows_the_model() -> None:
         assert took["residual wait"] < 0.09, took  # hidden: 100 ms of link under 300 of compute
         assert not took["completed early"]
         assert took["completed late"]
+
+
+def work_for(ns: int) -> None:
+    """Keep this thread's core busy."""
+    until_ns = time.thread_time_ns() + ns
+    while time.thread_time_ns() < until_ns:
+        pass
+
+
+def virtual_times(rank: int, ranks: int) -> dict[str, tuple[int, int]]:
+    """(virtual, stood) nanoseconds of each case, on the link of `timings`."""
+    init_link(Link(alpha_s=0.05, bytes_per_s=10e6), clock="virtual")
+    x = torch.ones(125_000)
+    clock = virtual_clock()
+    took = {}
+
+    def case(name: str, run: Callable[[], object]) -> None:
+        dist.barrier()
+        since_ns, stood_ns = now_ns(), clock.stood_ns
+        run()
+        took[name] = now_ns() - since_ns, clock.stood_ns - stood_ns
+
+    def hidden(work_ns: int) -> None:
+        work = dist.all_reduce(x, async_op=True)
+        work_for(work_ns)
+        assert work.is_completed() == (work_ns > 100_000_000)
+        work.wait()
+        work.wait()
+
+    def late() -> None:
+        if rank == 1:
+            work_for(80_000_000)
+        dist.all_reduce(x)
+
+    def pipeline() -> None:
+        if rank == 0:
+            dist.send(x, 1)
+        elif rank == 1:
+            time.sleep(0.1)
+            dist.recv(x, 0)
+
+    dist.all_reduce(x)
+    case("asleep", lambda: time.sleep(0.2))
+    case("one", lambda: dist.all_reduce(x))
+    case("half hidden", lambda: hidden(60_000_000))
+    case("hidden", lambda: hidden(150_000_000))
+    case("one rank late", late)
+    case("sent", pipeline)
+    with pytest.raises(NotImplementedError, match="machine"):
+        dist.all_reduce(x, async_op=True).get_future()
+    dist.destroy_process_group()
+    return took
+
+
+def test_virtual_time_is_compute_and_the_models_waits() -> None:
+    """Three ranks share the cores; each has the times of a core of its own."""
+    one_ns = 50_000_000 + round(4 / 3 * 500_000 / 10e6 * 1e9)  # an all-reduce of three ranks
+    sent_ns = 100_000_000
+    expected = {
+        "asleep": (0, 0),
+        "one": (one_ns, one_ns),
+        "half hidden": (one_ns, one_ns - 60_000_000),
+        "hidden": (150_000_000, 0),
+        "one rank late": (80_000_000 + one_ns, None),
+        "sent": (sent_ns, sent_ns),
+    }
+    slack_ns = 8_000_000  # the interpreter's own work
+    for rank, took in enumerate(run_ranks(virtual_times, 3)):
+        for case, (all_ns, stood_ns) in expected.items():
+            if case == "sent" and rank == 2:
+                all_ns = stood_ns = 0
+            assert all_ns <= took[case][0] <= all_ns + slack_ns, (rank, case, took)
+            if stood_ns is not None:
+                assert abs(took[case][1] - stood_ns) <= slack_ns, (rank, case, took)
+
+
+def waits_elsewhere(rank: int, ranks: int) -> tuple[int, int]:
+    """The virtual time of one thread that works and of another that works and waits."""
+    init_link(Link(alpha_s=0.05, bytes_per_s=1e12), clock="virtual")
+
+    def other() -> None:
+        work_for(30_000_000)
+        work.wait()
+        work_for(20_000_000)
+
+    dist.barrier()
+    since_ns = now_ns()
+    work_for(10_000_000)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(other).result()
+        took_ns = now_ns() - since_ns
+    work_for(10_000_000)
+    all_ns = now_ns() - since_ns
+    dist.destroy_process_group()
+    return took_ns, all_ns
+
+
+def test_virtual_time_goes_on_in_another_thread() -> None:
+    """What a thread did before its first reading, here 30 ms, is not seen."""
+    for took_ns, all_ns in run_ranks(waits_elsewhere, 2):
+        assert 60_000_000 <= took_ns <= 84_000_000
+        assert 10_000_000 <= all_ns - took_ns <= 14_000_000
+
+
+def test_a_clock_is_named() -> None:
+    with pytest.raises(OptionError, match="unknown clock 'wall'; known: machine, virtual"):
+        init_link(FAST, clock="wall")
 
 
 def two_lanes() -> list[_Lane]:

@@ -38,6 +38,7 @@ LAYERS = {
     "errors": Layer(),
     "flags": Layer(),
     "progress": Layer(),
+    "timing": Layer("errors"),
     "functions": Layer("errors"),
     "record": Layer(),
     "digest": Layer("", "ir"),
@@ -69,18 +70,18 @@ LAYERS = {
     "layers": Layer("torch"),
     "context": Layer("torch"),
     "passes": Layer("errors flags ir layers merge stages torch valid"),
-    "profiler": Layer("emulate errors ir passes torch"),
+    "profiler": Layer("emulate errors ir passes timing torch"),
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),
     "profiler.link_spec": Layer("emulate ir"),
     "profiler.work": Layer("emulate"),
     "profiler.link_model": Layer("emulate errors ir"),
     # torch and processes. The runtime calls the road, never a solver.
-    "emulate": Layer("errors torch"),
+    "emulate": Layer("errors timing torch"),
     "emulate.model": Layer("errors"),
     "runtime": Layer(
         "api errors files flags functions ir layers merge passes pipeline planning profiler "
-        "progress schedule shares stages torch"
+        "progress schedule shares stages timing torch"
     ),
     "runtime.guard": Layer("errors"),
     # Which layout of a cluster, without running it.
