@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.duplex import init_duplex
 from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.measuring import slowest, timed_ms
 from examples.common import connect, launch, leave, same, say
@@ -176,7 +177,10 @@ def rank_main(args: argparse.Namespace) -> None:
     cpu.use(args.version)
     layout = sized(args)
     torch.set_num_threads(1)
-    connect(link_of(args), rate() or 0, "cpu")
+    if rate() and link_of(args) == "none":
+        init_duplex()
+    else:
+        connect(link_of(args), rate() or 0, "cpu")
     set_up(layout)
     variants = [own(layout, name) for name in args.settings.split(",")]
     known = {variant.name: variant.limit for variant in variants}
