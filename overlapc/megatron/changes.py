@@ -8,9 +8,13 @@ and no such change of a trace may stay.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import random
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +23,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
 from overlapc.megatron.state import attributes_of, classes_of, is_plain
+from overlapc.passes.held import held_in
 from overlapc.runtime.snapshot import generator, holding_the_same
 
+# Nothing that a model caches is in these.
+_OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton"}
+_INSTALLED = tuple(
+    sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_LruCache = type(functools.lru_cache(lambda: None))
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 
 
@@ -60,6 +71,67 @@ def _refusing(real: Callable[..., Any]) -> Callable[..., Any]:
         raise CaptureError(f"forward calls torch's {real.__name__}, and a graph would not")
 
     return refuse
+
+
+def _refuse_data(tensor: Any, new: Any) -> None:
+    """(Megatron's routers move their weight to where it is.)"""
+    alike = (new.dtype, new.shape) == (tensor.dtype, tensor.shape)
+    if alike and new.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+        return
+    raise CaptureError(
+        f"forward sets `.data` of a tensor of shape {tuple(tensor.shape)}, and a graph would not; "
+        "expected copy_() under torch.no_grad()"
+    )
+
+
+# In the place of a traced tensor's `.data`: what is set there no trace sees.
+DATA = property(torch.Tensor.data.__get__, _refuse_data)
+
+
+@contextlib.contextmanager
+def left_outside(model: nn.Module) -> Iterator[None]:
+    """Afterwards take what the block put there, which is a trace's, out of the caches of functions
+    and the containers of `modules_of` the model and their classes."""
+    restores = [held_in(each) for each in _containers(model)]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+        _clear_caches()
+
+
+def modules_of(model: nn.Module) -> list[ModuleType]:
+    """Megatron's Python modules, those that define the model's classes, and those of the script:
+    neither installed nor torch's or overlapc's."""
+    names = {kind.__module__ for kind in classes_of(model)}
+    found = []
+    for name, module in list(sys.modules.items()):
+        top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
+        scripts = file and not file.startswith(_INSTALLED)
+        if top == "megatron" or (top not in _OTHERS and (name in names or scripts)):
+            found.append(module)
+    return found
+
+
+def _clear_caches() -> None:
+    """Empty the `functools.lru_cache` of functions that are neither torch's nor Python's."""
+    for each in gc.get_objects():
+        if type(each) is _LruCache:
+            top = str(getattr(each, "__module__", "")).partition(".")[0]
+            if top not in _OTHERS and top not in sys.stdlib_module_names:
+                each.cache_clear()
+
+
+def _containers(model: nn.Module) -> list[Any]:
+    found: dict[int, Any] = {}
+    for module in modules_of(model):
+        values = list(vars(module).values())
+        own = (each for each in values if isinstance(each, type))
+        kinds = [kind for kind in own if kind.__module__ == module.__name__]
+        values += [each for kind in kinds for each in list(vars(kind).values())]
+        found |= {id(each): each for each in values if type(each) in (dict, list, set)}
+    return list(found.values())
 
 
 @contextlib.contextmanager

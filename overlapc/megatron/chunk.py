@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from overlapc.megatron import tracing
 from overlapc.megatron.gradients import as_then, gathered, reduces
 from overlapc.megatron.planned import Call, Planned
 from overlapc.megatron.planning import Planning, Step
-from overlapc.megatron.state import EACH_TIME, modes_of, state_of, tensors_of
+from overlapc.megatron.state import EACH_TIME, as_trained, modes_of, state_of, tensors_of
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
@@ -39,10 +39,16 @@ _LEFT_OUT = (
     "head that makes it (--bert-no-binary-head)"
 )
 _CHANGED = (
-    "a buffer or constant of shape {} that a backward reads changed after its forward; expected "
-    "the same until the backward has run, which may be beside a later forward: give the model what "
-    "changes with each microbatch as an argument, or pass merge=False, fill=False"
+    "a parameter, buffer or constant of shape {} that a backward reads changed after its forward; "
+    "expected the same until the backward has run, which may be beside a later forward: give the "
+    "model what changes with each microbatch as an argument, or pass merge=False, fill=False"
 )
+_CACHED = (
+    "forward runs as plain Megatron and has met a tensor of overlapc's trace, which it had put "
+    "into a cache that overlapc does not know; expected a cache in a module of the script, or one "
+    "that is filled before training: run a validation step first"
+)
+_SAMPLED, _SAMPLES = 2, 64  # steps in which values are compared, too; values of a tensor
 _SEVERAL = (
     "overlapc: a model is called more than once for a microbatch; its gradients arrive in as many "
     "parts, so sums may differ from Megatron's in the last bits; expected one call: pass what it "
@@ -54,6 +60,30 @@ _NEVER = (
 )
 
 
+class Read(NamedTuple):
+    """A tensor that a backward reads, and what tells whether it has changed."""
+
+    tensor: Tensor
+    version: int
+    sample: Tensor | None  # of its values: writing past autograd, to `.data`, leaves the version
+
+    @staticmethod
+    def of(tensor: Tensor, samples: bool) -> Read:
+        return Read(tensor, tensor._version, _sample(tensor).clone() if samples else None)
+
+    @property
+    def has_changed(self) -> bool:
+        if self.tensor._version != self.version or self.sample is None:
+            return self.tensor._version != self.version
+        now = _sample(self.tensor)
+        return not bool(((now == self.sample) | (now.isnan() & self.sample.isnan())).all())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLES)]
+
+
 @dataclass
 class Backward:
     """A backward that Megatron has asked for."""
@@ -63,12 +93,13 @@ class Backward:
     tangents: Sequence[Tensor]
     scales: list[Tensor]  # as they are at the time of asking
     reduces: list[bool]  # whether its gradients let DDP reduce buckets
-    read: list[tuple[Tensor, int]]  # buffers, and their versions behind the forward
+    modes: Any  # `modes_of` the model, then
+    read: list[Read]  # what lasts, as it was behind the forward
 
     def check(self) -> None:
-        for buffer, version in self.read:
-            if buffer._version != version:
-                raise OverlapcError(_CHANGED.format(tuple(buffer.shape)))
+        for each in self.read:
+            if each.has_changed:
+                raise OverlapcError(_CHANGED.format(tuple(each.tensor.shape)))
 
     def begin(self) -> None:
         self.check()
@@ -107,6 +138,7 @@ class Chunk:
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
         self.original: Callable[..., Any]
+        self._begun = 0  # steps
         self._told = False  # that the model is called several times, or never
         self.refused: OptionError | None = None  # slices: raised when the step has ended
         # Counts: planned forwards, merged ones, plain ones; recompute and weight gradients that ran
@@ -125,6 +157,7 @@ class Chunk:
 
     def begin(self, step: Step, waits: Waits | None) -> None:
         self._step, self._waits = step, waits
+        self._begun += 1
         self._started = self._ended = 0
         self._gradient: Tensor | None = None  # of the stage's input, made by a merged backward
         self._flights.clear()
@@ -190,7 +223,13 @@ class Chunk:
             self._look()
         call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
         step = self._step.lag, self._step.in_flight
-        form = call.form(), self._state, modes_of(self.module), step
+        modes = modes_of(self.module)
+        if self._pending is not None and self._pending.modes != modes:
+            with as_trained(self.module, self._pending.modes):
+                self._run_pending()
+        scales = [each.main_loss_backward_scale for each in self._scalers]
+        numbers = tuple(each for each in scales if isinstance(each, (int, float)))
+        form = call.form(), self._state, (modes, numbers), step
         key = form, call.shapes()
         if key not in self._planned:
             try:
@@ -209,7 +248,12 @@ class Chunk:
             self.ran["plain"] += 1
             self._started += 1  # its backward comes before that of any forward that follows it
             self._ended += 1
-            out = self.original(*args, **kwargs)
+            try:
+                out = self.original(*args, **kwargs)
+            except RuntimeError as error:
+                if "FunctionalTensor" in str(error):
+                    raise OverlapcError(_CACHED) from error
+                raise
             self._changed = False  # by `forward`, for which it is plain
             return out
         self._changed = False  # by tracing
@@ -227,6 +271,7 @@ class Chunk:
             if scale is None
             else scale.detach().clone().view(1).to(device, non_blocking=True)
             for each, scale in found.items()
+            if not isinstance(scale, (int, float))
         }
 
     def run_forward(
@@ -251,21 +296,24 @@ class Chunk:
             self._flights.append(flight)
         return flight, outs
 
-    def versions(self, planned: Planned) -> list[tuple[Tensor, int]]:
-        """The buffers and constants that the backward reads, with their versions."""
-        buffers = [self._lasting[place] for place in planned.buffers] + list(planned.constants)
-        return [(each, each._version) for each in buffers if not each.is_inference()]
+    def versions(self, planned: Planned) -> list[Read]:
+        """Parameters, buffers and constants that the backward reads, with their versions; in the
+        first steps with samples of their values."""
+        read = [self._lasting[place] for place in planned.lasting] + list(planned.constants)
+        samples = self._begun <= _SAMPLED and bool(self._step.lag or planned.apart)
+        return [Read.of(each, samples) for each in read if not each.is_inference()]
 
     def ask_backward(
         self,
         planned: Planned,
         flight: Flight | SlicedFlight,
         tangents: Sequence[Tensor],
-        read: list[tuple[Tensor, int]],
+        read: list[Read],
     ) -> list[Tensor | None]:
         """Run B now, or defer it to the next forward; return gradients of the call's tensors."""
         scales = [*self._scales().values()]
-        asked = Backward(planned, flight, tangents, scales, reduces(self.ddp), read)
+        modes = modes_of(self.module)
+        asked = Backward(planned, flight, tangents, scales, reduces(self.ddp), modes, read)
         if self._may_wait(planned):
             self._pending = asked
             return [None for _ in planned.gradients]
@@ -315,10 +363,13 @@ class Chunk:
 
 
 def _settled(module: nn.Module) -> None:
-    """Do what rotary embeddings do in their first forward, which would be a change of the model
-    while it is traced: move their frequencies to the device."""
+    """Do what modules do in their first forward, which would be a change of the model while it is
+    traced: rotary embeddings move their frequencies to the device, and routers make the bias of
+    experts float32 again, which the model's cast to bf16 or fp16 was not to reach."""
     device = _device(module)
     for each in module.modules():
+        if callable(maintain := getattr(each, "_maintain_float32_expert_bias", None)):
+            maintain()
         for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
             own = vars(each).get(name)
             if hasattr(each, "get_emb") and isinstance(own, Tensor) and own.device != device:

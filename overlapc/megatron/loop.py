@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from overlapc.errors import OptionError
 from overlapc.megatron import roll
@@ -75,6 +76,11 @@ def _refuse(model: nn.Module) -> None:
     hint = "expected it in Megatron's own loop, with overlapc.megatron.patch()"
     if ddp is not None:
         raise OptionError(f"TrainStep was given a model in {type(ddp).__name__}: {hint}")
+    if isinstance(model, DistributedDataParallel):
+        raise OptionError(
+            "TrainStep was given a model in torch's DistributedDataParallel, whose hooks a planned "
+            "model does not run; expected the model itself: reduce `.grad` when a step has run"
+        )
     if not hasattr(inner, "config"):
         raise OptionError(
             f"TrainStep was given a {type(inner).__name__} without Megatron's config; expected a "

@@ -164,7 +164,12 @@ class Whole(nn.Module):
         ]
         restore = held([self.model])
         try:
-            with placed(attributes), changes.refused(self.model, "forward"), changes.unseeded():
+            with (
+                placed(attributes),
+                changes.left_outside(self.model),
+                changes.refused(self.model, "forward"),
+                changes.unseeded(),
+            ):
                 out = self._original(*args, **kwargs)
         except Exception:
             restore()  # with some module as one op it may be traced again
@@ -191,7 +196,7 @@ class Planned:
     tangents: tuple[str, ...]  # by tensor that forward returns; "" if it has no gradient
     returned: Returned
     copied: tuple[int, ...]  # places of the call's tensors that the script may change meanwhile
-    buffers: tuple[int, ...]  # places of those that the backward reads
+    lasting: tuple[int, ...]  # places of parameters and buffers that the backward reads
     constants: tuple[Tensor, ...]  # tensors that the script may change, too
     draws: bool  # does the backward draw random numbers?
     apart: bool  # parts of the backward may run early or late
@@ -331,7 +336,6 @@ def names_in(
     )
     behind = range(scales + call.scales, first + len(call.tensors))
     given = [i for i in behind if names[i] not in joint.leaves]  # others are autograd's
-    buffers = [i for i, each in enumerate(lasting) if not isinstance(each, nn.Parameter)]
     trace = joint.captured.trace
     value = trace.value
     read = {value[name].storage for op in trace.ops for name in op.inputs}
@@ -340,7 +344,7 @@ def names_in(
         "constants": tuple(_constants(joint.captured)),
         "draws": any(op.random and not op.is_forward for op in trace.ops),
         "copied": tuple(i for i in given if value[names[i]].storage in read),
-        "buffers": tuple(i for i in buffers if value[names[i]].storage in kept),
+        "lasting": tuple(i for i in range(first) if value[names[i]].storage in kept),
         "scales": names[scales : scales + call.scales],
         "gradients": gradients,
         "outs": tuple(results[:count]),

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from overlapc.errors import OptionError
 from overlapc.megatron.state import hooks_of_all
 from overlapc.runtime.auto import SLICES
@@ -153,6 +155,11 @@ def reason(model: Any) -> str:
         ] + sorted(wrappers.intersection(feature.wrappers))
         if found:
             return f"{feature.name} ({', '.join(found)}): {feature.why}"
+    if any(isinstance(each, DistributedDataParallel) for each in around):
+        return (
+            "torch's DistributedDataParallel: it reduces gradients from hooks on autograd's nodes, "
+            "which a planned chunk does not run; Megatron's own is served"
+        )
     hook = next(foreign_hooks(inner), "")
     return hook and f"a hook that is not Megatron's ({hook}): modules no longer run one by one"
 

@@ -48,6 +48,22 @@ def modes_of(module: nn.Module) -> Any:
     return training, trained, torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
 
 
+@contextlib.contextmanager
+def as_trained(module: nn.Module, modes: Any) -> Iterator[None]:
+    """Set the `requires_grad` flags of these modes for the block."""
+    flags = modes_of(module)[1]
+
+    def set_to(trained: tuple[bool, ...]) -> None:
+        for parameter, flag in zip(module.parameters(), trained, strict=True):
+            parameter.requires_grad_(flag)
+
+    set_to(modes[1])
+    try:
+        yield
+    finally:
+        set_to(flags)
+
+
 def state_of(module: nn.Module) -> tuple[Any, list[Any]]:
     """Return modules, parameters, hooks and attributes as a key, and the objects whose ids are in
     the key: while these live, no other object has their ids."""

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
 
 from overlapc.errors import CaptureError
 from overlapc.megatron import recompute
-from overlapc.megatron.changes import restored
+from overlapc.megatron.changes import DATA, modules_of, restored
 from overlapc.passes.opaque import called
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured
@@ -60,10 +61,12 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     """Make Megatron traceable within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(model))
-        for make in (_memory, _recompute, _linear, _caches, _scatter, _fused):
+        stack.enter_context(_swapped(FunctionalTensor, "data", DATA))
+        for make in (_memory, _recompute, _linear, _scatter, _fused):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
-        for owner, name, new in (*_logs(taps), *_numbers(model)):
+        modules = modules_of(model)
+        for owner, name, new in (*_caches(modules), *_logs(taps, modules), *_numbers(model)):
             stack.enter_context(_swapped(owner, name, new))
         for scaler in scalers():
             stack.callback(
@@ -188,13 +191,15 @@ def _sum_of_two(whole: Tensor, rows: Sequence[Any], group: Any) -> Tensor:
     return one + other
 
 
-def _caches() -> Iterator[Change]:
+def _caches(modules: Sequence[ModuleType]) -> Iterator[Change]:
     """Keep traced tensors out of the caches of functions."""
-    for module in _megatron():
-        owners = [module, *(c for c in vars(module).values() if inspect.isclass(c) and _own(c))]
-        for owner in owners:
+    names = {module.__name__ for module in modules}
+    for module in modules:
+        kinds = [each for each in vars(module).values() if inspect.isclass(each)]
+        for owner in [module, *(each for each in kinds if each.__module__ in names)]:
             for name, value in list(vars(owner).items()):
-                if hasattr(value, "cache_clear") and _own(value):
+                cached = hasattr(value, "cache_clear") and hasattr(value, "__wrapped__")
+                if cached and value.__module__ in names:
                     yield owner, name, value.__wrapped__
 
 
@@ -220,7 +225,7 @@ def _as_one_op(fused: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _logs(taps: Taps) -> Iterator[Change]:
+def _logs(taps: Taps, modules: Sequence[ModuleType]) -> Iterator[Change]:
     """Replace the writers of losses: for experts a function up to 0.17 and a method from 0.18 on;
     for multi-token prediction and sparse attention methods of their helpers."""
     moe = import_module("megatron.core.transformer.moe.moe_utils")
@@ -230,7 +235,7 @@ def _logs(taps: Taps) -> Iterator[Change]:
         yield tracker, "record", _noted(tracker.record, taps)
     elif hasattr(moe, "save_to_aux_losses_tracker"):
         noted = _noted(moe.save_to_aux_losses_tracker, taps)
-        yield from _everywhere(moe, "save_to_aux_losses_tracker", noted)
+        yield from _everywhere(moe, "save_to_aux_losses_tracker", noted, modules)
     helpers = {kind for module in _megatron() for kind in vars(module).values() if _logs_loss(kind)}
     for helper in helpers:
         for name in _WRITERS.intersection(vars(helper)):
@@ -332,12 +337,15 @@ def _swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _everywhere(module: ModuleType, name: str, new: Any) -> Iterator[Change]:
-    """Changes that replace a function or class in all of Megatron's modules that have it."""
+def _everywhere(
+    module: ModuleType, name: str, new: Any, modules: Sequence[ModuleType] = ()
+) -> Iterator[Change]:
+    """Changes that replace a function or class in all of Megatron's modules that have it, or in
+    these."""
     real = getattr(module, name, None)
     if real is None:
         return
-    for other in _megatron():
+    for other in modules or _megatron():
         for known, value in list(vars(other).items()):
             if value is real:
                 yield other, known, new

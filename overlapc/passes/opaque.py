@@ -31,6 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
+from overlapc.passes.held import CONTAINERS, held_in, value_of
 from overlapc.passes.shared_changes import replaced
 
 # These are off while an op runs, but on where its module runs.
@@ -347,15 +348,27 @@ def _made_up(tensor: Tensor) -> Tensor:
 def _unchanged(module: nn.Module, lasting: Mapping[str, Tensor]) -> Iterator[None]:
     """Refuse a module whose state changes in the block, and restore that state."""
     attributes = {each: dict(vars(each)) for each in module.modules()}
-    versions = [(tensor, tensor._version) for tensor in lasting.values()]
-    yield
-    for each, before in attributes.items():
-        changed = [k for k, v in vars(each).items() if k not in before or before[k] is not v]
-        vars(each).clear()
-        vars(each).update(before)
-        if changed:
-            raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
-    if any(tensor._version != version for tensor, version in versions):
+    containers = [
+        (name, held_in(value))
+        for before in attributes.values()
+        for name, value in before.items()
+        if isinstance(value, CONTAINERS)
+    ]
+    values = [value_of(tensor) for tensor in lasting.values()]
+    try:
+        yield
+    finally:
+        changed = []
+        for each, before in attributes.items():
+            now = vars(each)
+            changed += [name for name in now if before.get(name, now) is not now[name]]
+            now.clear()
+            now.update(before)
+        changed += [name for name, restore in containers if restore()]
+        written = [restore() for restore in values]
+    if changed:
+        raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
+    if any(written):
         raise CaptureError("it changes a parameter or buffer, and might run twice")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -38,6 +38,11 @@ from overlapc.stages import turns
 # How a result of the batch is made of its slices': put together along this dimension, their mean
 # (a loss), any of them, because they are alike, or an object with the tensors of all in it.
 Way = int | Literal["mean", "alike", "inside"]
+
+_aten = torch.ops.aten
+# What makes of a mean one: copies, and products with a number.
+_PASS_ON = {_aten.clone, _aten.detach, _aten.alias, _aten._to_copy, _aten.mul, _aten.div, _aten.neg}
+_PASS_ON |= {_aten.view, _aten._unsafe_view, _aten.contiguous}
 
 
 def cut_batch(arguments: Any, count: int, gradients: bool = False) -> list[Any]:
@@ -98,6 +103,21 @@ def way_of(name: str, whole: Any, part: Any, count: int) -> Way:
             f"{count} times as large"
         )
     return differ[0]
+
+
+def mean_of_numbers(way: Way, parts: Sequence[Any], is_mean: bool) -> Way:
+    """The way of a result: a number that is another for each slice may be their mean, an accuracy
+    say; the comparison tells. Of one that is 0 for all slices the graph does."""
+    numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
+    is_number = len(numbers) == len(parts) and all(x.numel() == 1 for x in numbers)
+    if way == "alike" and is_number and (is_mean or not all(equal(x, parts[0]) for x in parts)):
+        return "mean"
+    return way
+
+
+def is_number(whole: Any, part: Any) -> bool:
+    both = isinstance(whole, Tensor) and isinstance(part, Tensor) and whole.shape == part.shape
+    return both and whole.is_floating_point() and whole.numel() == 1
 
 
 def together(name: str, parts: Sequence[Any], way: Way) -> Any:
@@ -187,6 +207,23 @@ def places(joint: Joint) -> tuple[dict[str, int], dict[int, str]]:
             "`__dict__`; expected it to be returned, or detached"
         )
     return {plain[i]: n for i, n in place.items()}, {place[i]: tangents[i] for i in tangents}
+
+
+def means(joint: Joint) -> set[int]:
+    """The places of results that are the mean of a tensor, in the graph, up to factors."""
+    results = joint.captured.joint.graph.find_nodes(op="output")[0].args[0]
+    named = dict(zip(joint.results, results, strict=False))  # gradients stand behind
+    return {place for name, place in places(joint)[0].items() if _is_mean(named[name])}
+
+
+def _is_mean(node: fx.Node) -> bool:
+    while (
+        getattr(node.target, "overloadpacket", None) in _PASS_ON and len(node.all_input_nodes) == 1
+    ):
+        node = node.all_input_nodes[0]
+    if node.target is not torch.ops.aten.mean.default:
+        return False
+    return all(isinstance(size, int) for size in node.all_input_nodes[0].meta["val"].shape)
 
 
 class SlicedProgram(Program):

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlapc.passes.held import held_in, value_of
 from overlapc.runtime.objects import is_looked_into
 
-_Restore = Callable[[], None]
+_Restore = Callable[[], Any]
 
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Clear gradients for the block; afterwards restore the model and the random states."""
     tensors, restores = _state([model])
-    restores += [_restore_value(tensor) for tensor in tensors]
+    restores += [value_of(tensor) for tensor in tensors]
     restores += _random_states()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), without_gradients(tensors):
@@ -42,7 +43,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 def left_alone(objects: Sequence[Any]) -> Iterator[None]:
     """Afterwards restore what these objects hold."""
     tensors, restores = _state(objects)
-    restores += [_restore_value(tensor) for tensor in tensors]
+    restores += [value_of(tensor) for tensor in tensors]
     try:
         yield
     finally:
@@ -103,14 +104,9 @@ def _state(objects: Sequence[Any]) -> tuple[list[Tensor], list[_Restore]]:
         seen[id(value)] = value
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif isinstance(value, dict):
-            restores.append(_restore_items(value, list(value.items()), value.update))
-            left += value.values()
-        elif isinstance(value, (list, deque)):
-            restores.append(_restore_items(value, list(value), value.extend))
-            left += value
-        elif isinstance(value, set):
-            restores.append(_restore_items(value, list(value), value.update))
+        elif isinstance(value, (dict, list, deque, set)):
+            restores.append(held_in(value))
+            left += value.values() if isinstance(value, dict) else value
         elif isinstance(value, tuple):
             left += value
         elif (found := generator(value)) is not None:
@@ -133,45 +129,6 @@ def generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
             bits = value.bit_generator
             return lambda: bits.state, partial(setattr, bits, "state")
     return None
-
-
-def _restore_items(
-    container: Any, before: list[Any], fill: Callable[[list[Any]], None]
-) -> _Restore:
-    def restore() -> None:
-        now = list(container.items() if isinstance(container, dict) else container)
-        if len(now) == len(before) and all(map(_same, now, before)):
-            return  # left alone, because guards look at when a container was written
-        container.clear()
-        fill(before)
-
-    return restore
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Is it the same object, or, of a dict's items, the same key with the same value?"""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return all(a is b for a, b in zip(one, other, strict=True))
-    return one is other
-
-
-def _restore_value(tensor: Tensor) -> _Restore:
-    if tensor.is_inference():  # nothing writes to it
-        return lambda: None
-    version, before = tensor._version, tensor.detach().clone()
-
-    def restore() -> None:
-        with torch.no_grad():
-            if tensor._version != version or not _equal(tensor, before):
-                tensor.copy_(before)
-
-    return restore
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Has nothing written past autograd's eyes, through `.data`?"""
-    strided = one.layout == torch.strided and type(one) in (Tensor, nn.Parameter)
-    return not strided or torch.equal(one, other)
 
 
 def _random_states() -> list[_Restore]:

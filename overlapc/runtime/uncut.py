@@ -28,10 +28,28 @@ from overlapc.passes.trace import changed_inputs
 from overlapc.passes.untraced import Raised
 from overlapc.runtime.distances import dense, distance, farthest, tolerance_of
 from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.kept import attributes, of_parameters, put_together, set_since
-from overlapc.runtime.objects import alike, is_held, joined, objects_in, opened, storage_of
+from overlapc.runtime.kept import (
+    attributes,
+    of_parameters,
+    plain_values,
+    put_together,
+    refuse_inputs,
+    refuse_numbers,
+    refuse_values,
+    set_since,
+)
+from overlapc.runtime.objects import is_held, joined, objects_in, opened
 from overlapc.runtime.program import State
-from overlapc.runtime.slices import Way, apart, together, uneven, way_of
+from overlapc.runtime.slices import (
+    Way,
+    apart,
+    is_number,
+    mean_of_numbers,
+    means,
+    together,
+    uneven,
+    way_of,
+)
 from overlapc.runtime.snapshot import as_it_was, holding_the_same, left_alone
 from overlapc.runtime.snapshot import held as state_held
 
@@ -68,7 +86,8 @@ def refuse_whole(joint: Joint, state: State, model: nn.Module, count: int) -> No
     captured = joint.captured
     if changed := changed_inputs(captured.joint):
         written = {id(state.get(name)) for name in changed}
-        names = [name for name, buffer in model.named_buffers() if id(buffer) in written]
+        owned = [*model.named_buffers(), *model.named_parameters()]
+        names = [name for name, tensor in owned if id(tensor) in written]
         raise OptionError(
             f"slices={count}: the forward changes {', '.join(names) or 'an input'}, once for each "
             "slice; expected buffers and inputs that it only reads"
@@ -179,6 +198,7 @@ class _BothWays:
         self.model, self._forward, self.batch, self.each = model, forward, batch, each
         self.tolerance, self.backward = tolerance_of(joint.captured), bool(joint.tangents)
         self.weighs, self.lasting = joint.weighs, Counter(of_parameters(joint).values())
+        self.means = means(joint)
         self.totals = any(is_total(node) for node in joint.captured.joint.graph.nodes)
         self.ways: tuple[Way, ...] = ()
         self.ends: tuple[str, ...] = ()  # the last results, which are in objects
@@ -212,6 +232,7 @@ class _BothWays:
         before = attributes(self.model)
         ((results, held),) = self.ran([self.batch], lambda _, batch: self.forward(batch))
         self.kept = {n: x for n, x in set_since(before, self.model).items() if x.dim()}
+        self.values = plain_values(self.model)
         self.cotangents = [_cotangent(i, leaf) for i, leaf in enumerate(results)]
         if self.backward:
             _differentiate(results, self.cotangents)
@@ -230,10 +251,12 @@ class _BothWays:
     def in_slices(self) -> dict[str, Any]:
         """One slice after the other, each with what those before it counted; or beside each other,
         if they ask for totals."""
-        self.refuse_inputs(self.held | self.kept)
         count = len(self.each)
+        inputs = _tensors_in((self.batch.args, self.batch.kwargs))
+        refuse_inputs(self.held | self.kept, inputs, count)
         uncut = [*self.results.items()]
         kept: list[dict[str, Tensor]] = []
+        values: list[dict[str, Any]] = []
         held: list[dict[str, Any]] = [{} for _ in self.each]
 
         def run(k: int, part: Any) -> list[Any]:
@@ -245,12 +268,18 @@ class _BothWays:
         def each(k: int, part: Any) -> list[Any]:
             before = attributes(self.model)
             results, held[k] = self.forward(part)
+            if len(results) != len(uncut):
+                raise OptionError(
+                    f"slices={count}: the model gives {len(results)} results for a slice and "
+                    f"{len(uncut)} for the batch; expected as many: stack those of the samples"
+                )
             kept.append(set_since(before, self.model))
+            values.append(plain_values(self.model))
             if not k:
                 self.ways = tuple(
                     # Without gradients any number may be a loss.
                     "mean"
-                    if not self.backward and _is_number(whole, part)
+                    if not self.backward and is_number(whole, part)
                     else way_of(name, whole, part, count)
                     for (name, whole), part in zip(uncut, results, strict=True)
                 )
@@ -265,8 +294,10 @@ class _BothWays:
             with in_turn(count):  # no slice runs again
                 _differentiate([leaf for results in parts for leaf in results], cotangents)
         columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
-        self.ways = tuple(map(_mean_of_numbers, self.ways, columns))
-        self.refuse_numbers(kept)
+        is_mean = [i in self.means for i in range(len(uncut))]
+        self.ways = tuple(map(mean_of_numbers, self.ways, columns, is_mean))
+        refuse_values(self.values, values, self.tolerance)
+        refuse_numbers(kept)
         found = {
             name: together(name, column, way)
             for (name, _), column, way in zip(uncut, columns, self.ways, strict=True)
@@ -277,28 +308,6 @@ class _BothWays:
         for name, whole in self.kept.items():
             found[name] = put_together([one.get(name) for one in kept], whole, self.lasting)
         return found | self.gradients(self.each)
-
-    def refuse_inputs(self, set_or_held: Mapping[str, Any]) -> None:
-        """Raise for a part of an input in an attribute or object: of an input nothing is made that
-        could be put together."""
-        inputs = _tensors_in((self.batch.args, self.batch.kwargs))
-        storages = {storage_of(tensor) for tensor in inputs if tensor.dim()} - {None}
-        for name, value in set_or_held.items():
-            if isinstance(value, Tensor) and storage_of(value) in storages:
-                raise OptionError(
-                    f"slices={len(self.each)}: {name} is an input or a view of one, so "
-                    "it would be the last slice's: clone it"
-                )
-
-    def refuse_numbers(self, kept: Sequence[Mapping[str, Tensor]]) -> None:
-        """Raise for a number that the forward sets and that is another for each slice."""
-        for name, number in kept[0].items():
-            others = [one.get(name) for one in kept]
-            if not number.dim() and not all(alike(number, other) for other in others):
-                raise OptionError(
-                    f"slices={len(kept)}: {name} is a number that is another for each slice: "
-                    "return it, or make it alike with overlapc.layers.total"
-                )
 
     def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
         """What `run` returns for each part of the batch."""
@@ -369,11 +378,13 @@ class _BothWays:
                 return True
             return all(self.agree(one, part) for part in parts)
 
+        def agree_all(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> bool:
+            as_many = all(len(one) == len(whole) for one in parts)
+            return as_many and all(map(agree, whole, zip(*parts, strict=True)))
+
         (uncut,), in_slices = self.calls([self.batch]), self.calls(self.each)
         for (name, taken, made), *others in zip(uncut, *in_slices, strict=False):
-            given = [agree(one, [o[1][i] for o in others]) for i, one in enumerate(taken)]
-            results = [agree(one, [o[2][i] for o in others]) for i, one in enumerate(made)]
-            if all(given) and not all(results):
+            if agree_all(taken, [o[1] for o in others]) > agree_all(made, [o[2] for o in others]):
                 module = self.model.get_submodule(name)
                 return f"{name or 'the model'} ({type(module).__name__}) sees the whole batch"
         return ""
@@ -400,21 +411,6 @@ class _BothWays:
 
             self.ran(parts, run)
         return each
-
-
-def _mean_of_numbers(way: Way, parts: Sequence[Any]) -> Way:
-    """The way of a result: a number that is another for each slice may be their mean, an accuracy
-    say; the comparison tells."""
-    numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
-    is_number = len(numbers) == len(parts) and all(x.numel() == 1 for x in numbers)
-    if way == "alike" and is_number and not all(alike(x, parts[0]) for x in parts):
-        return "mean"
-    return way
-
-
-def _is_number(whole: Any, part: Any) -> bool:
-    both = isinstance(whole, Tensor) and isinstance(part, Tensor) and whole.shape == part.shape
-    return both and whole.is_floating_point() and whole.numel() == 1
 
 
 def _cotangent(i: int, leaf: Any) -> Tensor | None:

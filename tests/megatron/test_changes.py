@@ -23,6 +23,7 @@ from tests.megatron import cpu
 from tests.megatron.models import STEPS, Layout, Trained, bert_step, set_up, twins
 from tests.megatron.test_patch import compared, differences
 from tests.multiprocess.spawn import run_ranks
+from tests.torch.test_opaque import Numpy
 
 pytestmark = pytest.mark.multiprocess
 
@@ -161,6 +162,75 @@ def numbered(module: Any, out: torch.Tensor) -> torch.Tensor:
     return out * (1 + module.current_microbatch)
 
 
+@functools.lru_cache
+def table(size: int) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, size)
+
+
+TABLES: dict[int, torch.Tensor] = {}
+
+
+def tabled(module: Any, out: torch.Tensor) -> torch.Tensor:
+    """Caches of the script that are filled in the first forward."""
+    size = out.shape[-1]
+    return out * table(size) * TABLES.setdefault(size, torch.linspace(1.0, 2.0, size))
+
+
+def assigned(module: Any, out: torch.Tensor) -> torch.Tensor:
+    module.seen.data = module.seen.data + 1
+    return out * module.seen
+
+
+class Averaging(torch.nn.Module):
+    """No trace enters it, and it changes its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.log: list[int] = []
+
+    def forward(self, x: torch.Tensor, in_place: bool) -> torch.Tensor:
+        if in_place:
+            self.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        else:
+            self.log.append(1)
+        y: torch.Tensor = Numpy.apply(x) * (self.mean + len(self.log))
+        return y
+
+
+def averaged(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = module.averaging(out, True)
+    return result
+
+
+def logged(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = module.averaging(out, False)
+    return result
+
+
+class Numbered(torch.autograd.Function):
+    """A script's own auxiliary loss, scaled by a plain number."""
+
+    main_loss_backward_scale: Any = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * Numbered.main_loss_backward_scale
+
+
+def plainly_scaled(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Numbered.apply(out)
+    return result
+
+
+def _other_number(model: Any, number: int) -> None:
+    Numbered.main_loss_backward_scale = 1.0 + number % 2
+
+
 def _other_dtype(model: Any, number: int) -> None:
     if number == 2:
         model.double()
@@ -185,6 +255,11 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "dtype": (plain, ""),
     "listed": (listed, "that is not found among those of its modules"),
     "numbered": (numbered, "forward reads current_microbatch"),
+    "caches": (tabled, ""),
+    "data": (assigned, "forward sets `.data` of a tensor of shape ()"),
+    "opaque buffer": (averaged, "it changes a parameter or buffer, and might run twice"),
+    "opaque list": (logged, "it changes its attribute 'log', and might run twice"),
+    "plain scale": (plainly_scaled, ""),
 }
 BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "config": _other_config,
@@ -192,6 +267,7 @@ BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "scale": _other_scale,
     "contained": _other_parts,
     "dtype": _other_dtype,
+    "plain scale": _other_number,
 }
 
 
@@ -219,6 +295,7 @@ def changing(trained: Trained, then: Callable[..., Any]) -> type:
     kind.forward, kind.calls = forward, 0  # type: ignore[attr-defined]
     model.__class__ = kind
     model.register_buffer("seen", torch.zeros(()))
+    model.averaging = Averaging()
     model.log, model.backwards = [], 0
     model.dice = random.Random(3)
     model.mask, model.listed, model.current_microbatch = None, [model.output_layer.weight], 0
@@ -258,6 +335,8 @@ def on_rank(rank: int, ranks: int, version: str) -> dict[str, tuple[list[str], l
     for name, (then, _) in CHANGES.items():
         theirs, ours = twins(layout)
         expected = trains(theirs, changing(theirs, then), name)
+        table.cache_clear()
+        TABLES.clear()
         patched.patch(profile="estimate", solver="heu", merge=False)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_microbatch_in_the_place_of_the_last(names: tuple[str, ...]) -> None:
             assert [(one["planned"], one["plain"]) for one in ran] == [(count, 0)], name
 
 
-def on_a_rank_with_a_buffer(rank: int, ranks: int) -> list[str]:
+def on_a_rank_that_writes(rank: int, ranks: int, what: str) -> list[str]:
     cpu.use("0.16.1")
     import overlapc.megatron as patched
 
@@ -115,7 +116,7 @@ def on_a_rank_with_a_buffer(rank: int, ranks: int) -> list[str]:
     for merge in (False, True):
         plain, ours = twins(layout)
         for trained in (plain, ours):
-            _scaled_by_a_buffer(trained)
+            WRITES[what](trained)
         expected = plain.step(0)
         patched.patch(merge=merge, fill=merge, solver="heu", profile="estimate")
         try:
@@ -131,15 +132,38 @@ def _scaled_by_a_buffer(trained: Trained) -> None:
     """Let the script write into a buffer of the model before each microbatch."""
     layer = innermost(trained.models[0]).decoder.layers[0].mlp
     layer.register_buffer("factor", torch.ones(trained.layout.width))
-    own, real = layer.forward, trained._given
+    own = layer.forward
     layer.forward = lambda x, *args, **more: own(x * layer.factor, *args, **more)
+    before_each(trained, lambda: layer.factor.mul_(1.1))
+
+
+def _noisy(trained: Trained) -> None:
+    weight = innermost(trained.models[0]).decoder.layers[0].mlp.linear_fc2.weight
+    before_each(trained, lambda: weight.data.add_(0.01))
+
+
+def _frozen_by_turns(trained: Trained) -> None:
+    weight = innermost(trained.models[0]).decoder.layers[0].mlp.linear_fc2.weight
+    before_each(trained, lambda: weight.requires_grad_(not weight.requires_grad))
+
+
+WRITES: dict[str, Callable[[Trained], None]] = {
+    "buffer": _scaled_by_a_buffer,
+    "weight": _noisy,
+    "flag": _frozen_by_turns,
+}
+
+
+def before_each(trained: Trained, write: Callable[[], object]) -> None:
+    """Let the script do this before each microbatch."""
+    real = trained._given
 
     def given(number: int) -> dict[str, Any]:
         found = real(number)
         step = found["forward_step_func"]
 
         def forward_step(*args: Any) -> Any:
-            layer.factor.mul_(1.1)
+            write()
             return step(*args)
 
         return {**found, "forward_step_func": forward_step}
@@ -148,9 +172,15 @@ def _scaled_by_a_buffer(trained: Trained) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_buffer_that_changes_before_a_deferred_backward_is_an_error() -> None:
+@pytest.mark.parametrize(("what", "shape"), [("buffer", "(32,)"), ("weight", "(32, 64)")])
+def test_what_changes_before_a_deferred_backward_is_an_error(what: str, shape: str) -> None:
     cpu.need("0.16.1")
-    for told in run_ranks(on_a_rank_with_a_buffer, 2, timeout_s=200):
+    for told in run_ranks(on_a_rank_that_writes, 2, what, timeout_s=200):
         assert len(told) == 1  # unmerged there is no difference
-        said = "a buffer or constant of shape (32,) that a backward reads changed after its forward"
-        assert said in told[0]
+        assert f"constant of shape {shape} that a backward reads changed" in told[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_parameter_is_frozen_between_microbatches() -> None:
+    cpu.need("0.16.1")
+    assert run_ranks(on_a_rank_that_writes, 2, "flag", timeout_s=200) == [[], []]

@@ -491,6 +491,36 @@ class Measured(MLP):
 
 
 @pytest.mark.parametrize("how", ["step", "call"])
+def test_a_mean_that_is_zero_in_the_first_batch_is_the_batchs(how):
+    """Of a model that has learned nothing, an accuracy is."""
+
+    class Wrong(Measured):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            out = MLP.forward(self, x)
+            return out.square().mean(), (out.argmax(1) == y).float().mean()
+
+    torch.manual_seed(1)
+    model, x = Wrong(), randn(8, 16)
+    best = MLP.forward(model, x).argmax(1)
+    options = {"slices": 2, "profile": "estimate"}
+    run = TrainStep(model, **options) if how == "step" else optimize(model, **options)
+    for wrong, expected in ((8, 0.0), (6, 0.25), (0, 1.0)):
+        y = torch.where(torch.arange(8) < wrong, (best + 1) % 4, best)
+        found = run([(x, y)])[0] if how == "step" else run(x, y)
+        assert found[1] == expected
+
+
+def test_a_result_for_each_sample_is_refused():
+    class Listing(MLP):
+        def forward(self, x: Tensor) -> Any:
+            return [each.clone() for each in super().forward(x)]
+
+    said = "slices=2: the model gives 4 results for a slice and 8 for the batch; expected as many"
+    with pytest.raises(OptionError, match=said):
+        optimize(Listing(), slices=2, profile="estimate")(randn(8, 16))
+
+
+@pytest.mark.parametrize("how", ["step", "call"])
 def test_a_mean_beside_the_loss_is_the_batchs(how):
     torch.manual_seed(1)
     model, x = Measured(), randn(8, 16)
@@ -669,6 +699,14 @@ class Setting(nn.Module):
             self.last = out.detach().sum()
         elif self.kind == "seen":
             self.seen.append(out.detach() * 2)
+        elif self.kind == "samples":
+            self.calls += len(x)
+        elif self.kind == "shapes":
+            self.seen.append(x.shape)
+        elif self.kind == "item":
+            self.last = float(out.detach().max())
+        elif self.kind == "mean":
+            self.last = out.detach().mean().item() * 0 + 1.0
         return out + self.cache["scale"] if self.cache else out
 
 
@@ -677,14 +715,25 @@ class Setting(nn.Module):
     [
         ("average", r"average, which the forward sets, .* \(of shape \(8,\) for \(4,\)"),
         ("number", "last, which the forward sets, is a number that is another for each slice"),
+        ("samples", "calls, which the forward sets, is 4 for slice 0 and 8 for the batch"),
+        ("shapes", r"seen\[0\]\[0\], which the forward sets, is 4 for slice 0 and 8 for the batch"),
+        ("item", "last, which the forward sets, is .* for slice . and .* for the batch"),
     ],
 )
-def test_what_the_forward_sets_is_the_batchs_or_refused(kind, said):
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_the_forward_sets_is_the_batchs_or_refused(kind, said, grad):
     model, x = Setting(kind), randn(8, 16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(OptionError, match=said):
+    with torch.set_grad_enabled(grad), pytest.raises(OptionError, match=said):
         optimize(model, slices=2, profile="estimate")(x)
     assert_same(before, model.state_dict())
+    assert (model.calls, model.seen) == (0, [])
+
+
+def test_a_number_that_is_alike_for_slices_and_batch_may_be_set():
+    model, x = Setting("mean"), randn(8, 16)
+    twin = optimize(model, slices=2, profile="estimate")
+    assert [twin(x).shape, model.last, twin.unchanged] == [(8, 4), 1.0, []]
 
 
 def test_a_cache_of_what_is_no_batch_is_kept():
