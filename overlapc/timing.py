@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from overlapc.errors import OptionError
 
-__all__ = ["VirtualClock", "now_ns", "use_clock", "virtual_clock"]
+__all__ = ["VirtualClock", "clock_unless_failed", "now_ns", "use_clock", "virtual_clock"]
 
 CLOCKS = ("machine", "virtual")
 
@@ -59,6 +61,19 @@ def use_clock(name: str) -> None:
     if name not in CLOCKS:
         raise OptionError(f"unknown clock {name!r}; known: {', '.join(CLOCKS)}")
     _virtual = VirtualClock() if name == "virtual" else None
+
+
+@contextmanager
+def clock_unless_failed(name: str) -> Iterator[None]:
+    """Measure by this clock within the block and from then on; by the one before if it fails."""
+    global _virtual
+    before = _virtual
+    use_clock(name)
+    try:
+        yield
+    except BaseException:
+        _virtual = before
+        raise
 
 
 def virtual_clock() -> VirtualClock | None:

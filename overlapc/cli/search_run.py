@@ -36,9 +36,7 @@ from overlapc.solvers import PREFIX, SOLVERS
 
 def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     """Search, print, then write; return whether anything fits. A full disk loses no verdict."""
-    model = find_model(args.model)
-    if args.seq:
-        model = replace(model, seq=args.seq)
+    model = find_model(args.model, args.seq or 0)
     machine = load_hardware(args.hardware)
     compared = _compared(args)
     most = _usable(machine, memory)
@@ -62,7 +60,8 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     with doing("searching layouts") as note:
 
         def tell(progress: Progress) -> None:
-            note(f"{progress.tried} planned, {progress.left} left, {_best(progress)}")
+            left = progress.doing or f"{progress.left} left"
+            note(f"{progress.tried} planned, {left}, {_best(progress)}")
 
         result = search(
             model,

@@ -34,7 +34,7 @@ from overlapc.emulate.group import (
 )
 from overlapc.emulate.model import Link
 from overlapc.errors import OptionError
-from overlapc.timing import now_ns, use_clock, virtual_clock
+from overlapc.timing import clock_unless_failed, now_ns, virtual_clock
 
 BACKEND = "overlapc_fabric"
 
@@ -67,8 +67,10 @@ def init_fabric(
     """
     init.setdefault("store", dist.HashStore())
     settings = fabric if isinstance(fabric, Fabric) else Fabric(fabric)
-    use_clock(clock)
-    dist.init_process_group(BACKEND, pg_options=settings, world_size=world_size, rank=rank, **init)
+    with clock_unless_failed(clock):
+        dist.init_process_group(
+            BACKEND, pg_options=settings, world_size=world_size, rank=rank, **init
+        )
 
 
 class FabricGroup(EmulatedGroup):

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import OptionError
-from overlapc.timing import virtual_clock
+from overlapc.timing import use_clock, virtual_clock
 
 SPIN_NS = 200_000  # a plain sleep may overshoot by about this; so long before the end a wait spins
 
@@ -148,7 +148,8 @@ class EmulatedGroup(dist.ProcessGroup):
         return self.backend_name
 
     def shutdown(self) -> None:
-        pass
+        if self is dist.group.WORLD:  # `init_link` or `init_fabric` has set the clock
+            use_clock("machine")
 
     def abort(self) -> None:
         self.shutdown()

@@ -44,7 +44,7 @@ from overlapc.emulate.group import (
 )
 from overlapc.emulate.model import Link
 from overlapc.errors import RankError
-from overlapc.timing import now_ns, use_clock
+from overlapc.timing import clock_unless_failed, now_ns
 
 BACKEND = "overlapc_link"
 
@@ -53,13 +53,14 @@ def init_link(link: Link, clock: str = "machine", **init: Any) -> None:
     """`torch.distributed.init_process_group` on the emulated link; `init` is passed on.
 
     With `clock="virtual"` nobody sleeps: times are to be read by `overlapc.emulate.now_ns`, and are
-    those of ranks that have a core each (`overlapc.timing`). overlapc measures by it as well.
+    those of ranks that have a core each (`overlapc.timing`). overlapc measures by it as well, until
+    `torch.distributed.destroy_process_group()`.
 
     Every later group (`new_group`, `DeviceMesh`) inherits `link`; give one its own with
     `dist.new_group(ranks, backend="overlapc_link", pg_options=Link(...))`.
     """
-    use_clock(clock)
-    dist.init_process_group(BACKEND, pg_options=link, **init)
+    with clock_unless_failed(clock):
+        dist.init_process_group(BACKEND, pg_options=link, **init)
 
 
 class LinkGroup(EmulatedGroup):
@@ -95,6 +96,7 @@ class LinkGroup(EmulatedGroup):
 
     def shutdown(self) -> None:
         self._gloo.shutdown()
+        super().shutdown()
 
 
 class _Board:

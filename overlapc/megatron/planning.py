@@ -250,6 +250,12 @@ class Planning:
             raise CaptureError(f"it has a hook that is not Megatron's: {hook}")
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             raise CaptureError("it is called under torch.autocast, expected Megatron's own bf16")
+        if len({form[0] for form in self.agreed}) > _STATES:
+            raise CaptureError(
+                f"the arguments of its forward had more than {_STATES} forms, of which each is "
+                "traced anew; expected a tensor in the place of a number that changes with each "
+                "microbatch"
+            )
         if len(self.states) > _STATES:
             names = changed_between(*list(self.states)[-2:]) or ["its modules or hooks"]
             raise CaptureError(

@@ -302,10 +302,14 @@ class _TomlReader:
             inter=self.link("inter"),
             sources=self.sources,
             kernels=self.kernels() if "kernels" in self.data else None,
-            total=int(self.number("memory.total")) if self.has("memory.total") else 0,
+            total=self.whole("memory.total") if self.has("memory.total") else 0,
             in_place=self.part("memory.in_place") if self.has("memory.in_place") else 0.0,
             float8=self.part("compute.float8") if self.has("compute.float8") else 1.0,
         )
+        self.require(
+            found.total_bytes >= found.memory_bytes, "memory.total",
+            f"memory.bytes ({found.memory_bytes}) or more, found {found.total}",
+        )  # fmt: skip
         for key in _leaves(self.data):  # a misspelt one would change nothing
             read = key in self.sources or key in ("name", "status")
             self.require(read, key, "no such key; those of other machines show which there are")

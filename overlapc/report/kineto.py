@@ -30,6 +30,7 @@ _HOST_ONLY = (
     "ran NCCL, but no kernels were recorded: these are the host's times, not the GPU's; record "
     "with CUDA activities"
 )
+_ENDLESS_US = 1e18  # 30,000 years: no time of a clock
 _LATE_US = 20.0  # a kernel that begins so much later than it could waited for the host
 STEP = "ProfilerStep#"
 
@@ -286,17 +287,23 @@ def _events(path: Path) -> list[tuple[Event, str]]:
     for each in given:
         if not isinstance(each, dict) or each.get("ph") != "X":
             continue
-        event = _event(each)
+        event = _event(each, shown)
         if event is None:
             continue
         found.append((event, str(each.get("cat", "")).lower()))
     return found
 
 
-def _event(each: dict[str, Any]) -> Event | None:
+def _event(each: dict[str, Any], shown: str) -> Event | None:
     start, took, name = each.get("ts"), each.get("dur"), each.get("name")
     if not isinstance(start, (int, float)) or not isinstance(took, (int, float)) or took < 0:
         return None
+    for key, time in (("ts", start), ("dur", took)):
+        if not abs(time) < _ENDLESS_US:  # NaN is not below it either
+            raise FileError(
+                f"trace {shown}: {key} of event {printable(str(name))!r} is {time!s:.20}, expected "
+                "a number of microseconds, as torch.profiler writes; record again"
+            )
     args = each.get("args")
     args = args if isinstance(args, dict) else {}
     stream = args.get("stream")

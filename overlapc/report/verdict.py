@@ -13,11 +13,12 @@ from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
-from overlapc.search.layouts import Cluster, expert_ranks, static_bytes
+from overlapc.search.layouts import Cluster, divides_optimizer, expert_ranks, static_bytes
 from overlapc.search.megatron import (
     RUN_BY_MEGATRON,
     megatron_arguments,
     recompute_arguments,
+    replica_arguments,
 )
 from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
@@ -156,9 +157,11 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
     experts = expert_ranks(model, best.layout.replicas)
     where = best.layout, best.layers, best.microbatches, experts
+    framework = find_framework(cluster.framework)
     said = " ".join(
         [
-            *megatron_arguments(*where, cluster.fp8, model.experts > 0),
+            *megatron_arguments(*where, cluster.fp8, model.experts > 0, framework.delayed),
+            *replica_arguments(model, best.layout, framework),
             *recompute_arguments(best.solver),
         ]
     )
@@ -232,6 +235,7 @@ def pareto(found: Sequence[Found]) -> list[Found]:
 
 def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
     guessed = [key for key, source in machine.sources.items() if _is_guess(source)]
+    divided = divides_optimizer(model, find_framework(cluster.framework))
     return [
         f"{model.name}: {model.parameters() / 1e9:.2f}B parameters, {model.layers} layers of width "
         f"{model.width}, sequences of {model.seq}" + (f" ({model.source})" if model.source else ""),
@@ -239,7 +243,8 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{gigabytes(cluster.memory_bytes)} of {gigabytes(machine.memory_bytes)} GB each "
         f"({machine.status})",
         f"{cluster.global_batch} sequences a step; {'FP8 products, all else ' * cluster.fp8}bf16, "
-        "float32 gradients and optimizer, the latter divided over replicas",
+        f"float32 gradients and optimizer, the latter {'divided over' if divided else 'on all'} "
+        "replicas",
         f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} "
         "figures of the hardware are guesses (`overlapc hardware --json` has the sources)"
         + ":"

@@ -33,7 +33,9 @@ _UNKNOWN: dict[str, Any] = {
     "ffn_config": None,
     "layer_pattern": None,
     "hybrid_override_pattern": None,
+    "ssm_cfg": None,
     "ssm_state_size": None,
+    "state_size": None,
     "mamba_d_state": None,
     "linear_num_key_heads": None,
     "index_topk": None,
@@ -63,9 +65,10 @@ _UNKNOWN: dict[str, Any] = {
 _OTHERS = ("vision_config", "audio_config", "audio_encoder_config")
 
 
-def from_config(path: str | Path) -> Transformer:
+def from_config(path: str | Path, seq: int = 0) -> Transformer:
     """Read the model of a `config.json`, with its vocabulary padded as by Megatron. For a model of
-    text and pictures this is the text model."""
+    text and pictures this is the text model. `seq` is taken where the file names no length of
+    sequences."""
     path = Path(path)
     shown = printable(str(path))
     try:
@@ -82,8 +85,11 @@ def from_config(path: str | Path) -> Transformer:
         outer = {key: value for key, value in found.items() if key == "tie_word_embeddings"}
         found = outer | found["text_config"]
         notes.append("its text model alone")
-    kind = str(found.get("model_type") or "")
-    config = _Config(shown, families.DEFAULTS.get(kind, {}) | found, kind)
+    kind = _text(shown, found, "model_type")
+    given = families.DEFAULTS.get(kind, {}) | found
+    if seq and all(given.get(name) is None for name in _NAMES["seq"]):
+        given |= {_NAMES["seq"][0]: seq}
+    config = _Config(shown, given, kind)
     config.refuse_unknown()
     shape = config.ends() | config.attention() | config.experts() | config.small()
     notes += config.left_out()
@@ -96,6 +102,15 @@ def _named(path: Path) -> str:
     return printable(called) or "model"
 
 
+def _text(shown: str, found: Mapping[str, Any], *names: str) -> str:
+    """The text that the file has under the first of these names that is there; or none."""
+    name = next((name for name in names if name in found), names[0])
+    value = found.get(name)
+    if value is not None and not isinstance(value, str):
+        raise FileError(f"{shown}: {name} is {value!r:.40}, expected a text")
+    return value or ""
+
+
 @dataclass(frozen=True)
 class _Config:
     shown: str
@@ -103,19 +118,13 @@ class _Config:
     kind: str  # the model family
 
     def refuse_unknown(self) -> None:
+        self.refuse_family()
         for key, harmless in _UNKNOWN.items():
             if self.found.get(key) not in (None, harmless):
                 raise FileError(
                     f"{self.shown}: {key} is {self.found[key]!r}, which the search has no model "
                     "of; expected none: without that line the search is of a model near yours"
                 )
-        if self.kind in families.ENCODERS:
-            raise FileError(f"{self.shown}: model_type is {self.kind!r}; expected a decoder")
-        if self.kind in families.REFUSED:
-            raise FileError(
-                f"{self.shown}: model_type is {self.kind!r}, which has "
-                f"{families.REFUSED[self.kind]}, which the search has no model of; expected none"
-            )
         values, keys = self.found.get("v_head_dim"), self.found.get("head_dim")
         if not self.found.get("kv_lora_rank") and keys and values not in (None, keys):
             raise FileError(
@@ -128,13 +137,38 @@ class _Config:
                 f"{self.shown}: attn_type_list has layers of another attention than softmax's (1), "
                 "which the search has no model of; expected none"
             )
-        kinds = self.found.get("layer_types") or []
-        for other in kinds if isinstance(kinds, list) else [kinds]:
-            if other not in families.ATTENTIONS:
+        self.refuse_layers()
+
+    def refuse_family(self) -> None:
+        if self.kind in families.ENCODERS:
+            raise FileError(f"{self.shown}: model_type is {self.kind!r}; expected a decoder")
+        if self.kind in families.REFUSED:
+            raise FileError(
+                f"{self.shown}: model_type is {self.kind!r}, which has "
+                f"{families.REFUSED[self.kind]}, which the search has no model of; expected none"
+            )
+
+    def refuse_layers(self) -> None:
+        kinds = self.found.get("layer_types")
+        if kinds is None:
+            return
+        if not isinstance(kinds, list):
+            raise FileError(
+                f"{self.shown}: layer_types is {kinds!r:.40}, expected a list of the kinds of "
+                "all layers"
+            )
+        for kind in kinds:
+            if kind not in families.ATTENTIONS:
                 raise FileError(
-                    f"{self.shown}: layer_types has {other!r}, which the search has no model of; "
+                    f"{self.shown}: layer_types has {kind!r}, which the search has no model of; "
                     f"expected some of {', '.join(families.ATTENTIONS)}"
                 )
+        layers = self.number("layers", *_NAMES["layers"])
+        if len(kinds) < layers:
+            raise FileError(
+                f"{self.shown}: layer_types has {len(kinds)} entries for {layers} layers, expected "
+                "one for each"
+            )
 
     def number(self, key: str, *names: str, default: int | None = None) -> int:
         for name in names:
@@ -148,7 +182,8 @@ class _Config:
                 raise FileError(f"{self.shown}: {name} is 0, expected a number from 1 on")
             return value
         if default is None:
-            raise FileError(f"{self.shown}: no {' or '.join(names)}, expected the model's {key}")
+            what = "length of sequences; say it with --seq" if key == "seq" else key
+            raise FileError(f"{self.shown}: no {' or '.join(names)}, expected the model's {what}")
         return default
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -170,8 +205,8 @@ class _Config:
             "ffn_hidden_size",
         )
         shape["ffn"] = self.number("ffn", *names, default=4 * shape["width"])
-        act = self.found.get("hidden_act", self.found.get("hidden_activation", ""))
-        shape["gated"] = str(act) in families.GATED or self.kind in families.GATED_TYPES
+        act = _text(self.shown, self.found, "hidden_act", "hidden_activation")
+        shape["gated"] = act in families.GATED or self.kind in families.GATED_TYPES
         shape["tied"] = self.flag("tie_word_embeddings", self.kind in families.TIED_TYPES)
         if self.kind in families.POSITIONS:
             rows = self.number("seq", *_NAMES["seq"])
@@ -190,7 +225,8 @@ class _Config:
             }
         one = self.flag("multi_query")
         names = "num_key_value_heads", "num_kv_heads", "multi_query_group_num"
-        kv_heads = self.number("kv_heads", *names, default=int(one))
+        counted = any(self.found.get(name) is not None for name in names)
+        kv_heads = self.number("kv_heads", *names) if counted else int(one)
         if one and self.kind == "falcon" and not self.flag("new_decoder_architecture"):
             kv_heads = 1  # whatever num_kv_heads is, in its family's code
         head = self.number("head width", "head_dim", "kv_channels", default=0)
@@ -215,8 +251,9 @@ class _Config:
         each = self.number("shared experts", *beside, default=0)
         shared = self.number("shared", "shared_expert_intermediate_size", default=each * of_one)
         step = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
-        without = self.found.get("mlp_only_layers") or []
-        if without != list(range(len(without))):
+        without = self.found.get("mlp_only_layers")
+        without = [] if without is None else without
+        if not isinstance(without, list) or without != list(range(len(without))):
             raise FileError(
                 f"{self.shown}: mlp_only_layers is {without!r}, which the search has no model of; "
                 "expected the first layers, as in [0, 1]"
@@ -253,7 +290,7 @@ class _Config:
         if not isinstance(kinds, list):
             return first
         first = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
-        if set(kinds[first:]) - {"sparse"}:
+        if any(kind != "sparse" for kind in kinds[first:]):
             raise FileError(
                 f"{self.shown}: mlp_layer_types has other kinds behind its first sparse layer, "
                 "which the search has no model of; expected dense layers, then sparse ones"
@@ -305,8 +342,9 @@ class _Config:
         if other := [key for key in _OTHERS if isinstance(self.found.get(key), dict)]:
             notes.append(f"without what its {' and '.join(other)} describes")
         if self.kind not in families.COMPARED:
+            family = printable(self.kind) or "which its file does not name"
             notes.append(
-                f"its family, {self.kind or 'which its file does not name'}, is taken for a plain "
-                "decoder: parameters were not compared with those of its code"
+                f"its family, {family}, is taken for a plain decoder: parameters were not compared "
+                "with those of its code"
             )
         return notes

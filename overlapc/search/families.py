@@ -26,6 +26,8 @@ ENCODERS = (
 )
 # families whose layers have parts that no field names
 REFUSED = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state spaces in the place of attention"),
+    **dict.fromkeys(("rwkv", "xlstm"), "a recurrence in the place of attention"),
     "jetmoe": "experts in its attention",
     "ctrl": "a feed-forward part of its own",
     "afmoe": "a gate of its attention",
@@ -46,6 +48,7 @@ POSITIONS = {
 ROUTER_BIASES = ("glm4_moe", "ernie4_5_moe", "hy_v3")
 # Defaults of the families' code, for fields that a file leaves out.
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "falcon": {"max_position_embeddings": 2048},
     "gemma2": {"head_dim": 256},
     "gemma3_text": {
         "head_dim": 256,

@@ -277,6 +277,17 @@ def expert_replicas(model: Model, layout: Layout) -> int:
     return layout.replicas * alike // expert_ranks(model, layout.replicas)
 
 
+def replicas(model: Model, layout: Layout) -> tuple[int, int]:
+    """How many ranks hold the same dense weights, and how many the same experts."""
+    return layout.replicas, expert_replicas(model, layout) if model.experts else 1
+
+
+def divides_optimizer(model: Model, framework: Framework) -> bool:
+    """Is the optimizer's part divided over all replicas that hold the same weights (a distributed
+    optimizer)? A model that is planned whole has the user's own optimizer, which is not divided."""
+    return framework.shards_optimizer and not model.whole
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a number, in order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
@@ -368,11 +379,9 @@ def static_bytes(
     layers_of: Sequence[int] | None = None,
     framework: Framework = OURS,
 ) -> list[int]:
-    """Count the bytes of weights, gradients and optimizer on each rank of the pipeline. A framework
-    may divide the optimizer's part over all replicas that hold the same weights (a distributed
-    optimizer); a model that is planned whole has the user's own optimizer, which is not divided."""
-    alike, of_experts = layout.replicas, expert_replicas(model, layout)
-    if model.whole or not framework.shards_optimizer:
+    """Count the bytes of weights, gradients and optimizer on each rank of the pipeline."""
+    alike, of_experts = replicas(model, layout)
+    if not divides_optimizer(model, framework):
         alike = of_experts = 1
     held = WEIGHT_BYTES + framework.gradient_bytes
     return [

@@ -1,12 +1,14 @@
 """`megatron_arguments` writes a chosen layout as arguments of Megatron's scripts;
-`recompute_arguments` writes what a solver named after Megatron recomputes."""
+`replica_arguments` how its replicas share the optimizer; `recompute_arguments` what a solver named
+after Megatron recomputes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from overlapc.errors import OptionError
-from overlapc.search.layouts import Layout
+from overlapc.search.frameworks import Framework
+from overlapc.search.layouts import Layout, divides_optimizer, replicas
 from overlapc.search.models import Model, Transformer
 from overlapc.solvers import PREFIX, modules_of
 from overlapc.solvers.partition import layout as layer_layout
@@ -21,8 +23,10 @@ def megatron_arguments(
     expert_ranks: int = 1,
     fp8: bool = False,
     experts: bool = False,
+    delayed: bool = False,
 ) -> Iterator[str]:
-    """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout."""
+    """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout.
+    With `delayed` scales of FP8 follow from earlier steps."""
     yield f"--tensor-model-parallel-size {layout.tp}"
     if layout.sequence:
         yield "--sequence-parallel"
@@ -36,13 +40,29 @@ def megatron_arguments(
         yield f"--num-virtual-stages-per-pipeline-rank {layout.stages // layout.pp}"
     if expert_ranks > 1:
         yield f"--expert-model-parallel-size {expert_ranks}"
+        yield "--moe-token-dispatcher-type alltoall"  # by default they gather all tokens
     if experts and layout.tp > 1:
         yield f"--expert-tensor-parallel-size {layout.etp}"  # by default as many as tp
     if fp8:
         yield "--fp8-format hybrid"
-        yield "--fp8-recipe tensorwise"
+        yield f"--fp8-recipe {'delayed' if delayed else 'tensorwise'}"
     yield f"--micro-batch-size {layout.microbatch}"
     yield f"--global-batch-size {layout.microbatch * microbatches * layout.dp}"
+
+
+def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Iterator[str]:
+    """Return the arguments with which Megatron's replicas divide the optimizer and hide the sums of
+    gradients as the search counts both in this framework."""
+    if max(replicas(model, layout)) == 1:
+        return
+    divided = divides_optimizer(model, framework)
+    in_buckets = framework.buckets[0] > 0
+    if divided:
+        yield "--use-distributed-optimizer"
+    if framework.hides_reduction or in_buckets:
+        yield "--overlap-grad-reduce"
+    if divided and in_buckets:
+        yield "--overlap-param-gather"
 
 
 def recompute_arguments(solver: str) -> Iterator[str]:

@@ -284,12 +284,18 @@ PRESETS = {
 }  # fmt: skip
 
 
-def find_model(name: str) -> Model:
-    """Find a preset by name, or the model of a HuggingFace `config.json` or "module:function"."""
+def find_model(name: str, seq: int = 0) -> Model:
+    """Find a preset by name, or the model of a HuggingFace `config.json` or "module:function". It
+    has sequences of `seq` tokens, if that is not 0."""
+    found = _find(name, seq)
+    return replace(found, seq=seq) if seq else found
+
+
+def _find(name: str, seq: int) -> Model:
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         path = path / "config.json"
     if path.suffix != ".json" and ":" in name:
         from overlapc.search.own import OwnModel
@@ -302,4 +308,4 @@ def find_model(name: str) -> Model:
         )
     from overlapc.search.configs import from_config
 
-    return from_config(path)
+    return from_config(path, seq)

@@ -57,7 +57,7 @@ _LAYOUT = (
 )
 _HOW = ("hardware", "framework", "recompute", "fp8")
 _MEASURED = ("step_ms", "peak_gb", "fits")
-_TRUE = ("1", "true", "yes")
+_TRUE, _FALSE = ("1", "true", "yes"), ("0", "false", "no")
 _NEEDED = ("layers", "width", "heads", "vocab", "seq", "batch", "microbatch", *_HOW[:3])
 
 
@@ -179,21 +179,32 @@ def load_table(path: StrPath) -> Table:
     if not isinstance(data.get("same", {}), dict):
         raise FileError(f"table {shown}: same is {data['same']!r}, expected a table of columns")
     same = {key: str(value) for key, value in data.get("same", {}).items()}
-    rows = []
-    for number, given in enumerate(csv.DictReader(io.StringIO(data["rows"].strip())), 1):
-        try:
-            if None in given or None in given.values():
-                raise ValueError("more or fewer cells than columns")
-            rows.append(_row(path, given, same))
-        except (ValueError, OverlapcError) as error:
-            raise FileError(f"table {shown}: row {number}: {error}") from error
+    rows = _rows(path, shown, data["rows"].strip(), same)
     calibrates, composed = data["role"] == "calibrates", data.get("composed", "")
     if not isinstance(composed, str):
         raise FileError(
             f"table {shown}: composed is {composed!r}, expected how that is known, a text"
         )
     about = data["source"], data["conditions"], calibrates
-    return Table(path.stem, *about, tuple(rows), composed.strip())
+    return Table(path.stem, *about, rows, composed.strip())
+
+
+def _rows(path: Path, shown: str, text: str, same: Mapping[str, str]) -> tuple[Row, ...]:
+    cells = csv.DictReader(io.StringIO(text))
+    columns = cells.fieldnames or ()
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise FileError(f"table {shown}: columns {', '.join(twice)} twice, expected each once")
+    rows = []
+    for number, given in enumerate(cells, 1):
+        try:
+            if None in given or None in given.values():
+                raise ValueError("more or fewer cells than columns")
+            rows.append(_row(path, given, same))
+        except (ValueError, OverlapcError) as error:
+            raise FileError(f"table {shown}: row {number}: {error}") from error
+    if not rows:
+        raise FileError(f"table {shown}: rows has none below its columns, expected one or more")
+    return tuple(rows)
 
 
 def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
@@ -206,7 +217,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     shape: dict[str, Any] = {"ffn": 4 * _whole(cells, "width")}
     for key in _SHAPE.keys() & cells.keys():
         kind = str(_SHAPE[key])
-        shape[key] = cells[key].lower() in _TRUE if kind == "bool" else cells[key]
+        shape[key] = _flag(cells, key) if kind == "bool" else cells[key]
         shape[key] = _whole(cells, key, 0) if kind == "int" else shape[key]
     model = Transformer(name=path.stem, **shape)
     gpus, tp, cp, pp = (_whole(cells, key) for key in ("gpus", "tp", "cp", "pp"))
@@ -228,7 +239,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         hardware = str(path.parent / hardware)
     machine = load_hardware(hardware)
     where = machine.gpus_per_node, machine.memory_bytes, batch
-    fp8 = cells.get("fp8", "").lower() in _TRUE
+    fp8 = _flag(cells, "fp8")
     cluster = Cluster(hardware, gpus, *where, framework=framework.name, fp8=fp8)
     if fp8:
         check_fp8(model, cluster)
@@ -240,7 +251,7 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         recompute,
         _measured(cells, "step_ms", 1e6),
         _measured(cells, "peak_gb", 1e9),
-        cells.get("fits", "true").lower() in _TRUE,
+        _flag(cells, "fits", default=True),
     )
 
 
@@ -258,12 +269,22 @@ def _layout(
     return Layout(
         *divided,
         cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
-        cells.get("sequence", "").lower() in _TRUE,
+        _flag(cells, "sequence"),
         max(2, chunks),
         cp,
-        cells.get("shares_experts", "").lower() in _TRUE,
+        _flag(cells, "shares_experts"),
         cp_comm_type=kind,
     )
+
+
+def _flag(cells: Mapping[str, str], key: str, default: bool = False) -> bool:
+    if key not in cells:
+        return default
+    found = cells[key].strip().lower()
+    if found not in (*_TRUE, *_FALSE):
+        words = f"{', '.join(_TRUE)} or {', '.join(_FALSE)}"
+        raise ValueError(f"{key} is {cells[key]!r}, expected {words}")
+    return found in _TRUE
 
 
 def _whole(cells: Mapping[str, str], key: str, least: int = 1) -> int:

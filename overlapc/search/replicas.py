@@ -13,6 +13,7 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     Cluster,
     Layout,
+    divides_optimizer,
     expert_ranks,
     expert_replicas,
     rank_parameters,
@@ -87,7 +88,7 @@ class Update:
         of_rank = rank_parameters(model, layout, layers)
         of_stage = stage_parameters(model, layout, layers)
         framework = find_framework(cluster.framework)
-        shards = framework.shards_optimizer and not model.whole
+        shards = divides_optimizer(model, framework)
         whole = framework.sums_all or not shards
         kind: Literal["all_reduce", "reduce_scatter"] = "all_reduce" if whole else "reduce_scatter"
         size = framework.summed_bytes or framework.gradient_bytes

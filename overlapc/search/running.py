@@ -26,14 +26,15 @@ _TRIES = 60  # layouts to try for the least memory that works
 
 @dataclass
 class Progress:
-    """The state of a search: the best so far, a bound on the remaining layouts, and their
-    number."""
+    """The state of a search: the best so far, a bound on the remaining layouts, and their number;
+    `doing` is what goes on when none remains."""
 
     best: Found | None
     bound_ns: int
     tried: int
     left: int
     elapsed_s: float
+    doing: str = ""
 
 
 def rank(found: Found) -> tuple[bool, int, Layout]:
@@ -312,7 +313,7 @@ class Running:
         found = [found.bound_ns for found in self.tried if found.fits]
         return min([*left, *found, *self.bounds_in_slices], default=0)
 
-    def progress(self, elapsed_s: float) -> Progress:
+    def progress(self, elapsed_s: float, doing: str = "") -> Progress:
         waiting = sum(map(len, self.waiting.values()))
         left = len(self.heap) + len(self.running) + waiting
-        return Progress(self.best, self.bound(), len(self.tried), left, elapsed_s)
+        return Progress(self.best, self.bound(), len(self.tried), left, elapsed_s, doing)

@@ -86,18 +86,17 @@ def search(
     ]
     planned: list[Found] = []  # by other solvers
     unit: Unit | None = None
+    tell = _teller(run, begin, progress)
     try:
         with stoppable(), planners(workers) as pool:
             try:
                 for _ in run.go(pool, workers):
-                    progress(run.progress(time.monotonic() - begin))
+                    tell("")
                 if run.best is None:
+                    tell("looking for the least memory that works")
                     run.find_smallest(pool)
                 else:
-                    run.neighbours(pool)
-                    if run.best.layout.stages == run.best.layout.pp > 1 and not any(fixed.ends):
-                        run.divide(pool)
-                    run.look_again(pool, shown)
+                    _refine(run, pool, fixed, shown, slices, tell)
                     InSlices(run, pool, every, slices, shown).go(workers)
                     run.complete = True
                     unit = run.unit(run.key(run.best.layout), pool)
@@ -107,7 +106,8 @@ def search(
                     for rival in against:
                         rival.add_all(every)
                     for _ in together(sorted(against, key=_is_quick), pool, workers):
-                        pass
+                        tell(_counted(against))
+                    tell("planning the fastest with less memory, and by other solvers")
                     run.squeezed(less)
                     planned += [task.result() for task in tasks.values()]
             except KeyboardInterrupt:
@@ -139,6 +139,41 @@ def _rival(run: Running, solver: str, known: Cache) -> Running:
     rival = Running(run.model, run.cluster, solver, known, shown=1)
     rival.units, rival.packed = run.units, run.packed
     return rival
+
+
+def _teller(
+    run: Running, begin: float, progress: Callable[[Progress], None]
+) -> Callable[[str], None]:
+    """What reports the state of a search, and what it does."""
+    return lambda doing: progress(run.progress(time.monotonic() - begin, doing))
+
+
+def _refine(
+    run: Running,
+    pool: ProcessPoolExecutor,
+    fixed: Fixed,
+    shown: int,
+    slices: Sequence[int],
+    tell: Callable[[str], None],
+) -> None:
+    """Plan the layouts that are listed beside the best, the best's split of layers, and, if the
+    model has its ends, the listed ones whole."""
+    assert run.best is not None
+    tell("planning layouts to list beside the fastest")
+    run.neighbours(pool)
+    if run.best.layout.stages == run.best.layout.pp > 1 and not any(fixed.ends):
+        tell("dividing the layers of the fastest among its stages")
+        run.divide(pool)
+    if run.model.whole:
+        tell("planning the listed layouts whole" + ", and more in slices" * bool(slices))
+        run.look_again(pool, shown)
+
+
+def _counted(against: Sequence[Running]) -> str:
+    """What the baselines' own searches are at."""
+    counts = [rival.progress(0.0) for rival in against]
+    tried, left = sum(each.tried for each in counts), sum(each.left for each in counts)
+    return f"searching layouts of {len(against)} baselines, {tried} planned, {left} left"
 
 
 def _is_quick(rival: Running) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from overlapc.emulate import Link, init_link, now_ns, virtual_clock
+from overlapc.emulate import Link, init_fabric, init_link, now_ns, virtual_clock
 from overlapc.emulate.link import _Board, _Lane
 from overlapc.errors import OptionError, RankError
 from tests.multiprocess.collectives import every_operation
@@ -245,6 +246,59 @@ def test_virtual_time_goes_on_in_another_thread() -> None:
 def test_a_clock_is_named() -> None:
     with pytest.raises(OptionError, match="unknown clock 'wall'; known: machine, virtual"):
         init_link(FAST, clock="wall")
+
+
+def test_an_init_that_fails_leaves_the_clock() -> None:
+    init_link(FAST, clock="virtual", store=dist.HashStore(), rank=0, world_size=1)
+    clock = virtual_clock()
+    try:
+        assert clock is not None
+        for name in ("machine", "virtual"):
+            with pytest.raises(ValueError, match="twice"):
+                init_link(FAST, clock=name, store=dist.HashStore(), rank=0, world_size=1)
+            with pytest.raises(ValueError, match="twice"):
+                init_fabric(FAST, clock=name, world_size=2)
+        with pytest.raises(OptionError, match="unknown clock"):
+            init_fabric(FAST, clock="wall", world_size=2)
+        assert virtual_clock() is clock
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(TypeError):
+        init_link(FAST, clock="virtual", no_such_option=1)
+    assert virtual_clock() is None
+
+
+@pytest.mark.parametrize("fabric", [False, True], ids=["link", "fabric"])
+def test_virtual_time_ends_with_the_default_group(fabric: bool) -> None:
+    if fabric:
+        init_fabric(FAST, clock="virtual", world_size=2)
+    else:
+        init_link(FAST, clock="virtual", store=dist.HashStore(), rank=0, world_size=1)
+    clock = virtual_clock()
+    assert clock is not None
+    dist.destroy_process_group(dist.new_group([0]))
+    assert virtual_clock() is clock
+    dist.destroy_process_group()
+    assert virtual_clock() is None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert virtual_clock() is None
+    dist.destroy_process_group()
+
+
+def barrier_of_init(rank: int, ranks: int) -> int:
+    """Virtual nanoseconds of a transfer behind a barrier that is part of the init."""
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    init_link(Link(alpha_s=0.05, bytes_per_s=1e12), clock="virtual")
+    since_ns = now_ns()
+    dist.all_reduce(torch.ones(1))
+    took_ns = now_ns() - since_ns
+    dist.destroy_process_group()
+    return took_ns
+
+
+def test_a_barrier_of_the_init_is_in_virtual_time() -> None:
+    for took_ns in run_ranks(barrier_of_init, 2):
+        assert 50_000_000 <= took_ns <= 100_000_000
 
 
 def two_lanes() -> list[_Lane]:

@@ -11,6 +11,7 @@ import pytest
 from overlapc.errors import FileError, OptionError
 from overlapc.search.configs import from_config
 from overlapc.search.layouts import Layout, stage_parameters
+from overlapc.search.models import find_model
 
 
 def llama(layers: int, width: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> Any:
@@ -312,6 +313,33 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
         ({"block_configs": [{}]}, "block_configs is .* has no model of"),
         ({"linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config is .* has no model of"),
         ({"attn_type_list": [0, 1]}, "attn_type_list has layers of another attention"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a number from 1 on"),
+        ({"num_key_value_heads": None, "num_kv_heads": 0}, "num_kv_heads is 0, expected a number"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 4 layers"),
+        ({"layer_types": []}, "layer_types has 0 entries for 4 layers, expected one for each"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention', expected a list"),
+        ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\], expected a text"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\], expected a text"),
+        ({"model_type": 5}, "model_type is 5, expected a text"),
+        ({"model_type": "mamba2"}, "'mamba2', which has state spaces in the place of attention"),
+        ({"model_type": "mamba2", "state_size": 128}, "'mamba2', which has state spaces"),
+        ({"model_type": "xlstm"}, "'xlstm', which has a recurrence in the place of attention"),
+        ({"state_size": 16}, "state_size is 16, which the search has no model of"),
+        ({"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg is .* has no model of"),
+        (
+            {"num_experts": 4, "mlp_only_layers": 3},
+            "mlp_only_layers is 3, .* no model of; expected",
+        ),
+        (
+            {"num_experts": 4, "mlp_only_layers": 0},
+            "mlp_only_layers is 0, .* no model of; expected",
+        ),
+        ({"num_experts": 4, "mlp_only_layers": {"0": 1}}, "mlp_only_layers is {'0': 1}, "),
+        ({"num_experts": 4, "mlp_layer_types": [{}]}, "mlp_layer_types has other kinds"),
+        (
+            {"max_position_embeddings": None},
+            "no max_position_embeddings .* the model's length of sequences; say it with --seq",
+        ),
     ],
 )
 def test_what_would_be_another_model_is_an_error(
@@ -340,6 +368,51 @@ def test_falcons_one_key_is_one_whatever_its_file_counts(tmp_path: Path) -> None
     config |= {"hidden_act": "gelu", "tie_word_embeddings": True}
     assert read(tmp_path, config).parameters() == pytest.approx(6_921_720_704, rel=1e-3)
     assert read(tmp_path, config | {"new_decoder_architecture": True}).kv_heads == 71
+
+
+def falcon(layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
+    """As Falcon's files on the Hub are: without a length of sequences, and much else."""
+    return {
+        "model_type": "falcon",
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "vocab_size": 65024,
+    } | more
+
+
+def test_falcons_files_name_no_length_of_sequences(tmp_path: Path) -> None:
+    small = read(tmp_path, falcon(32, 4544, 71))
+    large = read(tmp_path, falcon(60, 8192, 128, new_decoder_architecture=True, num_kv_heads=8))
+    assert (small.seq, large.seq) == (2048, 2048)
+    assert small.parameters() == pytest.approx(6_921_720_704, rel=1e-3)
+    assert large.parameters() == pytest.approx(41_303_293_952, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_length_that_the_file_leaves_out_may_be_said(name: str, tmp_path: Path) -> None:
+    config = llama(4, 256, 4, 4, 512, 1024, model_type=name)
+    del config["max_position_embeddings"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    model = find_model(str(path), seq=512)
+    assert model == read(tmp_path, config | {"max_position_embeddings": 512})
+    assert (model.seq, model.positions) == (512, 512 * (name == "gpt2"))
+    path.write_text(json.dumps(config | {"n_positions": 1024}))
+    model = find_model(str(path), seq=512)
+    assert (model.seq, model.positions) == (512, 1024 * (name == "gpt2"))
+
+
+def test_no_model_is_not_the_file_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read(tmp_path, llama(4, 256, 4, 4, 512, 1024))
+    monkeypatch.chdir(tmp_path)
+    assert find_model(".").layers == 4
+    with pytest.raises(OptionError, match="model '': expected a preset"):
+        find_model("")
 
 
 def test_a_family_that_shares_its_table_of_words_need_not_say_so(tmp_path: Path) -> None:

@@ -140,6 +140,23 @@ def test_the_verdict_of_a_search() -> None:
     assert all(str(Found.parse(tried).layout) in page(found) for tried in found["tried"])
 
 
+@pytest.mark.parametrize("framework", ["overlapc", "megatron-2021"])
+def test_the_verdict_has_megatrons_arguments_and_what_they_divide(framework: str) -> None:
+    found = json.loads((GOLDEN / "search.json").read_text())
+    best = Found.parse(found["best"])
+    best = replace(best, layout=replace(best.layout, schedule="1f1b"))
+    cluster = Cluster(**found["cluster"] | {"framework": framework})
+    machine = load_hardware(cluster.hardware)
+    text = verdict(Transformer(**found["model"]), cluster, machine, Result(best), [], None, top=1)
+    _, _, said = " ".join(text.split()).partition("Megatron: ")
+    divided = "--use-distributed-optimizer" in said
+    assert best.layout.dp == 2
+    assert "--pipeline-model-parallel-size 2 " in said
+    assert divided == (framework == "overlapc")
+    where = "divided over" if divided else "on all"
+    assert f"float32 gradients and optimizer, the latter {where} replicas" in text
+
+
 # Says what is wider than the window, what the wheel does, and whether the choice of what to compare
 # changes what is shown.
 _PROBE = """

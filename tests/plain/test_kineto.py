@@ -112,3 +112,21 @@ def test_what_is_no_trace_is_said(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(FileError, match=r"torch\.profiler"):
         read_run(path)
+
+
+@pytest.mark.parametrize("flag", [(), ("--solve",)], ids=["shown", "solved"])
+@pytest.mark.parametrize("key", ["ts", "dur"])
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+def test_times_that_no_clock_shows_are_named(
+    time: str, key: str, flag: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, [*GPU, op("aten::gelu", 4321, 4321) | {key: "here"}])
+    path.write_text(path.read_text().replace('"here"', time))
+    if (time, key) == ("-Infinity", "dur"):  # left out, as every negative duration
+        assert main(["trace", str(path)]) == GOOD
+        return
+    assert main(["trace", str(path), *flag]) != GOOD
+    said = capsys.readouterr()
+    assert f"{key} of event 'aten::gelu' is " in said.err
+    assert "expected a number of microseconds" in said.err
+    assert not said.out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from overlapc.search.layouts import Layout
-from overlapc.search.megatron import megatron_arguments
+from overlapc.search.frameworks import find_framework
+from overlapc.search.layouts import Layout, static_bytes
+from overlapc.search.megatron import megatron_arguments, replica_arguments
+from overlapc.search.models import Transformer
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ from overlapc.search.megatron import megatron_arguments
             4,
             "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
             "--num-virtual-stages-per-pipeline-rank 3 --expert-model-parallel-size 4 "
-            "--micro-batch-size 1 --global-batch-size 32",
+            "--moe-token-dispatcher-type alltoall --micro-batch-size 1 --global-batch-size 32",
         ),
     ],
     ids=["one stage", "uneven stages", "interleaved experts"],
@@ -44,3 +48,46 @@ def test_a_layout_is_written_as_megatron_reads_it(
     layout: Layout, layers: tuple[int, ...], microbatches: int, experts: int, expected: str
 ) -> None:
     assert " ".join(megatron_arguments(layout, layers, microbatches, experts)) == expected
+
+
+DENSE = Transformer("dense", layers=4, width=256, heads=4, ffn=1024, vocab=512, seq=256)
+EXPERTS = replace(DENSE, name="experts", experts=4, top_k=2, expert_width=256)
+ALONE, PAIR = Layout(2, 2, 1, 1), Layout(2, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "framework", "expected"),
+    [
+        (DENSE, ALONE, "overlapc", ""),
+        (DENSE, PAIR, "overlapc", "--use-distributed-optimizer --overlap-grad-reduce"),
+        (DENSE, replace(ALONE, cp=2), "megatron", "--use-distributed-optimizer"),
+        (EXPERTS, ALONE, "megatron", ""),
+        (EXPERTS, replace(ALONE, sequence=True), "megatron", "--use-distributed-optimizer"),
+        (DENSE, replace(ALONE, sequence=True), "megatron", ""),
+        (
+            DENSE,
+            PAIR,
+            "megatron-overlap",
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ),
+        (DENSE, PAIR, "megatron-2021", ""),
+    ],
+)
+def test_replicas_share_the_optimizer_as_its_memory_is_counted(
+    model: Transformer, layout: Layout, framework: str, expected: str
+) -> None:
+    """Memory is counted as divided if and only if the printed arguments divide it."""
+    asked = find_framework(framework)
+    assert " ".join(replica_arguments(model, layout, asked)) == expected
+    divided = static_bytes(model, layout, framework=asked)
+    whole = static_bytes(model, layout, framework=replace(asked, shards_optimizer=False))
+    assert (divided < whole) == ("--use-distributed-optimizer" in expected)
+
+
+@pytest.mark.parametrize(
+    ("framework", "recipe"), [("megatron", "tensorwise"), ("megatron+delayed-scaling", "delayed")]
+)
+def test_scales_of_fp8_are_those_of_the_framework(framework: str, recipe: str) -> None:
+    delayed = find_framework(framework).delayed
+    said = list(megatron_arguments(ALONE, (2, 2), 1, fp8=True, delayed=delayed))
+    assert f"--fp8-recipe {recipe}" in said

@@ -112,6 +112,19 @@ def test_ranks_correlate_as_they_should() -> None:
         ("8,16,8,1,200", "9,16,8,1,200", "row 3: 9 GPUs"),
         ('"full"', '"most"', "recompute 'most'"),
         ('"megatron"', '"mega"', "framework 'mega'"),
+        ("pp,step_ms", "tp,step_ms", "columns tp twice, expected each once"),
+        ("8,16,2,2,100\n8,16,2,2,50\n8,16,8,1,200\n", "", "rows has none below its columns"),
+        *(
+            (
+                "[same]",
+                f'[same]\n{column} = "maybe"',
+                f"row 1: {column} is 'maybe', expected 1, true, yes or 0, false, no",
+            )
+            for column in (
+                *("fits", "fp8", "sequence", "shares_experts"),
+                *("gated", "tied", "dropout", "head_norms", "post_norms"),
+            )
+        ),
     ],
 )
 def test_mistakes_are_named(old: str, new: str, named: str, tmp_path: Path) -> None:
@@ -120,3 +133,11 @@ def test_mistakes_are_named(old: str, new: str, named: str, tmp_path: Path) -> N
     path.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(FileError, match=named):
         load_table(path)
+
+
+@pytest.mark.parametrize(("word", "fits"), [("no", False), ("False", False), ("YES", True)])
+def test_words_for_true_and_false(word: str, fits: bool, tmp_path: Path) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(TEXT.replace("[same]", f'[same]\nfits = "{word}"\ngated = true'))
+    row = load_table(path).rows[0]
+    assert (row.fits, row.model.gated, row.model.tied) == (fits, True, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -199,10 +200,15 @@ def test_a_file_of_your_own(tmp_path: Path) -> None:
             "[node]\ngpus = { value = 0.5",
             "node.gpus: expected a whole",
         ),
+        (
+            "[memory]",
+            '[memory]\ntotal = { value = 8e9, source = "mine" }',
+            "memory.total: expected memory.bytes (16000000000) or more, found 8000000000",
+        ),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, old: str, new: str, named: str) -> None:
-    with pytest.raises(FileError, match=named.replace(".", r"\.")):
+    with pytest.raises(FileError, match=re.escape(named)):
         load_hardware(changed(tmp_path, old, new))
 
 

@@ -45,7 +45,7 @@ from overlapc.search.partition import partitioned
 from overlapc.search.place import embedding_ns
 from overlapc.search.pool import planners
 from overlapc.search.replicas import Update
-from overlapc.search.search import search
+from overlapc.search.search import Progress, search
 from overlapc.search.tasks import Packed, warn_of_uncut
 from overlapc.search.units import make_unit
 from overlapc.simulate import saved_bytes, simulate
@@ -281,6 +281,29 @@ def test_the_winner_is_that_of_trying_all_and_is_kept(fixed, tmp_path):
         else:
             file.write_text(text.replace('"step_ns": ', '"step_ns": null, "was": '))
     assert search(TINY, PAIR, Fixed(tp=2), cache=tmp_path).best is not None
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_search_says_what_it_does_when_all_layouts_are_planned():
+    said: list[str] = []
+
+    def note(progress: Progress) -> None:
+        assert progress.left == 0 or not progress.doing
+        said.append(re.sub(r"\d+", "N", progress.doing))
+
+    fixed = Fixed(pp=2, microbatch=1, schedule="1f1b")
+    assert search(TINY, PAIR, fixed, rivals=["full"], progress=note).best is not None
+    assert list(dict.fromkeys(said)) == [
+        "",
+        "planning layouts to list beside the fastest",
+        "dividing the layers of the fastest among its stages",
+        "searching layouts of N baselines, N planned, N left",
+        "planning the fastest with less memory, and by other solvers",
+    ]
+    said.clear()
+    small = replace(PAIR, memory_bytes=10_000_000)
+    assert search(TINY, small, fixed, progress=note).best is None
+    assert said[-1] == "looking for the least memory that works"
 
 
 @pytest.mark.usefixtures("in_this_process")
