@@ -10,20 +10,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
 from overlapc.megatron.state import attributes_of, classes_of, is_plain
 from overlapc.passes.held import held_in
+from overlapc.passes.nodes import is_random
 from overlapc.runtime.snapshot import generator, holding_the_same
 
 # Nothing that a model caches is in these.
@@ -32,6 +37,7 @@ _INSTALLED = tuple(
     sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _LruCache = type(functools.lru_cache(lambda: None))
+_DEEPEST = 5  # containers in containers that are looked into
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 
 
@@ -90,15 +96,33 @@ DATA = property(torch.Tensor.data.__get__, _refuse_data)
 
 @contextlib.contextmanager
 def left_outside(model: nn.Module) -> Iterator[None]:
-    """Afterwards take what the block put there, which is a trace's, out of the caches of functions
-    and the containers of `modules_of` the model and their classes."""
-    restores = [held_in(each) for each in _containers(model)]
+    """Afterwards take traced tensors that the block put there out of the caches of functions, and
+    out of the containers of `modules_of` the model and their classes. Raise a CaptureError for one
+    that a graph would make anew and the model would not: of its inputs, or of random numbers."""
+    containers = [(each, held_in(each)) for each in _containers(model)]
+    found: list[Any] = []
     try:
         yield
     finally:
-        for restore in restores:
-            restore()
-        _clear_caches()
+        for container, restore in containers:
+            if traced := _traced_in(container):
+                found += traced
+                restore()
+        for cache in _caches(len(sys.modules)):
+            if traced := _traced_in(cache):
+                found += traced
+                cache.cache_clear()
+    if not all(map(_is_constant, found)):
+        raise CaptureError(
+            "forward caches a value of its inputs, parameters or random numbers outside of the "
+            "model, and a graph would make it anew"
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _caches(_: int) -> list[Any]:
+    """The functions with a `functools.lru_cache`, found anew when modules were imported."""
+    return [each for each in gc.get_objects() if type(each) is _LruCache]
 
 
 def modules_of(model: nn.Module) -> list[ModuleType]:
@@ -114,24 +138,59 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
     return found
 
 
-def _clear_caches() -> None:
-    """Empty the `functools.lru_cache` of functions that are neither torch's nor Python's."""
-    for each in gc.get_objects():
-        if type(each) is _LruCache:
-            top = str(getattr(each, "__module__", "")).partition(".")[0]
-            if top not in _OTHERS and top not in sys.stdlib_module_names:
-                each.cache_clear()
-
-
 def _containers(model: nn.Module) -> list[Any]:
+    """Those of modules and classes, and those in them."""
     found: dict[int, Any] = {}
+    left: list[Any] = []
     for module in modules_of(model):
         values = list(vars(module).values())
         own = (each for each in values if isinstance(each, type))
         kinds = [kind for kind in own if kind.__module__ == module.__name__]
-        values += [each for kind in kinds for each in list(vars(kind).values())]
-        found |= {id(each): each for each in values if type(each) in (dict, list, set)}
+        left += values + [each for kind in kinds for each in vars(kind).values()]
+    for method in (each for kind in classes_of(model) for each in vars(kind).values()):
+        if isinstance(method, FunctionType) and method.__module__.partition(".")[0] != "torch":
+            left += [
+                *method.__globals__.values(),
+                *inspect.getclosurevars(method).nonlocals.values(),
+            ]
+    while left:
+        each = left.pop()
+        if type(each) in (dict, list, set) and id(each) not in found:
+            found[id(each)] = each
+            left += each.values() if isinstance(each, dict) else each
     return list(found.values())
+
+
+def _traced_in(container: Any) -> list[Any]:
+    """The tensors of a trace in this container or cache."""
+    left, seen, found = [(container, 0)], set(), []
+    while left:
+        value, depth = left.pop()
+        is_container = depth == 0 or type(value) in (dict, list, set, tuple)
+        if isinstance(value, (FunctionalTensor, FakeTensor)):
+            found.append(value)
+        elif is_container and depth < _DEEPEST and id(value) not in seen:
+            seen.add(id(value))
+            left += [(each, depth + 1) for each in gc.get_referents(value)]
+    return found
+
+
+def _is_constant(tensor: Any) -> bool:
+    """Does the graph that is being traced, if there is one yet, make it of nothing?"""
+    mode = get_proxy_mode()
+    if mode is None:
+        return True
+    inner = torch._from_functional_tensor(tensor.elem) if hasattr(tensor, "elem") else tensor
+    proxy = get_proxy_slot(inner, mode.tracer, None)
+    left, seen = [getattr(getattr(proxy, "proxy", None), "node", None)], set()
+    while left:
+        node = left.pop()
+        if node is None or node.op == "placeholder" or is_random(node):
+            return False
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+    return True
 
 
 @contextlib.contextmanager

@@ -62,11 +62,10 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(model))
         stack.enter_context(_swapped(FunctionalTensor, "data", DATA))
-        for make in (_memory, _recompute, _linear, _scatter, _fused):
+        for make in (_memory, _recompute, _linear, _caches, _scatter, _fused):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
-        modules = modules_of(model)
-        for owner, name, new in (*_caches(modules), *_logs(taps, modules), *_numbers(model)):
+        for owner, name, new in (*_logs(taps, modules_of(model)), *_numbers(model)):
             stack.enter_context(_swapped(owner, name, new))
         for scaler in scalers():
             stack.callback(
@@ -191,15 +190,14 @@ def _sum_of_two(whole: Tensor, rows: Sequence[Any], group: Any) -> Tensor:
     return one + other
 
 
-def _caches(modules: Sequence[ModuleType]) -> Iterator[Change]:
-    """Keep traced tensors out of the caches of functions."""
-    names = {module.__name__ for module in modules}
-    for module in modules:
-        kinds = [each for each in vars(module).values() if inspect.isclass(each)]
-        for owner in [module, *(each for each in kinds if each.__module__ in names)]:
+def _caches() -> Iterator[Change]:
+    """Keep traced tensors out of the caches of functions, and those that these hold out of a
+    trace."""
+    for module in _megatron():
+        owners = [module, *(c for c in vars(module).values() if inspect.isclass(c) and _own(c))]
+        for owner in owners:
             for name, value in list(vars(owner).items()):
-                cached = hasattr(value, "cache_clear") and hasattr(value, "__wrapped__")
-                if cached and value.__module__ in names:
+                if hasattr(value, "cache_clear") and _own(value):
                     yield owner, name, value.__wrapped__
 
 

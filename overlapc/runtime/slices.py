@@ -217,10 +217,11 @@ def means(joint: Joint) -> set[int]:
 
 
 def _is_mean(node: fx.Node) -> bool:
-    while (
-        getattr(node.target, "overloadpacket", None) in _PASS_ON and len(node.all_input_nodes) == 1
-    ):
-        node = node.all_input_nodes[0]
+    while getattr(node.target, "overloadpacket", None) in _PASS_ON:
+        inputs = [each for each in node.args if isinstance(each, fx.Node)]
+        if len(inputs) != 1:
+            return False
+        (node,) = inputs
     if node.target is not torch.ops.aten.mean.default:
         return False
     return all(isinstance(size, int) for size in node.all_input_nodes[0].meta["val"].shape)

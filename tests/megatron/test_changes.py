@@ -176,6 +176,17 @@ def tabled(module: Any, out: torch.Tensor) -> torch.Tensor:
     return out * table(size) * TABLES.setdefault(size, torch.linspace(1.0, 2.0, size))
 
 
+KEPT: dict[str, torch.Tensor] = {}
+
+
+def kept_draw(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * KEPT.setdefault("draw", torch.rand(()))
+
+
+def kept_value(module: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * KEPT.setdefault("value", out.detach().mean())
+
+
 def assigned(module: Any, out: torch.Tensor) -> torch.Tensor:
     module.seen.data = module.seen.data + 1
     return out * module.seen
@@ -256,6 +267,11 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "listed": (listed, "that is not found among those of its modules"),
     "numbered": (numbered, "forward reads current_microbatch"),
     "caches": (tabled, ""),
+    "drawn cache": (
+        kept_draw,
+        "forward caches a value of its inputs, parameters or random numbers",
+    ),
+    "cache of values": (kept_value, "forward caches a value of its inputs, parameters or random"),
     "data": (assigned, "forward sets `.data` of a tensor of shape ()"),
     "opaque buffer": (averaged, "it changes a parameter or buffer, and might run twice"),
     "opaque list": (logged, "it changes its attribute 'log', and might run twice"),
@@ -337,6 +353,7 @@ def on_rank(rank: int, ranks: int, version: str) -> dict[str, tuple[list[str], l
         expected = trains(theirs, changing(theirs, then), name)
         table.cache_clear()
         TABLES.clear()
+        KEPT.clear()
         patched.patch(profile="estimate", solver="heu", merge=False)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -114,8 +114,10 @@ def refused(rank: int, ranks: int) -> list[str]:
     set_up(Layout(ranks=1))
     stage = Trained(Layout(ranks=1, ddp=None)).models[0]
     stage.post_process = False
+    theirs = Trained(Layout(ranks=1)).models[0]
+    torchs = torch.nn.parallel.DistributedDataParallel(theirs.module)
     told = []
-    for model in (Trained(Layout(ranks=1)).models[0], stage, torch.nn.Linear(2, 2)):
+    for model in (theirs, torchs, stage, torch.nn.Linear(2, 2)):
         with pytest.raises(OptionError) as error:
             overlapc.megatron.TrainStep(model)
         told.append(str(error.value))
@@ -124,7 +126,8 @@ def refused(rank: int, ranks: int) -> list[str]:
 
 def test_what_only_megatrons_own_loop_trains_is_refused() -> None:
     cpu.need(VERSION)
-    ((ddp, stage, other),) = run_ranks(refused, 1)
+    ((ddp, torchs, stage, other),) = run_ranks(refused, 1)
     assert "in DistributedDataParallel: expected it in Megatron's own loop" in ddp
+    assert "in torch's DistributedDataParallel, whose hooks a planned model does not run" in torchs
     assert "a stage of a pipeline" in stage
     assert "overlapc.TrainStep takes other models" in other

@@ -65,6 +65,7 @@ def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
     torch.nn.Module.__init__(sharded)
     sharded.module = inner
     found["wrapper"] = reason(sharded)
+    found["torch's"] = reason(torch.nn.parallel.DistributedDataParallel(inner))
 
     handle = inner.decoder.layers[0].register_forward_hook(foreign)
     found["module hook"] = reason(model)
@@ -91,6 +92,7 @@ def test_what_is_refused_is_named(version: str) -> None:
         if name not in found["absent"]:
             assert found[name].startswith(expected), name
     assert "TorchFullyShardedDataParallel" in found["wrapper"]
+    assert found["torch's"].startswith("torch's DistributedDataParallel: it reduces gradients")
     assert "foreign in decoder.layers.0.forward_hooks" in found["module hook"]
     assert "foreign in all modules' forward_hooks" in found["hook on all"]
     assert "foreign in" in found["gradient hook"]
