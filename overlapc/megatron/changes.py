@@ -38,6 +38,7 @@ _INSTALLED = tuple(
 )
 _LruCache = type(functools.lru_cache(lambda: None))
 _DEEPEST = 5  # containers in containers that are looked into
+_MOST = 10_000  # items of one, and containers: more are data
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 
 
@@ -153,9 +154,10 @@ def _containers(model: nn.Module) -> list[Any]:
                 *method.__globals__.values(),
                 *inspect.getclosurevars(method).nonlocals.values(),
             ]
-    while left:
+    while left and len(found) < _MOST:
         each = left.pop()
-        if type(each) in (dict, list, set) and id(each) not in found:
+        is_container = type(each) in (dict, list, set) and len(each) < _MOST
+        if is_container and id(each) not in found:
             found[id(each)] = each
             left += each.values() if isinstance(each, dict) else each
     return list(found.values())
