@@ -166,7 +166,7 @@ class Whole(nn.Module):
         try:
             with (
                 placed(attributes),
-                changes.left_outside(self.model),
+                changes.left_outside(self.model, "forward"),
                 changes.refused(self.model, "forward"),
                 changes.unseeded(),
             ):
@@ -262,6 +262,7 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
             stack.enter_context(replaced(fx_config, _NO_LINES, True))
         stack.enter_context(tracing.standing_in(whole.model, whole.taps))
         stack.enter_context(as_eager())
+        stack.enter_context(changes.left_outside(whole.model, "the backward"))
         stack.enter_context(changes.refused(whole.model, "the backward"))
         captured = capture(whole, *fakes)
     whole.taps.values.clear()

@@ -44,17 +44,22 @@ def set_since(before: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[
 
 def plain_values(model: nn.Module) -> dict[str, Any]:
     """The plain Python values that the model's modules hold, by the way to each."""
-    return {
+    found = {
         way: value
         for path, module in model.named_modules()
         for name, held in vars(module).items()
         if name not in _INTERNAL
         for way, value in inside(f"{path}.{name}" if path else name, held).items()
-        if isinstance(value, _PLAIN) or (isinstance(value, (set, frozenset)) and _all_plain(value))
+    }
+    sets = {way: frozenset(value) for way, value in found.items() if isinstance(value, set)}
+    return {
+        way: value
+        for way, value in (found | sets).items()
+        if isinstance(value, _PLAIN) or (isinstance(value, frozenset) and _all_plain(value))
     }
 
 
-def _all_plain(values: set[Any] | frozenset[Any]) -> bool:
+def _all_plain(values: frozenset[Any]) -> bool:
     return all(isinstance(value, _PLAIN) for value in values)
 
 
@@ -103,7 +108,7 @@ def _agree(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         both_nan = math.isnan(one) and math.isnan(other)
         return both_nan or math.isclose(one, other, rel_tol=tolerance)
-    return type(one) is type(other) and alike(one, other)
+    return one is other or (type(one) is type(other) and alike(one, other))
 
 
 def put_together(

@@ -688,6 +688,7 @@ class Setting(nn.Module):
         self.register_buffer("average", torch.zeros(4))
         self.cache: dict[str, Tensor] = {}
         self.seen: list[Tensor] = []
+        self.sizes: set[int] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.inner(x)
@@ -701,6 +702,8 @@ class Setting(nn.Module):
             self.seen.append(out.detach() * 2)
         elif self.kind == "samples":
             self.calls += len(x)
+        elif self.kind == "distinct":
+            self.sizes.add(len(x))
         elif self.kind == "shapes":
             self.seen.append(x.shape)
         elif self.kind == "item":
@@ -717,6 +720,7 @@ class Setting(nn.Module):
         ("number", "last, which the forward sets, is a number that is another for each slice"),
         ("samples", "calls, which the forward sets, is 4 for slice 0 and 8 for the batch"),
         ("shapes", r"seen\[0\]\[0\], which the forward sets, is 4 for slice 0 and 8 for the batch"),
+        ("distinct", r"sizes, which the forward sets, is frozenset\(\{4\}\) for slice 0"),
         ("item", "last, which the forward sets, is .* for slice . and .* for the batch"),
     ],
 )
