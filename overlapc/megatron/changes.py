@@ -8,43 +8,19 @@ and no such change of a trace may stay.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
 from overlapc.megatron.state import attributes_of, classes_of, is_plain
-from overlapc.passes.held import CONTAINERS, held_in, value_of
-from overlapc.passes.nodes import is_random
-from overlapc.runtime.objects import is_looked_into
 from overlapc.runtime.snapshot import generator, holding_the_same
 
-# Nothing that a model caches is in these.
-_OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton"}
-_INSTALLED = tuple(
-    sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
-)
-_LruCache = type(functools.lru_cache(lambda: None))
-_LOOKED = (*CONTAINERS, tuple)
-_DEEPEST = 5  # containers in containers that are looked into
-_MOST = 10_000  # items of one, of all containers, and numbers of a tensor: more are data
-_TRACED = (FunctionalTensor, FakeTensor)
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 
 
@@ -99,189 +75,6 @@ def _refuse_data(tensor: Any, new: Any) -> None:
 
 # In the place of a traced tensor's `.data`: what is set there no trace sees.
 DATA = property(torch.Tensor.data.__get__, _refuse_data)
-
-
-@contextlib.contextmanager
-def left_outside(model: nn.Module, who: str) -> Iterator[None]:
-    """Afterwards take traced tensors that the block put there out of the caches of functions, and
-    out of the namespaces of `modules_of` the model and what these hold. Raise a CaptureError for
-    one that a graph would make anew and the model would not: of its inputs, of random numbers, or
-    changed in place; and for a tensor there that the block has changed. Of what "the backward"
-    puts there it is not known."""
-    outside = _Outside.of(model)
-    restores = [(each, held_in(each)) for each in outside.containers]
-    names = [(each, _names_in(each)) for each in outside.namespaces]
-    with _disable_current_modes():
-        values = [value_of(tensor) for tensor in outside.tensors]
-    found: list[Any] = []
-    try:
-        yield
-    finally:
-        for container, restore in restores:
-            if traced := _traced_in(container):
-                found += traced
-                restore()
-        for namespace, restore in names:
-            found += [each for each in namespace.values() if isinstance(each, _TRACED)]
-            restore()
-        for cache in _caches(len(sys.modules)):
-            if traced := _traced_in(cache):
-                found += traced
-                cache.cache_clear()
-        with _disable_current_modes():
-            changed = [restore() for restore in values]
-    if any(changed):
-        raise CaptureError(f"{who} changes a tensor outside of the model, and a graph would not")
-    if found and not (who == "forward" and all(map(_is_constant, found))):
-        raise CaptureError(
-            f"{who} caches a value of its inputs, parameters or random numbers outside of the "
-            "model, or changes it there, and a graph would make it anew"
-        )
-
-
-@dataclass
-class _Outside:
-    """What the script's and Megatron's modules hold."""
-
-    namespaces: list[dict[str, Any]] = field(default_factory=list)
-    containers: list[Any] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)  # small ones: others are data
-
-    @staticmethod
-    def of(model: nn.Module) -> _Outside:
-        found = _Outside()
-        own = [id(each) for each in (*model.parameters(), *model.buffers(), *model.modules())]
-        seen = set(own)
-        left: list[Any] = []
-        for namespace in _namespaces(model):
-            found.namespaces.append(namespace)
-            seen.add(id(namespace))
-            left += namespace.values()
-            for kind in [each for each in namespace.values() if isinstance(each, type)]:
-                is_own = kind.__module__ == namespace.get("__name__")
-                left += vars(kind).values() if is_own else ()
-        for method in _methods(model):
-            left += [cell.cell_contents for cell in method.__closure__ or () if _filled(cell)]
-        while left and len(seen) < _MOST + len(own):
-            each = left.pop()
-            if id(each) in seen or (isinstance(each, _LOOKED) and len(each) >= _MOST):
-                continue
-            if isinstance(each, _LOOKED):
-                seen.add(id(each))
-                left += each.values() if isinstance(each, dict) else each
-                found.containers += [] if isinstance(each, tuple) else [each]
-            elif type(each) is Tensor:
-                seen.add(id(each))
-                found.tensors += [each] if each.numel() < _MOST else []
-            elif _is_scripts(each):
-                seen.add(id(each))
-                left.append(vars(each))
-        return found
-
-
-def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    modules = modules_of(model)
-    found = {id(vars(module)): vars(module) for module in modules}
-    for method in _methods(model):
-        found[id(method.__globals__)] = method.__globals__
-    return list(found.values())
-
-
-def _methods(model: nn.Module) -> list[FunctionType]:
-    """Of the model's classes that are not torch's."""
-    held = [each for kind in classes_of(model) for each in vars(kind).values()]
-    methods = [each for each in held if isinstance(each, FunctionType)]
-    return [each for each in methods if str(each.__module__).partition(".")[0] != "torch"]
-
-
-def _is_scripts(value: Any) -> bool:
-    """Is this an object or function of a module that is not installed?"""
-    if isinstance(value, nn.Module) or not (
-        isinstance(value, FunctionType) or is_looked_into(value)
-    ):
-        return False
-    where = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
-    if where == "types":  # a SimpleNamespace
-        return True
-    file = getattr(sys.modules.get(where), "__file__", None) or ""
-    scripts = where == "__main__" or (file and not file.startswith(_INSTALLED))
-    return bool(scripts) and where.partition(".")[0] not in (*_OTHERS, "megatron")
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-def _names_in(namespace: dict[str, Any]) -> Callable[[], bool]:
-    """What puts back the names that were given to traced tensors."""
-    before = dict(namespace)
-
-    def restore() -> bool:
-        given = [name for name, value in namespace.items() if isinstance(value, _TRACED)]
-        for name in given:
-            if name in before:
-                namespace[name] = before[name]
-            else:
-                del namespace[name]
-        return bool(given)
-
-    return restore
-
-
-@functools.lru_cache(maxsize=1)
-def _caches(_: int) -> list[Any]:
-    """The functions with a `functools.lru_cache`, found anew when modules were imported."""
-    return [each for each in gc.get_objects() if type(each) is _LruCache]
-
-
-def modules_of(model: nn.Module) -> list[ModuleType]:
-    """Megatron's Python modules, those that define the model's classes, and those of the script:
-    neither installed nor torch's or overlapc's."""
-    names = {kind.__module__ for kind in classes_of(model)}
-    found = []
-    for name, module in list(sys.modules.items()):
-        top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
-        scripts = file and not file.startswith(_INSTALLED)
-        if top == "megatron" or (top not in _OTHERS and (name in names or scripts)):
-            found.append(module)
-    return found
-
-
-def _traced_in(container: Any) -> list[Any]:
-    """The tensors of a trace in this container or cache."""
-    left, seen, found = [(container, 0)], set(), []
-    while left:
-        value, depth = left.pop()
-        is_container = depth == 0 or (isinstance(value, _LOOKED) and len(value) < _MOST)
-        if isinstance(value, _TRACED):
-            found.append(value)
-        elif is_container and depth < _DEEPEST and id(value) not in seen:
-            seen.add(id(value))
-            left += [(each, depth + 1) for each in gc.get_referents(value)]
-    return found
-
-
-def _is_constant(tensor: Any) -> bool:
-    """Does the graph that is being traced, if there is one yet, make it of nothing?"""
-    mode = get_proxy_mode()
-    if mode is None:
-        return True
-    if tensor._version:
-        return False
-    inner = torch._from_functional_tensor(tensor.elem) if hasattr(tensor, "elem") else tensor
-    proxy = get_proxy_slot(inner, mode.tracer, None)
-    left, seen = [getattr(getattr(proxy, "proxy", None), "node", None)], set()
-    while left:
-        node = left.pop()
-        if node is None or node.op == "placeholder" or is_random(node):
-            return False
-        if node not in seen:
-            seen.add(node)
-            left += node.all_input_nodes
-    return True
 
 
 @contextlib.contextmanager

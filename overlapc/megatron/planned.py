@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from overlapc.errors import CaptureError
 from overlapc.megatron import changes, recompute, tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
+from overlapc.megatron.outside import left_outside
 from overlapc.megatron.state import PLAIN, Places
 from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import capture
@@ -166,7 +167,7 @@ class Whole(nn.Module):
         try:
             with (
                 placed(attributes),
-                changes.left_outside(self.model, "forward"),
+                left_outside(self.model, "forward"),
                 changes.refused(self.model, "forward"),
                 changes.unseeded(),
             ):
@@ -262,7 +263,7 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
             stack.enter_context(replaced(fx_config, _NO_LINES, True))
         stack.enter_context(tracing.standing_in(whole.model, whole.taps))
         stack.enter_context(as_eager())
-        stack.enter_context(changes.left_outside(whole.model, "the backward"))
+        stack.enter_context(left_outside(whole.model, "the backward"))
         stack.enter_context(changes.refused(whole.model, "the backward"))
         captured = capture(whole, *fakes)
     whole.taps.values.clear()

@@ -26,7 +26,8 @@ from torch.fx import traceback
 
 from overlapc.errors import CaptureError
 from overlapc.megatron import recompute
-from overlapc.megatron.changes import DATA, modules_of, restored
+from overlapc.megatron.changes import DATA, restored
+from overlapc.megatron.outside import modules_of
 from overlapc.passes.opaque import called
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured

@@ -219,7 +219,8 @@ def means(joint: Joint) -> set[int]:
 def _is_mean(node: fx.Node) -> bool:
     while getattr(node.target, "overloadpacket", None) in _PASS_ON:
         inputs = [each for each in node.args if isinstance(each, fx.Node)]
-        if len(inputs) != 1:
+        rounds = not node.meta["val"].is_floating_point() or node.kwargs.get("rounding_mode")
+        if len(inputs) != 1 or rounds:
             return False
         (node,) = inputs
     if node.target is not torch.ops.aten.mean.default:
