@@ -67,7 +67,7 @@ def left_outside(model: nn.Module, who: str) -> Iterator[None]:
         for namespace, restore in names:
             found += [each for each in namespace.values() if isinstance(each, _TRACED)]
             restore()
-        for cache in _caches(len(sys.modules)):
+        for cache in _caches():
             if traced := _traced_in(cache):
                 found += traced
                 cache.cache_clear()
@@ -174,10 +174,9 @@ def _names_in(namespace: dict[str, Any]) -> Callable[[], bool]:
     return restore
 
 
-@functools.lru_cache(maxsize=1)
-def _caches(_: int) -> list[Any]:
-    """The functions with a `functools.lru_cache`, found anew when modules were imported."""
-    return [each for each in gc.get_objects() if type(each) is _LruCache]
+def _caches() -> list[Any]:
+    """The functions with a `functools.lru_cache`: each refers to its type."""
+    return [each for each in gc.get_referrers(_LruCache) if type(each) is _LruCache]
 
 
 def modules_of(model: nn.Module) -> list[ModuleType]:

@@ -29,6 +29,7 @@ _MOST_BYTES = (1 << 26, 1 << 28)
 _GROWS = 16
 _WORST_PERMILLE = 5000
 _REPEATS = 3
+_WORTH = 20  # times a step's collectives is what measuring may take: a step of few is hardly slowed
 _ALIKE = 1.03  # times the smaller: two runs whose slowdowns are so close need no third
 _CHAIN = 5  # collectives one after the other
 _BATCH = 0.75  # of the collective's time alone, that matmuls take beside it
@@ -75,9 +76,11 @@ def measure_slowdown(
         took_ns = max(1, clock.read([begin, end])[1])
         count = max(1, min(10_000, int(count * _BATCH * alone_ns / took_ns)))
     chain = _Chain(call.group, clock, start, wait, lambda: batch(count))
-    affordable = budget_ns // (3 * _CHAIN * alone_ns)
+    affordable = min(budget_ns, _WORTH * sum(totals_ns.values())) // (3 * _CHAIN * alone_ns)
+    mine = [max(1, min(_REPEATS, affordable))]
+    (repeats,) = agree(mine, "min", call.group, clock.device)
     runs = []
-    for _ in range(max(1, min(_REPEATS, affordable))):
+    for _ in range(repeats):
         free_ns, _ = chain.run(traffic=False)
         _, alone_ns = chain.run(compute=False)
         runs.append((free_ns, alone_ns, *chain.run()))
