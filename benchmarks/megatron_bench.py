@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,13 @@ from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_
 from benchmarks.measuring import slowest, timed_ms
 from examples.common import connect, launch, leave, same, say
 from overlapc.errors import Infeasible
+from overlapc.pipeline import simulate_pipeline
 from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
+from overlapc.profiler.link_model import Collective, LinkModel
+from overlapc.profiler.links import measure_links
 from overlapc.profiler.memory import measure_peak
+from overlapc.schedule import Schedule, Step
 from overlapc.solvers.schedules import make_schedule
 from overlapc.stages import stage_cost
 from tests.megatron import cpu
@@ -133,6 +138,7 @@ def overlapped(layout: Layout, name: str, limit: int, options: dict[str, Any]) -
             return None
         variant.peak_bytes = peak(variant)
         variant.predicted_ms = predicted_ms(layout, report, options["schedule"])
+        variant.predicted_ms += sum(map(reduced_ms, variant.trained.models))
         say(
             f"  {variant.name}: budget {budget / 2**20:.1f} MiB, planned in "
             f"{variant.planning_s:.1f} s, measured {variant.peak_bytes / 2**20:.1f} MiB; "
@@ -146,8 +152,7 @@ def overlapped(layout: Layout, name: str, limit: int, options: dict[str, Any]) -
 
 
 def predicted_ms(layout: Layout, report: Report, schedule: str) -> float:
-    """A step, of all ranks. In a pipeline recompute and weight gradients are where they are best:
-    no longer than where they really run."""
+    """A step, of all ranks, without the sum of gradients over replicas."""
     if layout.pp == 1:
         return report.step_ns / 1e6
     sent_ns = layout.batch * layout.sequence * layout.width * 4 * 8e3 / (rate() or 1e5)
@@ -157,8 +162,41 @@ def predicted_ms(layout: Layout, report: Report, schedule: str) -> float:
     dist.all_gather_object(told, mine)
     stages: list[Mapping[str, Any]] = told[:: len(told) // layout.pp]  # tensor ranks are next
     rows = make_schedule(schedule, layout.pp, layout.microbatches)
-    _, _, timeline = plan_rows(rows, [[StageFigures.parse(each)] for each in stages])
-    return timeline.step_ns / 1e6
+    figures = [StageFigures.parse(each) for each in stages]
+    _, _, best = plan_rows(rows, [[each] for each in figures])
+    filled = simulate_pipeline(apart(rows), [each.cost for each in figures])
+    return max(best.step_ns, filled.step_ns) / 1e6  # a step takes no less than either
+
+
+def reduced_ms(model: Any) -> float:
+    """What Megatron's DDP takes to sum the gradients of a model over replicas: nothing hides it."""
+    calls = []
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets if group.size() > 1 else ():
+            grads = bucket.grad_data
+            calls.append(
+                Collective(
+                    group.group_name,
+                    "all_reduce",
+                    str(grads.dtype).removeprefix("torch."),
+                    grads.nbytes,
+                )
+            )
+    links = measure_links(calls, repeats=3) if calls else LinkModel(())
+    return sum(links.time_ns(call) for call in calls) / 1e6
+
+
+def apart(rows: Schedule) -> Schedule:
+    """As waits are filled if memory allows it: each backward is in its parts, and its gradient is
+    sent in between."""
+    ran = tuple(tuple(chain.from_iterable(map(_parts, row))) for row in rows.rows)
+    return replace(rows, rows=ran)
+
+
+def _parts(step: Step) -> list[Step]:
+    kinds = "RIW" if step[0].kind == "B" else step[0].kind
+    return [(replace(step[0], kind=kind),) for kind in kinds]
 
 
 def rate() -> float | None:

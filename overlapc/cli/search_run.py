@@ -23,11 +23,17 @@ from overlapc.report.page import page
 from overlapc.report.trace import chrome_trace, pipeline_json
 from overlapc.report.verdict import verdict
 from overlapc.schedule import format_schedule
-from overlapc.search.chosen import VERSION, memory_budgets
+from overlapc.search.chosen import VERSION, gradient_bytes, memory_budgets
 from overlapc.search.evaluate import Found, Outcome, evaluate
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
-from overlapc.search.layouts import Cluster, Fixed, static_bytes
+from overlapc.search.layouts import (
+    Cluster,
+    Fixed,
+    divides_optimizer,
+    expert_ranks,
+    static_bytes,
+)
 from overlapc.search.models import Model, Transformer, find_model
 from overlapc.search.nearest import Nearest, Run, load_runs
 from overlapc.search.search import Progress, Result, compare, search
@@ -192,6 +198,7 @@ def _document(
 ) -> dict[str, Any]:
     """Everything as JSON, for the page and for scripts."""
     best, pipeline, why = result.best, None, ""
+    framework = find_framework(cluster.framework)
     if outcome is not None:
         why = replace(outcome.slowest.report, microbatches=1).explain()  # of a lone microbatch
         pipeline = None if outcome.timeline is None else pipeline_json(outcome.timeline)
@@ -206,8 +213,11 @@ def _document(
         "pruned": result.pruned,
         "best": None if best is None else best.as_json(),
         "within": best and asdict(interval(best, cluster)),
-        "static_bytes": best and static_bytes(model, best.layout, best.layers),
+        "static_bytes": best and static_bytes(model, best.layout, best.layers, framework),
         "memory_budgets": best and memory_budgets(model, cluster, best),
+        "gradient_bytes": best and gradient_bytes(model, best),
+        "expert_ranks": best and expert_ranks(model, best.layout.replicas),
+        "divides_optimizer": best and divides_optimizer(model, framework),
         "tried": [found.as_json() for found in result.tried],
         "less_memory": [found.as_json() for found in result.less],
         "rivals": [found.as_json() for found in result.rivals],

@@ -19,16 +19,27 @@ _SHAPES = {
     "experts": ("num_moe_experts", "--num-experts"),
     "top_k": ("moe_router_topk", "--moe-router-topk"),
     "expert_width": ("moe_ffn_hidden_size", "--moe-ffn-hidden-size"),
+    "shared_width": (
+        "moe_shared_expert_intermediate_size",
+        "--moe-shared-expert-intermediate-size",
+    ),
+    "kv_rank": ("kv_lora_rank", "--multi-latent-attention --kv-lora-rank"),
+    "q_rank": ("q_lora_rank", "--q-lora-rank"),
+    "rope_width": ("qk_pos_emb_head_dim", "--qk-pos-emb-head-dim"),
+    "value_width": ("v_head_dim", "--v-head-dim"),
 }
 
 
-def check(chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int) -> None:
+def check(
+    chosen: Chosen, config: Any, ddp_config: Any, given: Mapping[str, Any], replicas: int
+) -> None:
     """Raise an OptionError that lists every difference between a run and the searched layout.
 
-    `config` is Megatron's config of the model, `given` the arguments of the schedule, `replicas`
-    the number of data-parallel ranks. All ranks find the same differences.
+    `config` is Megatron's config of the model, `ddp_config` that of its DDP, if it has one, `given`
+    the arguments of the schedule, `replicas` the number of data-parallel ranks. All ranks find the
+    same differences.
     """
-    found = list(_mismatches(chosen, config, given, replicas))
+    found = list(_mismatches(chosen, config, ddp_config, given, replicas))
     if found:
         raise OptionError(
             "search: its layout is not that of this run:\n  "
@@ -41,7 +52,7 @@ _Term: TypeAlias = tuple[str, Any, Any, str]  # what, found, expected, what to d
 
 
 def _mismatches(
-    chosen: Chosen, config: Any, given: Mapping[str, Any], replicas: int
+    chosen: Chosen, config: Any, ddp_config: Any, given: Mapping[str, Any], replicas: int
 ) -> Iterator[str]:
     schedule = chosen.layout.schedule
     if schedule not in RUN_BY_MEGATRON:
@@ -54,6 +65,7 @@ def _mismatches(
     seq = chosen.shapes.get("seq")
     terms = [
         *_divided(chosen, config),
+        *_experts(chosen, config),
         ("data-parallel ranks", replicas, chosen.dp, f"start {ranks} processes in all"),
         (
             "sequences of a microbatch",
@@ -69,6 +81,9 @@ def _mismatches(
         ),
         ("tokens of a sequence", tokens, seq, f"pass --seq-length {seq}"),
     ]
+    if chosen.divides_optimizer and ddp_config is not None and replicas * chosen.layout.cp > 1:
+        divided = bool(ddp_config.use_distributed_optimizer)
+        terms.append(("distributed optimizer", divided, True, "pass --use-distributed-optimizer"))
     for shape, (name, flag) in _SHAPES.items():
         expected = chosen.shapes.get(shape) or None  # 0: equal to another shape
         terms.append((name, getattr(config, name, None), expected, f"pass {flag} {expected}"))
@@ -117,6 +132,36 @@ def _divided(chosen: Chosen, config: Any) -> list[_Term]:
             layers_of(config),
             chosen.layers,
             f"pass {divided} '{layer_layout(chosen.layers)}'",
+        ),
+    ]
+
+
+def _experts(chosen: Chosen, config: Any) -> list[_Term]:
+    """How experts are divided over ranks, and how tokens come to them."""
+    if not chosen.shapes.get("experts"):
+        return []
+    ep, etp = chosen.expert_ranks, chosen.layout.etp
+    shared = getattr(config, "expert_tensor_parallel_size", None) or chosen.tp
+    dispatcher = config.moe_token_dispatcher_type
+    gathers = dispatcher == "allgather" and ep > 1
+    return [
+        (
+            "expert-parallel ranks",
+            config.expert_model_parallel_size,
+            ep,
+            f"pass --expert-model-parallel-size {ep}",
+        ),
+        (
+            "tensor-parallel ranks of an expert",
+            shared,
+            etp,
+            f"pass --expert-tensor-parallel-size {etp}",
+        ),
+        (
+            "dispatcher of tokens",
+            dispatcher,
+            "alltoall" if gathers else dispatcher,
+            "pass --moe-token-dispatcher-type alltoall",
         ),
     ]
 

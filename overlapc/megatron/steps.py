@@ -219,7 +219,9 @@ class Steps:
             from megatron.core import parallel_state
 
             replicas = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
-            check(self._searched, innermost(models[0])[0].config, given, replicas.size())
+            model, ddp = innermost(models[0])
+            sums = getattr(ddp, "ddp_config", None)
+            check(self._searched, model.config, sums, given, replicas.size())
         return place
 
     def _runs_merged(self, name: str, config: Any, given: dict[str, Any]) -> bool:
@@ -275,8 +277,10 @@ class Steps:
         model, ddp = innermost(model)
         if id(model) not in self.chunks or self.chunks[id(model)].ddp is not ddp:
             options = self._options
-            if self._searched is not None:
-                options = replace(options, memory_budget=self._searched.memory_budgets[stage])
+            if (found := self._searched) is not None:
+                # a chunk's budget has no gradients that DDP adds up
+                summed = 0 if ddp is None else found.gradient_bytes[stage]
+                options = replace(options, memory_budget=found.memory_budgets[stage] - summed)
             self.chunks[id(model)] = Chunk(model, ddp, options)
         return self.chunks[id(model)]
 

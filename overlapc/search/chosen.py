@@ -10,6 +10,7 @@ from overlapc.errors import FileError, InvalidSchedule, OptionError
 from overlapc.files import StrPath, read_json
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     GRADIENT_BYTES,
     Cluster,
@@ -19,8 +20,9 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.models import Model
 
-# Version of the file; 6 did not say how keys and values are exchanged, 5 not what is merged
-VERSION = 7
+# Version of the file; 7 did not say who shares experts and the optimizer, 6 not how keys and values
+# are exchanged, 5 not what is merged
+VERSION = 8
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Chosen:
     sequence_parallel: bool = False
     merged: bool = False  # are microbatches merged, as in `overlapc.TrainStep`?
     slices: int = 1  # of each microbatch: the `slices` of `Pipeline`, `TrainStep` and `optimize`
+    expert_ranks: int = 1  # that the experts are divided over
+    divides_optimizer: bool = False  # over the ranks that hold the same weights
+    gradient_bytes: tuple[int, ...] = ()  # by stage: what a memory budget has for them
 
 
 def load_search(path: StrPath) -> Chosen:
@@ -78,8 +83,12 @@ def load_search(path: StrPath) -> Chosen:
         budgets = tuple(map(int, document["memory_budgets"]))
         if not isinstance(document["model"], dict):
             raise ValueError("found no shapes of the model")
-        if len(budgets) != layout.stages:
-            raise ValueError(f"memory budgets of {len(budgets)} stages, expected {layout.stages}")
+        gradients = tuple(map(int, document["gradient_bytes"]))
+        for what, each in (("memory budgets", budgets), ("gradients", gradients)):
+            if len(each) != layout.stages:
+                raise ValueError(f"{what} of {len(each)} stages, expected {layout.stages}")
+        expert_ranks = int(document["expert_ranks"])
+        divided = bool(document["divides_optimizer"])
     except (
         ValueError,
         LookupError,
@@ -109,7 +118,16 @@ def load_search(path: StrPath) -> Chosen:
         layout.sequence,
         found.merged,
         found.slices,
+        expert_ranks,
+        divided,
+        gradients,
     )
+
+
+def gradient_bytes(model: Model, found: Found) -> list[int]:
+    """What the gradients of each stage take, as `Pipeline` adds them up."""
+    parameters = stage_parameters(model, found.layout, found.layers)
+    return [GRADIENT_BYTES * sum(each) for each in parameters]
 
 
 def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
@@ -118,14 +136,12 @@ def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
     the rank holds at its worst moment; stages may have their worst moments at different times."""
     layout, layers = found.layout, found.layers
     schedule = layout.rows(found.microbatches)
-    static = static_bytes(model, layout, layers)
-    parameters = stage_parameters(model, layout, layers)
-    budgets = [0] * layout.stages
+    static = static_bytes(model, layout, layers, find_framework(cluster.framework))
+    budgets = gradient_bytes(model, found)
     for rank in range(layout.pp):
         mine = layout.stages_of(rank)
         held = schedule.held(rank, {stage: layers[stage] for stage in mine})
         room = cluster.memory_bytes - static[rank]
         for stage in mine:
-            activations = room * schedule.in_flight(stage) * layers[stage] // held
-            budgets[stage] = activations + GRADIENT_BYTES * sum(parameters[stage])
+            budgets[stage] += room * schedule.in_flight(stage) * layers[stage] // held
     return budgets

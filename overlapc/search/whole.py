@@ -21,6 +21,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found, Outcome, Ran, figures_of, gap_of
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks, static_bytes
 from overlapc.search.place import Stage
 from overlapc.search.replicas import Update
@@ -182,7 +183,7 @@ def _outcome(
     if reports[0].pair is not None:
         rows = in_pairs(found.microbatches)
     ranks = [[stages[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pp)]
-    static = static_bytes(model, layout, found.layers)
+    static = static_bytes(model, layout, found.layers, find_framework(cluster.framework))
 
     def simulated(costs: Sequence[StageCost]) -> PipelineTimeline:
         """Simulate without the replicas' sums. Steps are merged if there is one rank with one

@@ -34,6 +34,7 @@ GIVEN = {"seq_length": 16, "micro_batch_size": 2, "num_microbatches": 1}
 
 def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
     cpu.use(version)
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
     from overlapc.megatron.searched import check, layers_of
@@ -46,9 +47,11 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
             **{**shapes, **parallel, **dtypes, "sequence_parallel": True, **more}
         )
 
-    def error(chosen: Chosen, config: Any, given: dict[str, int], replicas: int) -> str:
+    def error(
+        chosen: Chosen, config: Any, given: dict[str, int], replicas: int, sums: Any = None
+    ) -> str:
         try:
-            check(chosen, config, given, replicas)
+            check(chosen, config, sums, given, replicas)
         except OptionError as found:
             return str(found)
         return ""
@@ -57,6 +60,32 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
     laid_out = config(pipeline_model_parallel_layout="Et*3|t*5L")
     two = {"context_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}
     zero_bubble = replace(CHOSEN, layout=replace(CHOSEN.layout, schedule="zero-bubble"))
+    experts = {"experts": 8, "top_k": 2, "expert_width": 32, "shared_width": 64}
+    layout = replace(CHOSEN.layout, dp=4, shares_experts=False)
+    of_experts = replace(
+        CHOSEN,
+        dp=4,
+        layout=layout,
+        shapes={**CHOSEN.shapes, **experts},
+        expert_ranks=4,
+        divides_optimizer=True,
+    )
+    moe = {
+        "num_layers_in_first_pipeline_stage": 3,
+        "num_moe_experts": 8,
+        "moe_ffn_hidden_size": 32,
+        "add_bias_linear": False,
+        "tensor_model_parallel_size": 2,
+    }
+    divided = {
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": 64,
+    }
+    summed = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    gathered = {**moe, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
+    plain = DistributedDataParallelConfig()
     other = config(
         num_layers=6,
         hidden_size=32,
@@ -77,6 +106,9 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
         ],
         "interleaved": layers_of(config(virtual_pipeline_model_parallel_size=2)),
         "other": error(CHOSEN, other, {**GIVEN, "num_microbatches": 4, "micro_batch_size": 1}, 2),
+        "experts": error(of_experts, config(**moe, **divided), GIVEN, 4, summed)
+        + error(of_experts, config(**moe, **divided), GIVEN, 4, None),
+        "no experts": error(of_experts, config(**gathered), GIVEN, 4, plain),
         "zero-bubble": error(zero_bubble, uneven, GIVEN, 1),
         "context": {
             searched: [
@@ -118,6 +150,17 @@ def test_every_mismatch_is_in_one_error(version: str) -> None:
         "  hidden_size: found 32, expected 64: pass --hidden-size 64",
         "  ffn_hidden_size: found 128, expected 256: pass --ffn-hidden-size 256",
     ]
+    assert found["experts"] == ""
+    assert found["no experts"].splitlines()[1:-1] == [
+        "  expert-parallel ranks: found 2, expected 4: pass --expert-model-parallel-size 4",
+        "  tensor-parallel ranks of an expert: found 2, expected 1: "
+        "pass --expert-tensor-parallel-size 1",
+        "  dispatcher of tokens: found allgather, expected alltoall: "
+        "pass --moe-token-dispatcher-type alltoall",
+        "  distributed optimizer: found False, expected True: pass --use-distributed-optimizer",
+        "  moe_shared_expert_intermediate_size: found None, expected 64: "
+        "pass --moe-shared-expert-intermediate-size 64",
+    ]
     assert "Megatron does not have zero-bubble" in found["zero-bubble"]
 
 
@@ -151,7 +194,8 @@ def test_a_search_gives_each_stage_its_budget_and_slices() -> None:
         tp=1,
         microbatches=2,
         layers=(2, 2),
-        memory_budgets=(10**9, 2 * 10**9),
+        memory_budgets=(10**9 + 5, 2 * 10**9 + 7),
+        gradient_bytes=(5, 7),  # which DDP adds up
         layout=Layout(1, 2, 1, 2),
         sequence_parallel=False,
         shapes={"layers": 4, "width": 32, "heads": 4, "seq": 16},

@@ -128,6 +128,8 @@ def test_garbled_json_is_an_error(document: dict[str, Any]) -> None:
         del broken[key]
         if key in ("fixed", "solver", "memory_budgets", "certain", "public"):
             continue  # not on the page
+        if key in ("gradient_bytes", "expert_ranks", "divides_optimizer"):
+            continue  # for training code
         with pytest.raises(FileError, match="expected"):
             page(broken)
 
