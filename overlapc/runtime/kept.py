@@ -25,11 +25,19 @@ _INTERNAL = set(vars(nn.Module()))
 def attributes(model: nn.Module) -> dict[str, list[Tensor]]:
     """The tensors in each attribute of the model's modules, buffers included."""
     return {
-        f"{path}.{name}" if path else name: [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        f"{path}.{name}" if path else name: _tensors(value)
         for path, module in model.named_modules()
         for name, value in {**vars(module), **module._buffers}.items()
         if name != "_buffers"
     }
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    try:
+        leaves = tree_leaves(value)
+    except RecursionError:  # a container that holds itself
+        leaves = list(inside("", value).values())
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def set_since(before: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Tensor]:

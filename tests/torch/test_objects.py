@@ -403,3 +403,13 @@ def test_an_object_within_itself_is_opened_once():
     ring = Held(x=torch.ones(2))
     ring.again, ring.more = ring, [ring]
     assert [*inside("it", ring)] == ["it.x"]
+
+
+def test_a_module_may_hold_a_list_that_holds_itself():
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    model.ring = [1]
+    model.ring.append(model.ring)
+    step = TrainStep(model, lambda model, x: model(x).mean(), slices=2, profile="estimate")
+    step([torch.ones(4, 4)])
+    assert torch.allclose(model.bias.grad, torch.full((4,), 0.25))
