@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import socket
 import threading
 import time
 import weakref
@@ -67,13 +68,14 @@ class Line:
 
     A TCPStore call blocks for ever if the host is stopped or cut off, and one connection serves one
     thread at a time. So only this thread calls the store, on its own connection, and callers wait
-    for the thread with a time limit. After an error the line stays broken.
+    for the thread with a time limit. After an error the line stays broken. `again`: it takes the
+    place of a broken one.
     """
 
-    def __init__(self, store: Any, rank: int, history: History) -> None:
+    def __init__(self, store: Any, rank: int, history: History, again: bool = False) -> None:
         self.history = history
         self.broken: RankError | None = None
-        self._rank = rank
+        self._rank, self._again = rank, again
         self._where = _address(store)
         self._phases: list[tuple[str, tuple[int, ...]]] = [(IDLE, ())]
         self._said: tuple[str, tuple[int, ...]] | None = None
@@ -143,7 +145,10 @@ class Line:
         count = 0
         last = 0.0
         try:
-            store = dist.PrefixStore(PREFIX, self._store.pop().clone())
+            store = self._store.pop()
+            if self._again:
+                _reach(store)
+            store = dist.PrefixStore(PREFIX, store.clone())
             store.set_timeout(timedelta(seconds=_STORE_S))
             while True:
                 try:
@@ -189,7 +194,8 @@ def line_to(store: Any, rank: int) -> Line:
         lines = _lines.setdefault(store, {})
         line = lines.get(rank)
         if line is None or line.broken is not None:
-            line = Line(store, rank, History() if line is None else line.history)
+            again = line is not None
+            line = Line(store, rank, History() if line is None else line.history, again)
             # Runs when the process group drops the store, or at exit.
             weakref.finalize(store, line.close)
             lines[rank] = line
@@ -226,6 +232,14 @@ def _address(store: Any) -> str:
         f"{store.host}:{store.port}" if hasattr(store, "port") else ""
     )
     return f"{type(store).__name__} {place}".rstrip()
+
+
+def _reach(store: Any) -> None:
+    """Raise OSError if nobody listens at the store's address any more: a clone would try for
+    long."""
+    store = getattr(store, "_underlying_non_prefix_store", store)
+    if isinstance(store, dist.TCPStore):
+        socket.create_connection((store.host, store.port), BEAT_S).close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import Infeasible, OptionError, RankError
 from overlapc.runtime.exchange import Exchange, busy
-from overlapc.runtime.line import TIMEOUT_S
+from overlapc.runtime.line import TIMEOUT_S, line_to
 from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import free_port
 
@@ -413,6 +414,19 @@ def test_the_store_ends_with_its_process_group(tmp_path: Path) -> None:
     init = f"tcp://127.0.0.1:{free_port()}"
     again = functools.partial(_again_on_the_same_port, init, tmp_path)
     assert launch(again, 2, init=init) == [1, 1]
+
+
+def test_a_store_that_has_ended_is_not_waited_for_again() -> None:
+    place = "127.0.0.1", free_port()
+    host = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(*place)
+    line_to(store, 1).call(methodcaller("set", "key", "value"), TIMEOUT_S)
+    del host
+    for _ in range(2):
+        begun = time.monotonic()
+        with pytest.raises(RankError, match="holds it"):
+            line_to(store, 1).call(methodcaller("get", "key"), TIMEOUT_S)
+        assert time.monotonic() - begun < TIMEOUT_S / 2
 
 
 def _slow_leader(rank: int) -> Any:
