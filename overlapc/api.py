@@ -42,6 +42,7 @@ from overlapc.runtime.foreign import (
 from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
 from overlapc.runtime.sliced import SlicedCalls
+from overlapc.runtime.waiting import told_of_compiling
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
 
@@ -254,7 +255,8 @@ class _Engine:
         try:
             with dynamo_config.patch(_SETTINGS | self.settings):
                 if self.begun:
-                    return self.run(args, kwargs)
+                    with told_of_compiling():
+                        return self.run(args, kwargs)
                 self.begun = True
                 with busy("tracing", self.backend.options.timeout_s):  # the other ranks wait
                     return self.run(args, kwargs)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from overlapc.errors import RankError
 from overlapc.pipeline import AHEAD
 from overlapc.runtime.stage import Shape, Stage, blank, has_gradient
-from overlapc.runtime.waiting import REST_S, Peers, Waiter
+from overlapc.runtime.waiting import REST_S, Peers, Waiter, told_of_compiling
 from overlapc.schedule import Action, Schedule, Step, format_step, is_pair
 
 # A transfer: the receiving stage, is it an activation, microbatch, which of several tensors
@@ -117,7 +117,7 @@ class Run:
             stage.states.clear()
         before = self.lay_by_tied()
         try:
-            with self.peers.told_of_compiling():
+            with told_of_compiling():
                 losses = self.run_row()
             self.at = "the end of the step"
             for which, names in enumerate(self.links.tied):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
 from overlapc.runtime.train_step import adding
 from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
+from overlapc.runtime.waiting import told_of_compiling
 
 Uncut = Callable[[Any, Any], Any]  # args, kwargs -> the model's results
 
@@ -77,7 +78,7 @@ class SlicedCalls:
             if key not in self._plain:
                 try:
                     tracing = busy("tracing", self.options.timeout_s)
-                    with tracing if is_new else nullcontext(), sliced(self.count):
+                    with tracing if is_new else told_of_compiling(), sliced(self.count):
                         result = self._run(key, given, each)
                     return self._joined(result, given, each)
                 except CaptureError as error:

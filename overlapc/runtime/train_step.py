@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +46,7 @@ from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, marked
 from overlapc.runtime.steps import Step
 from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
+from overlapc.runtime.waiting import told_of_compiling
 
 
 class TrainStep:
@@ -346,7 +347,7 @@ class TrainStep:
         """While this rank traces, the others wait for it, and notice if it is lost."""
         new = key not in self._met
         self._met.add(key)
-        waits = busy("tracing", self._options.timeout_s) if new else nullcontext()
+        waits = busy("tracing", self._options.timeout_s) if new else told_of_compiling()
         with waits, self._replicas.aside():
             yield
 

@@ -1,5 +1,5 @@
-"""How a rank of a pipeline waits for others: `Waiter` waits for transfers on a thread, and `Peers`
-tells a rank that is late because it compiles from one that is lost.
+"""How a rank waits for others: `Waiter` waits for transfers on a thread, and `Peers` tells a rank
+that is late because it compiles, which `told_of_compiling` says, from one that is lost.
 
 Only a wait tells that a transfer over gloo has ended, and a wait that runs out breaks the
 connection. So a thread waits, for long, and its caller decides when that is too long.
@@ -59,35 +59,36 @@ class Waiter:
             ended.set_result(None)
 
 
+@contextlib.contextmanager
+def told_of_compiling() -> Iterator[None]:
+    """Beat whenever Dynamo compiles within the block, so that others wait for this rank."""
+    if not has_peers():
+        yield
+        return
+    beating, line = contextlib.ExitStack(), line_to(_get_default_store(), own_rank())
+
+    def begins(_: object) -> None:
+        beating.enter_context(line.busy("compiling within a step"))
+
+    def ends(_: object) -> None:
+        beating.close()
+
+    callback_handler.register_start_callback(begins)
+    callback_handler.register_end_callback(ends)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(begins)
+        callback_handler.remove_end_callback(ends)
+        beating.close()
+
+
 class Peers:
     """What the ranks of the default group say of themselves while a step runs."""
 
     def __init__(self) -> None:
         self._line = line_to(_get_default_store(), own_rank()) if has_peers() else None
         self._beats: dict[int, Beat] = {}
-
-    @contextlib.contextmanager
-    def told_of_compiling(self) -> Iterator[None]:
-        """Beat whenever Dynamo compiles within the block, so that others wait for this rank."""
-        if self._line is None:
-            yield
-            return
-        beating, line = contextlib.ExitStack(), self._line
-
-        def begins(_: object) -> None:
-            beating.enter_context(line.busy("compiling within a step"))
-
-        def ends(_: object) -> None:
-            beating.close()
-
-        callback_handler.register_start_callback(begins)
-        callback_handler.register_end_callback(ends)
-        try:
-            yield
-        finally:
-            callback_handler.remove_start_callback(begins)
-            callback_handler.remove_end_callback(ends)
-            beating.close()
 
     def is_one_at_work(self, within_s: float) -> bool:
         """Has a rank's beat moved since this was last asked? Ask no sooner than `REST_S` later."""
