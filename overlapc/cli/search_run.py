@@ -32,6 +32,7 @@ from overlapc.search.layouts import (
     Fixed,
     divides_optimizer,
     expert_ranks,
+    replicas,
     static_bytes,
 )
 from overlapc.search.models import Model, Transformer, find_model
@@ -217,7 +218,9 @@ def _document(
         "memory_budgets": best and memory_budgets(model, cluster, best),
         "gradient_bytes": best and gradient_bytes(model, best),
         "expert_ranks": best and expert_ranks(model, best.layout.replicas),
-        "divides_optimizer": best and divides_optimizer(model, framework),
+        "divides_optimizer": best
+        and divides_optimizer(model, framework)
+        and max(replicas(model, best.layout)) > 1,
         "tried": [found.as_json() for found in result.tried],
         "less_memory": [found.as_json() for found in result.less],
         "rivals": [found.as_json() for found in result.rivals],

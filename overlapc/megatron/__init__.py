@@ -11,6 +11,7 @@ plain Megatron, with one warning that says why. `TrainStep` is for a training lo
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def patch(
     schedule    "1f1b": as Megatron has it; "merged": each forward in it is one graph with a
                 backward, where chunks are not interleaved
     search      the search.json that `overlapc search --out` wrote: its memory budgets, solver and
-                slices are used, and the first step raises an OptionError if its layout is not the
-                script's
+                slices are used unless they are given here, and the first step raises an
+                OptionError if its layout is not the script's
 
     Other options are those of `overlapc.Options`. With `slices=k` each microbatch is cut along its
     samples into k slices, which hide each other's communication; forwards and backwards are not
@@ -83,10 +84,10 @@ def _made(
     from overlapc.planning.options import Options
     from overlapc.search.chosen import load_search
 
+    if not isinstance(search, (str, os.PathLike, type(None))):
+        raise OptionError(f"search={search!r}: expected the path of a search.json")
     chosen = None if search is None else load_search(search)
     if chosen is not None:
-        if options.get("memory_budget") is not None:
-            raise OptionError("memory_budget: search has one for each stage; expected one of both")
         options = {"solver": chosen.solver, "slices": chosen.slices, **options}
     return Steps(Options.parse(options, "megatron"), merge, fill, schedule, chosen)
 

@@ -5,29 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
+
 from overlapc.errors import OptionError
 from overlapc.search.chosen import Chosen
 from overlapc.search.megatron import RUN_BY_MEGATRON
 from overlapc.solvers.partition import layout as layer_layout
-
-# A shape of the searched model -> the field of Megatron's config, and the flag that sets it.
-_SHAPES = {
-    "width": ("hidden_size", "--hidden-size"),
-    "heads": ("num_attention_heads", "--num-attention-heads"),
-    "kv_heads": ("num_query_groups", "--group-query-attention --num-query-groups"),
-    "ffn": ("ffn_hidden_size", "--ffn-hidden-size"),
-    "experts": ("num_moe_experts", "--num-experts"),
-    "top_k": ("moe_router_topk", "--moe-router-topk"),
-    "expert_width": ("moe_ffn_hidden_size", "--moe-ffn-hidden-size"),
-    "shared_width": (
-        "moe_shared_expert_intermediate_size",
-        "--moe-shared-expert-intermediate-size",
-    ),
-    "kv_rank": ("kv_lora_rank", "--multi-latent-attention --kv-lora-rank"),
-    "q_rank": ("q_lora_rank", "--q-lora-rank"),
-    "rope_width": ("qk_pos_emb_head_dim", "--qk-pos-emb-head-dim"),
-    "value_width": ("v_head_dim", "--v-head-dim"),
-}
 
 
 def check(
@@ -66,7 +49,7 @@ def _mismatches(
     terms = [
         *_divided(chosen, config),
         *_experts(chosen, config),
-        ("data-parallel ranks", replicas, chosen.dp, f"start {ranks} processes in all"),
+        ("data-parallel ranks", replicas, chosen.dp, _started(ranks)),
         (
             "sequences of a microbatch",
             size,
@@ -81,12 +64,11 @@ def _mismatches(
         ),
         ("tokens of a sequence", tokens, seq, f"pass --seq-length {seq}"),
     ]
-    if chosen.divides_optimizer and ddp_config is not None and replicas * chosen.layout.cp > 1:
+    if chosen.divides_optimizer and ddp_config is not None:
         divided = bool(ddp_config.use_distributed_optimizer)
         terms.append(("distributed optimizer", divided, True, "pass --use-distributed-optimizer"))
-    for shape, (name, flag) in _SHAPES.items():
-        expected = chosen.shapes.get(shape) or None  # 0: equal to another shape
-        terms.append((name, getattr(config, name, None), expected, f"pass {flag} {expected}"))
+    if "heads" in chosen.shapes:  # no block of one's own
+        terms += [*_widths(chosen.shapes, config), *_kinds(chosen.shapes, config)]
     for what, found, expected, remedy in terms:
         if expected is not None and found != expected:
             yield f"{what}: found {found}, expected {expected}: {remedy}"
@@ -99,7 +81,11 @@ def _divided(chosen: Chosen, config: Any) -> list[_Term]:
     sharing = "pass" if chosen.sequence_parallel else "leave out"
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     virtual = config.virtual_pipeline_model_parallel_size or 1
-    divided = f"--num-layers {sum(chosen.layers)} --pipeline-model-parallel-layout"
+    divided = f"pass --num-layers {sum(chosen.layers)}"
+    chunked = f"pass --num-virtual-stages-per-pipeline-rank {chunks}"
+    if len(set(chosen.layers)) > 1:  # Megatron takes one of both
+        divided += f" --pipeline-model-parallel-layout '{layer_layout(chosen.layers)}'"
+        chunked = "pass the layout of layers named here"
     return [
         ("tensor-parallel ranks", tp, chosen.tp, f"pass --tensor-model-parallel-size {chosen.tp}"),
         (
@@ -121,19 +107,72 @@ def _divided(chosen: Chosen, config: Any) -> list[_Term]:
             f"pass --cp-comm-type {kind}",
         ),
         ("ranks of a pipeline", pp, chosen.pp, f"pass --pipeline-model-parallel-size {chosen.pp}"),
-        (
-            "stages of a rank",
-            virtual,
-            chunks,
-            f"pass --num-virtual-stages-per-pipeline-rank {chunks}",
-        ),
-        (
-            "layers of each stage",
-            layers_of(config),
-            chosen.layers,
-            f"pass {divided} '{layer_layout(chosen.layers)}'",
-        ),
+        ("stages of a rank", virtual, chunks, chunked),
+        ("layers of each stage", layers_of(config), chosen.layers, divided),
     ]
+
+
+def _started(ranks: int) -> str:
+    running = dist.get_world_size() if dist.is_initialized() else 0
+    return "divide the model as named here" if running == ranks else f"start {ranks} processes"
+
+
+def _widths(shapes: Mapping[str, Any], config: Any) -> Iterator[_Term]:
+    """The sizes of the matrices; those that the search does not name are not compared."""
+    latent, experts = shapes.get("kv_rank"), shapes.get("experts")
+    named = {"width": ("hidden_size", "--hidden-size")}
+    named["heads"] = ("num_attention_heads", "--num-attention-heads")
+    if latent:
+        named["kv_rank"] = ("kv_lora_rank", "--multi-latent-attention --kv-lora-rank")
+        named["q_rank"] = ("q_lora_rank", "--q-lora-rank")
+        named["head_width"] = ("qk_head_dim", "--qk-head-dim")
+        named["rope_width"] = ("qk_pos_emb_head_dim", "--qk-pos-emb-head-dim")
+        named["value_width"] = ("v_head_dim", "--v-head-dim")
+    else:
+        named["kv_heads"] = ("num_query_groups", "--group-query-attention --num-query-groups")
+        named["head_width"] = ("kv_channels", "--kv-channels")
+    if not experts or shapes.get("dense_first") or shapes.get("moe_every", 1) > 1:
+        named["ffn"] = ("ffn_hidden_size", "--ffn-hidden-size")
+    if experts:
+        named["top_k"] = ("moe_router_topk", "--moe-router-topk")
+        named["expert_width"] = ("moe_ffn_hidden_size", "--moe-ffn-hidden-size")
+    shared = "moe_shared_expert_intermediate_size"
+    named["experts"] = ("num_moe_experts", "--num-experts")
+    named["shared_width"] = (shared, f"--{shared.replace('_', '-')}")
+    alone = {"kv_heads": shapes["heads"], "head_width": shapes["width"] // shapes["heads"]}
+    for shape, (field, flag) in named.items():
+        if shape in shapes:
+            expected = shapes[shape] or alone.get(shape, 0)
+            remedy = f"pass {flag} {expected}" if expected else f"leave out {flag}"
+            yield field, getattr(config, field, None) or 0, expected, remedy
+
+
+def _kinds(shapes: Mapping[str, Any], config: Any) -> Iterator[_Term]:
+    """What kind of layers there are, and how many."""
+
+    def switch(what: str, found: Any, expected: Any, flag: str) -> _Term:
+        remedy = f"pass {flag}" if expected else f"leave out {flag}"
+        return what, bool(found), bool(expected), remedy
+
+    if "gated" in shapes:
+        yield switch("gated MLP", config.gated_linear_unit, shapes["gated"], "--swiglu")
+    if "kv_rank" in shapes:
+        latent = getattr(config, "multi_latent_attention", False)
+        flag = "--multi-latent-attention"
+        yield switch("latent attention", latent, shapes["kv_rank"], flag)
+    yield switch(
+        "multi-token prediction",
+        getattr(config, "mtp_num_layers", None),
+        False,
+        "--mtp-num-layers: no search counts it, pass a memory_budget instead",
+    )
+    if shapes.get("experts") and config.num_moe_experts:
+        given, layers = config.moe_layer_freq, config.num_layers
+        found = sum(given) if isinstance(given, list) else len(range(0, layers, given))
+        first, every = shapes.get("dense_first", 0), shapes.get("moe_every", 1)
+        expected = (shapes["layers"] - first) // every
+        freq = every if every > 1 else f"'([0]*{first}+[1]*{expected})'"
+        yield "layers with experts", found, expected, f"pass --moe-layer-freq {freq}"
 
 
 def _experts(chosen: Chosen, config: Any) -> list[_Term]:

@@ -206,6 +206,8 @@ class Steps:
             "fill": self._fill,
             "schedule": self._schedule,
             "slices": self._options.slices,
+            "solver": self._options.solver,
+            "search": self._searched,
         }
         place = _where(groups, next(filter(None, map(reason, models)), ""), alike)
         self._places[tuple(map(id, models))] = place, models
@@ -215,7 +217,7 @@ class Steps:
                 RuntimeWarning,
                 stacklevel=6,
             )
-        elif self._searched is not None:
+        if self._searched is not None:
             from megatron.core import parallel_state
 
             replicas = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
@@ -277,7 +279,7 @@ class Steps:
         model, ddp = innermost(model)
         if id(model) not in self.chunks or self.chunks[id(model)].ddp is not ddp:
             options = self._options
-            if (found := self._searched) is not None:
+            if (found := self._searched) is not None and options.memory_budget is None:
                 # a chunk's budget has no gradients that DDP adds up
                 summed = 0 if ddp is None else found.gradient_bytes[stage]
                 options = replace(options, memory_budget=found.memory_budgets[stage] - summed)

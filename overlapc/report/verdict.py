@@ -157,6 +157,8 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
     experts = expert_ranks(model, best.layout.replicas)
     where = best.layout, best.layers, best.microbatches, experts
+    if model.experts and best.layout.tp > 1 and not best.layout.sequence:
+        return ["  Megatron has no experts beside tp without sequence parallelism"]
     framework = find_framework(cluster.framework)
     said = " ".join(
         [

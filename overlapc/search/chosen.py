@@ -69,8 +69,11 @@ def load_search(path: StrPath) -> Chosen:
     """Load the winner of a search, from the `search.json` in its `--out` folder."""
     document = read_json(path, "search")
     try:
-        if not isinstance(document, dict) or document.get("overlapc_search") != VERSION:
-            raise ValueError(f"found no search of version {VERSION}")
+        if not isinstance(document, dict) or "overlapc_search" not in document:
+            raise ValueError("found no search")
+        version = document["overlapc_search"]
+        if version is True or version != VERSION:
+            raise ValueError(f"found version {version!r}, expected {VERSION}: search again")
         if document["best"] is None:
             raise ValueError("nothing fitted in this search")
         found = Found.parse(document["best"])
@@ -80,15 +83,18 @@ def load_search(path: StrPath) -> Chosen:
         schedule = found.asked
         if (len(schedule.rows), schedule.stages) != (layout.pp, layout.stages):
             raise ValueError(f"rows of {schedule.stages} stages, expected {layout.stages}")
-        budgets = tuple(map(int, document["memory_budgets"]))
+        budgets = _counts(document, "memory_budgets")
         if not isinstance(document["model"], dict):
             raise ValueError("found no shapes of the model")
-        gradients = tuple(map(int, document["gradient_bytes"]))
+        gradients = _counts(document, "gradient_bytes")
         for what, each in (("memory budgets", budgets), ("gradients", gradients)):
             if len(each) != layout.stages:
                 raise ValueError(f"{what} of {len(each)} stages, expected {layout.stages}")
-        expert_ranks = int(document["expert_ranks"])
-        divided = bool(document["divides_optimizer"])
+        if any(b <= g for b, g in zip(budgets, gradients, strict=True)):
+            raise ValueError(f"memory budgets {budgets}, expected more than {gradients}")
+        expert_ranks, divided = document["expert_ranks"], document["divides_optimizer"]
+        if type(expert_ranks) is not int or expert_ranks < 1 or not isinstance(divided, bool):
+            raise ValueError(f"expert_ranks {expert_ranks!r}, divides_optimizer {divided!r}")
     except (
         ValueError,
         LookupError,
@@ -122,6 +128,15 @@ def load_search(path: StrPath) -> Chosen:
         divided,
         gradients,
     )
+
+
+def _counts(document: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """A list of whole numbers, as a file has it."""
+    found = document[name]
+    for each in found if isinstance(found, list) else [found]:
+        if not isinstance(found, list) or type(each) is not int or not 0 <= each < 1 << 60:
+            raise ValueError(f"{name}: found {each!r:.40}, expected a list of whole numbers")
+    return tuple(found)
 
 
 def gradient_bytes(model: Model, found: Found) -> list[int]:

@@ -43,6 +43,7 @@ def megatron_arguments(
         yield "--moe-token-dispatcher-type alltoall"  # by default they gather all tokens
     if experts and layout.tp > 1:
         yield f"--expert-tensor-parallel-size {layout.etp}"  # by default as many as tp
+    yield "--bf16"
     if fp8:
         yield "--fp8-format hybrid"
         yield f"--fp8-recipe {'delayed' if delayed else 'tensorwise'}"
@@ -53,6 +54,8 @@ def megatron_arguments(
 def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Iterator[str]:
     """Return the arguments with which Megatron's replicas divide the optimizer and hide the sums of
     gradients as the search counts both in this framework."""
+    if framework.gradient_bytes == 2:
+        yield "--grad-reduce-in-bf16"
     if max(replicas(model, layout)) == 1:
         return
     divided = divides_optimizer(model, framework)

@@ -83,6 +83,12 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "moe_shared_expert_intermediate_size": 64,
     }
+    dense = {"layers": 8, "width": 64, "heads": 4, "kv_heads": 0, "ffn": 256, "experts": 0}
+    dense |= {"head_width": 0, "gated": True, "kv_rank": 0, "shared_width": 0}
+    unlike = {**moe, "kv_channels": 32, "num_query_groups": 2, "mtp_num_layers": 1}
+    chunked = replace(
+        CHOSEN, layers=(2, 2, 2, 2), layout=replace(CHOSEN.layout, schedule="interleaved")
+    )
     summed = DistributedDataParallelConfig(use_distributed_optimizer=True)
     gathered = {**moe, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
     plain = DistributedDataParallelConfig()
@@ -109,6 +115,14 @@ def errors(rank: int, ranks: int, version: str) -> dict[str, Any]:
         "experts": error(of_experts, config(**moe, **divided), GIVEN, 4, summed)
         + error(of_experts, config(**moe, **divided), GIVEN, 4, None),
         "no experts": error(of_experts, config(**gathered), GIVEN, 4, plain),
+        "dense": error(replace(CHOSEN, shapes=dense), config(**unlike), GIVEN, 1),
+        "first dense": error(
+            replace(of_experts, shapes={**of_experts.shapes, "dense_first": 3}),
+            config(**moe, **divided),
+            GIVEN,
+            4,
+        ),
+        "even": error(chunked, config(num_layers=4), GIVEN, 1),
         "zero-bubble": error(zero_bubble, uneven, GIVEN, 1),
         "context": {
             searched: [
@@ -144,7 +158,7 @@ def test_every_mismatch_is_in_one_error(version: str) -> None:
         "  sequence parallelism: found False, expected True: pass --sequence-parallel",
         "  layers of each stage: found (3, 3), expected (3, 5): pass --num-layers 8 "
         "--pipeline-model-parallel-layout 'Et*3|t*5L'",
-        "  data-parallel ranks: found 2, expected 1: start 4 processes in all",
+        "  data-parallel ranks: found 2, expected 1: start 4 processes",
         "  sequences of a microbatch: found 1, expected 2: pass --micro-batch-size 2",
         "  microbatches of a step: found 4, expected 1: pass --global-batch-size 2",
         "  hidden_size: found 32, expected 64: pass --hidden-size 64",
@@ -158,9 +172,23 @@ def test_every_mismatch_is_in_one_error(version: str) -> None:
         "  dispatcher of tokens: found allgather, expected alltoall: "
         "pass --moe-token-dispatcher-type alltoall",
         "  distributed optimizer: found False, expected True: pass --use-distributed-optimizer",
-        "  moe_shared_expert_intermediate_size: found None, expected 64: "
+        "  moe_shared_expert_intermediate_size: found 0, expected 64: "
         "pass --moe-shared-expert-intermediate-size 64",
     ]
+    assert found["dense"].splitlines()[1:-1] == [
+        "  num_query_groups: found 2, expected 4: "
+        "pass --group-query-attention --num-query-groups 4",
+        "  kv_channels: found 32, expected 16: pass --kv-channels 16",
+        "  num_moe_experts: found 8, expected 0: leave out --num-experts",
+        "  gated MLP: found False, expected True: pass --swiglu",
+        "  multi-token prediction: found True, expected False: leave out --mtp-num-layers: "
+        "no search counts it, pass a memory_budget instead",
+    ]
+    assert found["first dense"].splitlines()[1:-1] == [
+        "  layers with experts: found 8, expected 5: pass --moe-layer-freq '([0]*3+[1]*5)'"
+    ]
+    assert "  stages of a rank: found 1, expected 2: pass --num-virtual" in found["even"]
+    assert "expected (2, 2, 2, 2): pass --num-layers 8\n" in found["even"]
     assert "Megatron does not have zero-bubble" in found["zero-bubble"]
 
 

@@ -20,8 +20,8 @@ from overlapc.search.models import Transformer
             (24,),
             8,
             1,
-            "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 2 "
-            "--global-batch-size 64",
+            "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --bf16 "
+            "--micro-batch-size 2 --global-batch-size 64",
         ),
         (
             Layout(2, 4, 1, 1, sequence=True),
@@ -29,7 +29,7 @@ from overlapc.search.models import Transformer
             16,
             1,
             "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 "
-            "--pipeline-model-parallel-layout 'Et*3|t*5|t*5|t*3L' --micro-batch-size 1 "
+            "--pipeline-model-parallel-layout 'Et*3|t*5|t*5|t*3L' --bf16 --micro-batch-size 1 "
             "--global-batch-size 16",
         ),
         (
@@ -39,7 +39,8 @@ from overlapc.search.models import Transformer
             4,
             "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
             "--num-virtual-stages-per-pipeline-rank 3 --expert-model-parallel-size 4 "
-            "--moe-token-dispatcher-type alltoall --micro-batch-size 1 --global-batch-size 32",
+            "--moe-token-dispatcher-type alltoall --bf16 "
+            "--micro-batch-size 1 --global-batch-size 32",
         ),
     ],
     ids=["one stage", "uneven stages", "interleaved experts"],
@@ -70,7 +71,7 @@ ALONE, PAIR = Layout(2, 2, 1, 1), Layout(2, 2, 2, 1)
             "megatron-overlap",
             "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         ),
-        (DENSE, PAIR, "megatron-2021", ""),
+        (DENSE, PAIR, "megatron-2021", "--grad-reduce-in-bf16"),
     ],
 )
 def test_replicas_share_the_optimizer_as_its_memory_is_counted(
