@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cores, or busy ones), or as it is",
     )
     add("--link-mbit", type=float, default=400.0, help="bandwidth of an emulated link")
-    add("--memory-budget", type=budget, help='bytes, "8GB", or a fraction of eager\'s peak')
+    add("--memory-budget", type=budget, help='bytes, "8GB", or a fraction of eager\'s activations')
     add("--solver", default="overlap", help="overlap, heu, opt, or a baseline")
     add("--backend", choices=["eager", "inductor"], default="eager")
     add("--variants", default="overlapc", help="some of eager,checkpoint,overlapc")

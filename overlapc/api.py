@@ -25,7 +25,7 @@ from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
 from overlapc.passes.untraced import refuse_switched_off
 from overlapc.planning import road
-from overlapc.planning.options import Budget, Options
+from overlapc.planning.options import DEFAULTS, Budget, Options
 from overlapc.planning.report import Report
 from overlapc.runtime.auto import AutoCalls
 from overlapc.runtime.backend import Backend
@@ -124,6 +124,13 @@ def plan(
 ) -> tuple[Captured, Report]:
     """Plan a model without running it, on real or fake tensors and process groups, with costs
     estimated for `hardware`. `rewrite(captured, report.plan)` then returns the graphs."""
+    own = inspect.signature(model.forward).parameters
+    for name in kwargs:
+        if name in DEFAULTS and name not in own:
+            raise OptionError(
+                f"option {name!r}: overlapc.plan has memory_budget, solver and hardware; pass "
+                "what the model's forward takes behind them, or use overlapc.optimize"
+            )
     options = Options(
         memory_budget=memory_budget, solver=solver, profile="estimate", hardware=hardware
     )

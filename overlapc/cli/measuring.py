@@ -27,7 +27,7 @@ def declare_verify(command: Declare) -> None:
     )
     add = verify.add_argument
     add("model", help="module:function that returns a model and a tuple of inputs")
-    add("--memory", help='budget of a step, such as "8GB", or a fraction of eager\'s, such as 0.5')
+    add("--memory", help='budget of a step, "8GB", or a fraction of eager\'s activations, 0.5')
     add("--solver", default="overlap")
     add("--plan", help="a plan file to apply instead of solving")
 

@@ -28,8 +28,16 @@ _before: dict[FunctionType, _Before] = {}  # function -> its own code, defaults 
 def install(run: Run, joined: Callable[[], None]) -> None:
     """Call `run` in the place of each schedule function, and `joined` before Megatron makes its
     process groups, until `remove`."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import schedules
+    try:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import schedules
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("megatron"):
+            raise
+        raise OverlapcError(
+            "found no megatron.core; expected it where the script imports it: "
+            "pip install megatron-core, or pass a script of a Megatron-LM checkout"
+        ) from error
 
     steps = {name: _function(schedules, name) for name in NAMES}
     groups = _function(parallel_state, "initialize_model_parallel")

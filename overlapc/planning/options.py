@@ -41,6 +41,12 @@ REFUSED: dict[str, dict[str, str]] = {
     "Pipeline": _RUNS,
     "megatron": _RUNS,
 }
+# Keywords of a front door that are no options.
+_OF_ITS_OWN = {
+    "TrainStep": ("merge", "pairs"),
+    "Pipeline": ("place", "tied", "data_parallel"),
+    "megatron": ("merge", "fill", "schedule", "search"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +54,10 @@ class Options:
     """Options of `optimize`, `TrainStep`, `Pipeline` and `torch.compile(..., backend="overlapc")`.
 
     memory_budget   the most that one step may allocate: bytes (int), text with a unit
-                    ("8GB"), a fraction of eager's peak (float), or None for eager's own peak
+                    ("8GB"), a fraction of eager's activation memory (float; gradients and
+                    results come on top), or None for eager's own peak
     solver          "overlap"; "heu", the quickest; "opt", the best that a minute finds, with a
-                    proven bound; or a baseline: "none", "full", "selective", "uniform",
-                    "block", "checkmate", "megatron", "lancet", "lynx", "torch"
+                    proven bound; or a baseline, docs/using.md lists them
     backend         "eager" runs the graph's ops in the plan's order; "inductor" compiles them
     profile         "measure" times the ops and links on this machine; "estimate" uses `hardware`
     hardware        a preset's name, or a file of `overlapc profile`
@@ -122,7 +128,9 @@ class Options:
         given = dict(_read(given)) if isinstance(given, str) else given
         for name in given:
             if name not in DEFAULTS:
-                raise OptionError(f"option {name!r}: expected one of {', '.join(DEFAULTS)}")
+                known = [each for each in DEFAULTS if each not in REFUSED[door]]
+                known += _OF_ITS_OWN.get(door, ())
+                raise OptionError(f"option {name!r}: expected one of {', '.join(known)}")
         options = cls(**given)
         sliced = door == "optimize" and options.slices != 1
         who = _WITH_SLICES if sliced else door
