@@ -83,12 +83,18 @@ def _made(
     from overlapc.megatron.steps import Steps
     from overlapc.planning.options import Options
     from overlapc.search.chosen import load_search
+    from overlapc.solvers import SOLVERS
 
     if not isinstance(search, (str, os.PathLike, type(None))):
         raise OptionError(f"search={search!r}: expected the path of a search.json")
     chosen = None if search is None else load_search(search)
     if chosen is not None:
         options = {"solver": chosen.solver, "slices": chosen.slices, **options}
+        if options["solver"] == chosen.solver and chosen.solver not in SOLVERS:
+            raise OptionError(
+                f"search: its plans are of solver {chosen.solver!r}, Megatron's own recompute; "
+                "pass another solver, or run the script as the search prints it, without overlapc"
+            )
     return Steps(Options.parse(options, "megatron"), merge, fill, schedule, chosen)
 
 
