@@ -58,7 +58,7 @@ def _mismatches(
         ),
         (
             "microbatches of a step",
-            count,
+            _in_the_end(count, size * replicas),
             chosen.microbatches,
             f"pass --global-batch-size {sequences}",
         ),
@@ -72,6 +72,17 @@ def _mismatches(
     for what, found, expected, remedy in terms:
         if expected is not None and found != expected:
             yield f"{what}: found {found}, expected {expected}: {remedy}"
+
+
+def _in_the_end(count: int, sequences: int) -> int:
+    """The microbatches of a step, once Megatron's batch has grown to its full size."""
+    from megatron.core import num_microbatches_calculator as counts
+
+    calculator = getattr(counts, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
+    full = getattr(calculator, "global_batch_size", None)  # of calculators that let it grow
+    if full is None or calculator.get() != count:
+        return count
+    return int(full) // sequences
 
 
 def _divided(chosen: Chosen, config: Any) -> list[_Term]:
