@@ -40,6 +40,8 @@ def _simulate(args: argparse.Namespace) -> int:
     timeline = _timeline(args)
     if args.trace is not None:
         write_file(args.trace, json.dumps(chrome_trace(timeline)))
+    if args.plan is None and args.costs is None:
+        print("no --costs: each part of a backward, and a forward, takes 1 ns", file=sys.stderr)
     if isinstance(timeline, PipelineTimeline):
         print(json.dumps(pipeline_json(timeline), indent=1) if args.json else describe(timeline))
         return GOOD
@@ -98,12 +100,6 @@ def _timeline(args: argparse.Namespace) -> Any:
                 f"--costs {given}: {error}; expected a JSON list with an object for each "
                 'stage: {"forward_ns": 1, "input_ns": 1, "weight_ns": 1}'
             ) from None
-    else:
-        print(
-            "no --costs: a forward, an input gradient and a weight gradient take 1 ns each, and "
-            "no memory",
-            file=sys.stderr,
-        )
     return simulate_pipeline(schedule, costs)
 
 

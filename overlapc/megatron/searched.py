@@ -78,7 +78,7 @@ def _in_the_end(count: int, sequences: int) -> int:
     """The microbatches of a step, once Megatron's batch has grown to its full size."""
     from megatron.core import num_microbatches_calculator as counts
 
-    calculator = getattr(counts, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
+    calculator: Any = getattr(counts, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     full = getattr(calculator, "global_batch_size", None)  # of calculators that let it grow
     if full is None or calculator.get() != count:
         return count

@@ -19,7 +19,6 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import RestartAnalysis
-from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -53,7 +52,6 @@ _SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 
 _SECOND = "the model takes a gradient of it that has a gradient itself (create_graph)"
-_MANY = 8  # retraces of one place: no longer a few shapes
 
 
 class Backend:
@@ -80,7 +78,6 @@ class Backend:
         self.differences += differences(gm) + _kept_otherwise(example_inputs)
         self.left_out += left_out(gm)
         self.views += views_handed_on(gm) + self._cast_again(example_inputs)
-        self._warn_of_retraces()
         try:
             refuse_subclasses(example_inputs)
             if place := taken_again(gm):
@@ -105,18 +102,6 @@ class Backend:
             return self._unchanged(gm, f"{hint}{type(error).__name__}: {error}", "")
         finally:
             partition.primals = None
-
-    def _warn_of_retraces(self) -> None:
-        compiling = CompileContext.current_compile_id()
-        if compiling is None or compiling.frame_compile_id != _MANY:
-            return
-        warnings.warn(
-            f"overlapc traces and plans one place of this model for the {_MANY + 1}th time: it has "
-            "other shapes or settings at nearly every call (a number that each call changes?); "
-            "expected what changes in a tensor. TORCH_LOGS=recompiles names it",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     def _compile(
         self,

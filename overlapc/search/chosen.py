@@ -83,15 +83,9 @@ def load_search(path: StrPath) -> Chosen:
         schedule = found.asked
         if (len(schedule.rows), schedule.stages) != (layout.pp, layout.stages):
             raise ValueError(f"rows of {schedule.stages} stages, expected {layout.stages}")
-        budgets = _counts(document, "memory_budgets")
         if not isinstance(document["model"], dict):
             raise ValueError("found no shapes of the model")
-        gradients = _counts(document, "gradient_bytes")
-        for what, each in (("memory budgets", budgets), ("gradients", gradients)):
-            if len(each) != layout.stages:
-                raise ValueError(f"{what} of {len(each)} stages, expected {layout.stages}")
-        if any(b <= g for b, g in zip(budgets, gradients, strict=True)):
-            raise ValueError(f"memory budgets {budgets}, expected more than {gradients}")
+        budgets, gradients = _memory(document, layout.stages)
         expert_ranks, divided = document["expert_ranks"], document["divides_optimizer"]
         if type(expert_ranks) is not int or expert_ranks < 1 or not isinstance(divided, bool):
             raise ValueError(f"expert_ranks {expert_ranks!r}, divides_optimizer {divided!r}")
@@ -128,6 +122,17 @@ def load_search(path: StrPath) -> Chosen:
         divided,
         gradients,
     )
+
+
+def _memory(document: Mapping[str, Any], stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The memory budget of each stage, and what its gradients take of it."""
+    budgets, gradients = (_counts(document, name) for name in ("memory_budgets", "gradient_bytes"))
+    for what, each in (("memory budgets", budgets), ("gradients", gradients)):
+        if len(each) != stages:
+            raise ValueError(f"{what} of {len(each)} stages, expected {stages}")
+    if any(b <= g for b, g in zip(budgets, gradients, strict=True)):
+        raise ValueError(f"memory budgets {budgets}, expected more than {gradients}")
+    return budgets, gradients
 
 
 def _counts(document: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -197,22 +196,3 @@ def test_a_plan_takes_no_options_of_other_front_doors():
         overlapc.plan(nn.Linear(4, 4), torch.randn(2, 4), slices=2)
     with pytest.raises(OptionError, match=r"expected one of memory_budget.*merge, pairs"):
         overlapc.TrainStep(nn.Linear(4, 4), bogus=2)
-
-
-class Counts(nn.Linear):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x).sum() * min(1.0, self.calls / 100)
-
-
-def test_a_model_that_is_traced_at_each_call_is_warned_of_once():
-    torch._dynamo.reset()
-    model = overlapc.optimize(Counts(4, 4), profile="estimate")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(12):
-            model(torch.ones(2, 4)).backward()
-    (said,) = [str(one.message) for one in seen if "for the 9th time" in str(one.message)]
-    assert "TORCH_LOGS=recompiles" in said
