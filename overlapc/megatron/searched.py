@@ -67,8 +67,12 @@ def _mismatches(
     if chosen.divides_optimizer and ddp_config is not None:
         divided = bool(ddp_config.use_distributed_optimizer)
         terms.append(("distributed optimizer", divided, True, "pass --use-distributed-optimizer"))
-    if "heads" in chosen.shapes:  # no block of one's own
-        terms += [*_widths(chosen.shapes, config), *_kinds(chosen.shapes, config)]
+    shapes = chosen.shapes
+    if "ffn" in shapes:
+        terms += [*_widths(shapes, config), *_kinds(shapes, config)]
+    else:  # a block of one's own
+        width = shapes.get("width")
+        terms.append(("hidden_size", config.hidden_size, width, f"pass --hidden-size {width}"))
     for what, found, expected, remedy in terms:
         if expected is not None and found != expected:
             yield f"{what}: found {found}, expected {expected}: {remedy}"

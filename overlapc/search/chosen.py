@@ -18,7 +18,7 @@ from overlapc.search.layouts import (
     stage_parameters,
     static_bytes,
 )
-from overlapc.search.models import Model
+from overlapc.search.models import Model, Transformer
 
 # Version of the file; 7 did not say who shares experts and the optimizer, 6 not how keys and values
 # are exchanged, 5 not what is merged
@@ -85,6 +85,8 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError(f"rows of {schedule.stages} stages, expected {layout.stages}")
         if not isinstance(document["model"], dict):
             raise ValueError("found no shapes of the model")
+        if "ffn" in document["model"]:  # no block of one's own
+            Transformer(**document["model"])  # raises if they are not those of one
         budgets, gradients = _memory(document, layout.stages)
         expert_ranks, divided = document["expert_ranks"], document["divides_optimizer"]
         if type(expert_ranks) is not int or expert_ranks < 1 or not isinstance(divided, bool):
