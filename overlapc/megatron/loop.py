@@ -43,7 +43,7 @@ class TrainStep:
         self.model = model
         self._loss = loss
         _refuse(model)
-        parsed = Options.parse(options, "megatron")
+        parsed = Options.parse(options, "megatron.TrainStep")
         self._steps = Steps(parsed, merge, fill=False, schedule="1f1b")
         roll.tell()
 

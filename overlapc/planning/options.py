@@ -40,12 +40,14 @@ REFUSED: dict[str, dict[str, str]] = {
     "TrainStep": _RUNS,
     "Pipeline": _RUNS,
     "megatron": _RUNS,
+    "megatron.TrainStep": _RUNS,
 }
 # Keywords of a front door that are no options.
 _OF_ITS_OWN = {
     "TrainStep": ("merge", "pairs"),
     "Pipeline": ("place", "tied", "data_parallel"),
     "megatron": ("merge", "fill", "schedule", "search"),
+    "megatron.TrainStep": ("merge",),
 }
 
 

@@ -140,9 +140,9 @@ def _memory(document: Mapping[str, Any], stages: int) -> tuple[tuple[int, ...], 
 def _counts(document: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """A list of whole numbers, as a file has it."""
     found = document[name]
-    for each in found if isinstance(found, list) else [found]:
-        if not isinstance(found, list) or type(each) is not int or not 0 <= each < 1 << 60:
-            raise ValueError(f"{name}: found {each!r:.40}, expected a list of whole numbers")
+    good = isinstance(found, list) and all(type(n) is int and 0 <= n < 1 << 60 for n in found)
+    if not good:
+        raise ValueError(f"{name}: found {found!r:.40}, expected a list of whole numbers")
     return tuple(found)
 
 

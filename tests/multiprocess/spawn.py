@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -49,7 +50,9 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = server.Pipe(duplex=False)
             process = server.Process(
-                target=_rank_main, args=(theirs, port, fn, rank, world_size, args), daemon=True
+                target=_rank_main,
+                args=(theirs, port, fn, rank, world_size, args, timeout_s),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -126,7 +129,9 @@ def _rank_main(
     rank: int,
     world_size: int,
     args: tuple[Any, ...],
+    timeout_s: float,
 ) -> None:
+    faulthandler.dump_traceback_later(max(1.0, timeout_s - 5))  # a hang says where
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -144,6 +149,7 @@ def _rank_main(
         answer = pickle.dumps((False, fn(rank, world_size, *args)))
     except BaseException:
         answer = pickle.dumps((True, traceback.format_exc()))
+    faulthandler.cancel_dump_traceback_later()
     pipe.send_bytes(answer)
     pipe.close()
 
