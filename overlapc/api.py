@@ -21,6 +21,7 @@ from overlapc.ir import Plan
 from overlapc.passes import capture as direct
 from overlapc.passes import joint
 from overlapc.passes.as_eager import CAPTURE
+from overlapc.passes.from_meta import on_cpu
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
 from overlapc.passes.untraced import refuse_switched_off
@@ -96,11 +97,17 @@ def _check_model(model: object) -> None:
 
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
     """Return the joint graph of one training step of `model`, the graph that `optimize` plans,
-    without running the model. Tensors and process groups may be real or fake.
+    without running the model. Tensors and process groups may be real or fake; tensors on the meta
+    device are traced as a CPU's.
 
     `model(*args)` must return tensors, at least one of which requires a gradient.
     """
     refuse_unmade("capture", model)
+    with on_cpu(model, (args, kwargs)) as (args, kwargs):
+        return _captured(model, args, kwargs)
+
+
+def _captured(model: nn.Module, args: Any, kwargs: Any) -> Captured:
     try:
         return joint.capture(model, *args, **kwargs).captured
     except CaptureError as error:
@@ -109,7 +116,7 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
             f"overlapc captured without Dynamo, which cannot make one graph: {error}; "
             "overlapc.optimize cannot use a plan of this graph",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
         return captured
 

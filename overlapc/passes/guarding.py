@@ -49,6 +49,7 @@ from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
 from overlapc.passes.shared_changes import Shared, replaced
+from overlapc.passes.switches import switches
 
 _HOOKS = (
     "_global_forward_pre_hooks",
@@ -56,7 +57,8 @@ _HOOKS = (
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
 )
-# PyTorch's switches: which kernels it may choose from while it traces.
+# PyTorch's switches: which kernels it may choose from while it traces. (Those that count while ops
+# run are in switches.py.)
 _SWITCHES = [
     *(name for name in dir(torch._C) if re.fullmatch("_get_.*_enabled", name)),
     *("_get_sdp_priority_order", "_get_math_sdp_allow_fp16_bf16_reduction"),
@@ -84,6 +86,7 @@ _changed = Shared(_changes)
 def guarding() -> Iterator[None]:
     """Guard what a call traces, and bring up to date what the guards read."""
     now = {f"{name} {getattr(torch._C, name)()}": None for name in _SWITCHES}
+    now |= {f"{name} {value}": None for name, value in switches().items()}
     if now.keys() != _kernels.keys():
         _kernels.clear()
         _kernels.update(now)

@@ -33,6 +33,7 @@ from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.nodes import line_of, primal_nodes
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.second import taken_again
+from overlapc.passes.switches import as_in_forward, switches
 from overlapc.passes.tangents import as_they_come, given, is_hidden
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
@@ -129,11 +130,15 @@ class Backend:
             return compile_with_inductor(gm, example_inputs, partition)
         # As in eager, random numbers are drawn even if nothing reads them.
         random = inductor_config.patch(fallback_random=True)
+        now = switches()  # PyTorch compiles a backward when it is first called
         with as_eager(traced), as_they_come(), random:
             return aot_autograd(
                 fw_compiler=_run_as_ordered,
                 bw_compiler=lambda module, inputs: given(
-                    _run_as_ordered(module, inputs), module, is_hidden(gm), self._differs
+                    as_in_forward(module, _run_as_ordered(module, inputs), now),
+                    module,
+                    is_hidden(gm),
+                    self._differs,
                 ),
                 inference_compiler=_run_as_ordered,
                 partition_fn=partition,

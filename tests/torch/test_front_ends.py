@@ -14,6 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlapc
+from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.errors import OptionError
 from overlapc.passes.capture import capture as capture_directly
@@ -74,6 +75,20 @@ def test_fake_and_real_tensors_are_one_graph():
         fake = overlapc.capture(MLP(), torch.zeros(4, 16)).trace
     meta = overlapc.capture(MLP().to("meta"), torch.zeros(4, 16, device="meta")).trace
     assert real.digest == fake.digest == meta.digest
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_the_meta_device_is_planned_as_one_with_data(tied):
+    """There PyTorch has attention op by op, and losses without a backward."""
+    config = GPTConfig(layers=2, width=32, max_seq=16, tie_embeddings=tied)
+    given = tokens(2, 16, seed=0), tokens(2, 16, seed=1)
+    real = overlapc.capture(GPT(config), *given).trace
+    with torch.device("meta"):
+        model = GPT(config)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    meta = overlapc.capture(model, *(t.to("meta") for t in given)).trace
+    assert real.digest == meta.digest
+    assert {name: id(p) for name, p in model.named_parameters()} == before
 
 
 def test_what_is_not_one_graph_for_dynamo_is_said():

@@ -6,6 +6,7 @@ PyTorch. No model of the zoo runs these operators.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 
 import torch
@@ -34,9 +35,7 @@ def declare() -> None:
 
 def _loads() -> bool:
     folder = importlib.util.find_spec("torchvision").submodule_search_locations[0]  # type: ignore[union-attr, index]
-    try:
-        for binary in ("_C.so", "_C_stable.so"):
+    for binary in ("_C.so", "_C_stable.so"):  # releases have one or both
+        with contextlib.suppress(OSError):
             torch.ops.load_library(f"{folder}/{binary}")
-    except OSError:
-        return False
-    return True
+    return hasattr(torch.ops.torchvision, "nms")
