@@ -203,7 +203,7 @@ class BalancedRouter(nn.Module):
 def measure_run(run: Run, case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """All variants of one configuration; the table goes to stdout."""
     link = Link(ALPHA_S, run.gbytes_per_s * 1e9 / (1000 if args.quick else 1))
-    with fabric(Fabric(link, mode=run.mode)):
+    with fabric(Fabric(link, mode=run.mode, high_priority=args.high_priority)):
         bench = Bench(run.model, case, args.device)
         eager = Variant("eager", bench.twin())
         checkpoint = Variant("checkpoint", checkpoint_blocks(bench.twin()))
@@ -385,6 +385,8 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "clock": "CUDA events" if cuda else "host",
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "contending_blocks": Fabric(FREE).blocks,
+        "high_priority": args.high_priority,
+        "connections": os.environ["CUDA_DEVICE_MAX_CONNECTIONS"],
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -594,6 +596,7 @@ def main() -> None:
     add("--models", **words, default=["gpt", "moe"])
     add("--modes", **words, default=list(MODES))
     add("--reps", type=int, default=12)
+    add("--high-priority", action="store_true", help="the fabric's streams have it")
     add("--quick", action="store_true", help="tiny models, and links as much slower")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--nondeterministic", action="store_true", help="PyTorch's usual kernels")

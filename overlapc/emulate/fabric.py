@@ -43,11 +43,12 @@ Mode = Literal["ideal", "copy_engine", "contending"]
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """How a fabric behaves. `mode` and `blocks` matter on CUDA only; see `gpu_lane.py`."""
+    """How a fabric behaves. All but `link` matters on CUDA only; see `gpu_lane.py`."""
 
     link: Link
     mode: Mode = "ideal"
     blocks: int = 16  # thread blocks that `contending` takes; NCCL takes about 8 to 32
+    high_priority: bool = False  # of its streams; NCCL's have it if TORCH_NCCL_HIGH_PRIORITY=1
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -117,7 +118,7 @@ class FabricGroup(EmulatedGroup):
             from overlapc.emulate.gpu_lane import GpuLane  # needs triton
 
             self._gpu_lanes[lane, device] = GpuLane(
-                device, self.settings.mode, self.settings.blocks
+                device, self.settings.mode, self.settings.blocks, self.settings.high_priority
             )
         return self._gpu_lanes[lane, device]
 

@@ -37,15 +37,18 @@ _PIECE_BYTES = 16 << 10  # what one block copies before it looks at the clock
 class GpuLane:
     """Runs the collectives of one group on one device, in order."""
 
-    def __init__(self, device: torch.device, mode: str, blocks: int) -> None:
+    def __init__(
+        self, device: torch.device, mode: str, blocks: int, high_priority: bool = False
+    ) -> None:
         self._device = device
         self._mode = mode
         self._blocks = blocks
-        self.stream = torch.cuda.Stream(device)
+        priority = -1 if high_priority else 0
+        self.stream = torch.cuda.Stream(device, priority)
         # Streams beside the delay: one for the values and for bytes that leave the GPU, one for
         # bytes that enter it.
-        self._outbound = torch.cuda.Stream(device)
-        self._inbound = torch.cuda.Stream(device)
+        self._outbound = torch.cuda.Stream(device, priority)
+        self._inbound = torch.cuda.Stream(device, priority)
         # Compile and allocate now, not inside a measurement.
         self.launch(duration_ns=1, wire_bytes=1.0, values=lambda: None)
         self.stream.synchronize()

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import OptionError
 from overlapc.profiler.clock import Clock, device_name
-from overlapc.profiler.hardware import Hardware, LinkSpec
+from overlapc.profiler.hardware import Hardware, Kernels, LinkSpec
+from overlapc.profiler.kernels import Timer, fit, time_attention, time_products
 from overlapc.profiler.link_model import Collective
 from overlapc.profiler.link_spec import Table
 from overlapc.profiler.links import measure_links
@@ -32,6 +33,7 @@ _KINDS: tuple[Kind, ...] = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p",
 )  # fmt: skip
 _SUMS = ("all_reduce", "reduce_scatter")
+_QUEUED, _HOST_NS = 10, 100_000  # runs in a GPU's queue, and what the host takes for one at most
 _SMALLEST = 1 << 14  # bytes of a collective whose time is nearly all latency
 
 
@@ -64,7 +66,6 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
         memory_bytes=_memory_bytes(device) // (1 if cuda else here),
         gpus_per_node=here if ranks > 1 else max(1, torch.cuda.device_count()),
         sources=sources,
-        kernels=None,  # the base's are parts of its peak, and of none that was measured here
         total=0,
     )
     if ranks > 1:
@@ -91,7 +92,8 @@ class _Compute:
     def __init__(self, device: torch.device, budget_s: float) -> None:
         self.device, self.clock = device, Clock(device)
         self.cuda = device.type == "cuda"
-        self.each_ns = int(budget_s * 1e9 / 20)  # about 20 things are timed
+        # About 20 things are timed, and on CUDA some 50 kernels.
+        self.each_ns = int(budget_s * 1e9 / (80 if self.cuda else 20))
 
     def measure(self, base: Hardware, sources: dict[str, str], said: str) -> Hardware:
         sizes = [1 << power for power in (range(6, 14) if self.cuda else range(4, 11))]
@@ -106,6 +108,15 @@ class _Compute:
         sources["compute.matmul_efficiency"] = f"{said}: {often}, square, of what {best} reaches"
         sources["compute.launch_ns"] = f"{said}: add of 16 floats"
         sources["compute.attention_efficiency"] = f"{said}: causal, forward"
+        launch_ns = max(1, self.launch_ns())
+        kernels = None
+        if self.cuda:
+            kernels, fastest = self.kernels(peak, launch_ns)
+            if fastest > peak:
+                peak = peaks["bfloat16"] = fastest
+                sources["peak_flops.bfloat16"] = f"{said}: the fastest of a layer's products"
+            for key in ("multiprocessors", "ramp", *kernels.parts, *kernels.fills):
+                sources[f"kernels.{key}"] = f"{said}: fitted to products and attention of layers"
         copied, added, in_place = self.copy_rate(), self.add_rate(), self.in_place_rate()
         sources["memory.bytes_per_s"] = f"{said}: copy of {self.large_bytes / 1e6:.0f} MB"
         sources["memory.efficiency"] = f"{said}: x + x into new memory, of the copy rate"
@@ -116,10 +127,20 @@ class _Compute:
             memory_bytes_per_s=copied,
             memory_efficiency=min(1.0, _short(added / copied)),
             in_place=min(1.0, _short(in_place / copied)),
-            launch_ns=max(1, self.launch_ns()),
+            launch_ns=launch_ns,
+            kernels=kernels,
             matmul_efficiency=tuple((float(n), _short(rate / peak)) for n, rate in rates.items()),
             attention_efficiency=min(1.0, _short(self.attention_rate(often) / peak)),
         )
+
+    def kernels(self, peak: float, launch_ns: int) -> tuple[Kernels, float]:
+        """How fast kernels are by their shapes, as parts of the peak or of the fastest product's
+        rate, if that is higher; and that rate."""
+        timer: Timer = lambda run: max(1.0, self.time_ns(run) - launch_ns)  # noqa: E731
+        products, attention = time_products(timer), time_attention(timer)
+        fastest = _short(max(time.rate() for time in products))
+        count = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return fit(products, attention, max(peak, fastest), count), fastest
 
     def time_ns(self, run: Callable[[], Any]) -> float:
         """The median of as many runs as the budget allows, after two warm-ups."""
@@ -128,6 +149,8 @@ class _Compute:
         run()
         (_, once) = self.clock.read([begin, self.clock.mark()])
         count = max(3, min(200, self.each_ns // max(1, once)))
+        if self.cuda:
+            return self.queued_ns(run, count)
         marks = [self.clock.mark()]
         for _ in range(count):
             run()
@@ -135,8 +158,21 @@ class _Compute:
         read = self.clock.read(marks)
         return max(1.0, statistics.median(b - a for a, b in pairwise(read)))
 
+    def queued_ns(self, run: Callable[[], Any], count: int) -> float:
+        """The median of about so many runs, of which several at a time wait in the device's queue:
+        the host takes longer to launch a short kernel than it runs."""
+        in_queue = min(_QUEUED, count)
+        took = []
+        for _ in range(max(3, count // in_queue)):
+            self.clock.ahead(in_queue * _HOST_NS)
+            begin = self.clock.mark()
+            for _ in range(in_queue):
+                run()
+            took.append(self.clock.read([begin, self.clock.mark()])[1] / in_queue)
+        return max(1.0, statistics.median(took))
+
     def matmul_rate(self, n: int, dtype: torch.dtype) -> float:
-        a = torch.full((n, n), 1 / n, dtype=dtype, device=self.device)
+        a = torch.randn(n, n, dtype=dtype, device=self.device)  # equal numbers take less power
         out = torch.empty_like(a)
         return _short(2 * n**3 / self.time_ns(lambda: torch.mm(a, a, out=out)) * 1e9)
 
@@ -179,7 +215,7 @@ class _Compute:
 
     def attention_rate(self, dtype: torch.dtype) -> float:
         batch, heads, seq, width = (4, 16, 2048, 128) if self.cuda else (1, 4, 512, 64)
-        q = torch.full((batch, heads, seq, width), 0.1, dtype=dtype, device=self.device)
+        q = torch.randn(batch, heads, seq, width, dtype=dtype, device=self.device)
         # Counted by PyTorch's own formula, which includes the masked half.
         flops = 4 * batch * heads * seq * seq * width
         with torch.no_grad():

@@ -32,6 +32,7 @@ _REPEATS = 3
 _WORTH = 20  # times a step's collectives is what measuring may take: a step of few is hardly slowed
 _ALIKE = 1.03  # times the smaller: two runs whose slowdowns are so close need no third
 _CHAIN = 5  # collectives one after the other
+_AHEAD_NS = 10_000_000  # that the host needs to launch a chain, at most, on CUDA
 _BATCH = 0.75  # of the collective's time alone, that matmuls take beside it
 
 Start = Callable[[], Any]
@@ -68,6 +69,7 @@ def measure_slowdown(
     # slowed. The less is left, the less a late end of it counts for the slowdown.
     count = 10
     for _ in range(3):  # the first run is a warm-up
+        clock.ahead()
         pending = start()
         begin = clock.mark()
         batch(count)
@@ -129,6 +131,7 @@ def _alone_ns(group: str, clock: Clock, start: Start, wait: Wait) -> int:
     took = []
     for _ in range(_REPEATS):
         agree([0], "max", group, clock.device)
+        clock.ahead()
         begin = clock.mark()
         wait(start())
         took.append(clock.read([begin, clock.mark()])[1])
@@ -148,6 +151,7 @@ class _Chain:
     def run(self, compute: bool = True, traffic: bool = True) -> tuple[int, int]:
         """Return how long the work took, and the wait after it: the means of the chain."""
         agree([0], "max", self.group, self.clock.device)
+        self.clock.ahead(_AHEAD_NS)
         marks = []
         for _ in range(_CHAIN):
             pending = self.start() if traffic else None
@@ -185,8 +189,11 @@ def _slowdown(free_ns: float, alone_ns: float, beside_ns: float, rest_ns: float)
 
 def _batch(device: torch.device) -> Callable[[int], None]:
     """Return a function that runs so many units of work that is mostly matmul, as in layers."""
-    n, dtype = (512, torch.float32) if device.type == "cpu" else (2048, torch.bfloat16)
-    a = torch.full((n, n), 1 / n, dtype=dtype, device=device)
+    if device.type == "cpu":
+        a = torch.full((512, 512), 1 / 512, device=device)
+    else:  # longer than the host takes to launch one, of numbers that cost the power of real ones
+        generator = torch.Generator(device).manual_seed(0)
+        a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=generator)
     out = torch.empty_like(a)
 
     def run(count: int) -> None:
