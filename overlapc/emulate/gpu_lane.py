@@ -11,7 +11,9 @@ Three kinds of delay bracket what a real collective does to the compute beside i
                  engines: memory traffic, no multiprocessor. Takes at least as long as the
                  host bus does, which may be slower than the link asked for
     contending   a few thread blocks copy the wire bytes inside the GPU, paced to last exactly
-                 as long as the link: memory traffic and multiprocessors, as NCCL's kernels
+                 as long as the link: memory traffic and multiprocessors, as NCCL's kernels.
+                 As theirs, a block is so large that a multiprocessor has room for one: small ones
+                 share the first that is free beside a product, and copy at a quarter of their rate
 
 Memory is bounded: one scratch buffer for each device, whatever the size of the collectives.
 Triton, which CUDA builds of torch ship, compiles the two kernels on first use.
@@ -31,7 +33,8 @@ from triton.language.extra.cuda import globaltimer  # type: ignore[import-not-fo
 _SCRATCH_BYTES = 64 << 20  # larger than a last-level cache, so that the copies reach memory
 _STAGE_BYTES = 16 << 20
 _WORD_BYTES = 4  # everything here is copied as int32
-_PIECE_BYTES = 16 << 10  # what one block copies before it looks at the clock
+_PIECE_BYTES = 128 << 10  # what one block copies before it looks at the clock
+_WARPS = 32  # of a block: its 32 words a thread, and their addresses, take most of the registers
 
 
 class GpuLane:
@@ -91,7 +94,7 @@ class GpuLane:
             math.ceil(wire_bytes / (_PIECE_BYTES * self._blocks)),
             SLOTS=_SCRATCH_BYTES // _PIECE_BYTES,
             WORDS=_PIECE_BYTES // _WORD_BYTES,
-            num_warps=8,
+            num_warps=_WARPS,
         )
 
     def _through_host(self, wire_bytes: float) -> None:

@@ -149,7 +149,7 @@ class _Compute:
         run()
         (_, once) = self.clock.read([begin, self.clock.mark()])
         count = max(3, min(200, self.each_ns // max(1, once)))
-        if self.cuda:
+        if self.cuda and once < 2 * _HOST_NS:
             return self.queued_ns(run, count)
         marks = [self.clock.mark()]
         for _ in range(count):
@@ -159,8 +159,9 @@ class _Compute:
         return max(1.0, statistics.median(b - a for a, b in pairwise(read)))
 
     def queued_ns(self, run: Callable[[], Any], count: int) -> float:
-        """The median of about so many runs, of which several at a time wait in the device's queue:
-        the host takes longer to launch a short kernel than it runs."""
+        """The median of about so many runs of a short kernel, for which the host may need longer to
+        launch it than it runs: several at a time wait in the device's queue. (Long ones follow each
+        other by themselves, and heat the device as in training.)"""
         in_queue = min(_QUEUED, count)
         took = []
         for _ in range(max(3, count // in_queue)):

@@ -11,6 +11,9 @@ from overlapc.planning.report import Report
 from overlapc.report.table import table
 from overlapc.solvers.choice import Needs
 
+# What a GPU's host may take for a kernel of PyTorch's: docs/results.md has what one took.
+_SHORT_NS = 20_000
+
 
 def explain(report: Report) -> str:
     """Write a summary and a table, one row for each collective in order of issue."""
@@ -29,6 +32,7 @@ def explain(report: Report) -> str:
         f"  peak {_mb(timeline.peak_bytes)} MB of {_mb(budget)} MB "
         f"(all saved: {_mb(eager.peak_bytes)} MB)",
     ]
+    lines += _launches(problem)
     if not timeline.exposures:
         return "\n".join([*lines, "  no collectives"])
     rows: list[tuple[str, ...]] = [
@@ -51,6 +55,21 @@ def explain(report: Report) -> str:
         names = [modules.get(parse_issue(e.issue)[0], "") for e in timeline.exposures]
         rows = [(*row, name) for row, name in zip(rows, ["module", *names], strict=True)]
     return "\n".join([*lines, *table(rows, indent="  ")])
+
+
+def _launches(problem: Problem) -> list[str]:
+    """What an estimate leaves out if kernels are so short that a host may not keep up."""
+    costs = [problem.cost(op.name) for op in problem.trace.ops]
+    kernels = [cost.compute_ns for cost in costs if cost.compute_ns > 0]
+    if any(cost.source != "estimated" for cost in costs) or not kernels:
+        return []
+    mean_ns = sum(kernels) / len(kernels)
+    if mean_ns >= _SHORT_NS:
+        return []
+    return [
+        f"  {len(kernels)} kernels of {mean_ns / 1000:.1f} us on average: a host that needs longer "
+        "to launch one makes the step longer, which estimates leave out"
+    ]
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,16 @@ def test_a_model_on_the_meta_device_is_planned_as_one_with_data(tied):
     assert {name: id(p) for name, p in model.named_parameters()} == before
 
 
+def test_an_estimate_says_that_a_host_may_be_too_slow_for_it():
+    config = GPTConfig(layers=1, width=64, max_seq=16)
+    given = tokens(1, 16, seed=0), tokens(1, 16, seed=1)
+    _, report = overlapc.plan(GPT(config), *given, hardware="h100-sxm")
+    assert "a host that needs longer to launch one" in report.explain()
+    wide = nn.Linear(8192, 8192, device="meta")
+    _, report = overlapc.plan(wide, torch.empty(8192, 8192, device="meta"), hardware="h100-sxm")
+    assert "a host that needs longer" not in report.explain()
+
+
 def test_what_is_not_one_graph_for_dynamo_is_said():
     class Breaks(nn.Module):
         def __init__(self) -> None:
