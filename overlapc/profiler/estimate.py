@@ -36,6 +36,19 @@ _SAME_FLOPS = {
 }
 # They read the rows they are asked for, not the table they are given.
 _GATHERS = ("embedding", "index", "gather", "index_select", "slice_scatter", "select_scatter")
+# Kernels with a rate of their own, by op (`Hardware.streams`).
+_STREAMS = {
+    "native_layer_norm": "norm",
+    "_fused_rms_norm": "norm",
+    "native_layer_norm_backward": "norm_backward",
+    "_fused_rms_norm_backward": "norm_backward",
+    "_softmax": "softmax",
+    "_log_softmax": "softmax",
+    "_softmax_backward_data": "softmax_backward",
+    "_log_softmax_backward_data": "softmax_backward",
+    "_to_copy": "cast",
+    "native_dropout": "dropout",
+}
 
 
 @dataclass(frozen=True)
@@ -83,10 +96,17 @@ def describe(
 
 
 def priced(
-    described: Described, hardware: Hardware, known: Cache | None = None, attention: float = 1.0
+    described: Described,
+    hardware: Hardware,
+    known: Cache | None = None,
+    attention: float = 1.0,
+    own_kernels: bool = True,
 ) -> Profile:
     """The costs of all ops, as `estimate` has them. Fused attention takes `attention` times as long
-    as the machine's best kernels."""
+    as the machine's best kernels. Without PyTorch's `own_kernels` norms, losses and casts stream as
+    fast as additions do."""
+    if not own_kernels:
+        hardware = replace(hardware, streams={})
     groups = described.groups(hardware)
     found: dict[tuple[str, str, Work], Cost] = {}
     costs: dict[str, Cost] = {}
@@ -175,7 +195,7 @@ def _is_view(trace: Trace, op: Op) -> bool:
 def _work(node: fx.Node) -> Work:
     flops, moved, name = float(_flops(node)), _moved_bytes(node), _name(node)
     if not flops:
-        return Work("stream", moved_bytes=moved)
+        return Work("stream", moved_bytes=moved, stream=_STREAMS.get(name, ""))
     work = Work("matmul", flops, _dtype(node), moved)
     shapes = [
         [hint(n) for n in t.shape]

@@ -36,6 +36,7 @@ _FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
 _FILLS = ("attention_forward_fill", "attention_backward_fill")
 _LONG = ("attention_forward_long", "attention_backward_long")
+_STREAMS = ("norm", "norm_backward", "softmax", "softmax_backward", "cast", "dropout")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 
@@ -107,6 +108,8 @@ class Hardware:
     total: int = 0  # bytes that CUDA reports; 0: as many as the vendor says
     in_place: float = 0.0  # memory_efficiency of ops that write in place; 0: the same
     float8: float = 1.0  # the part of its peak that FP8 reaches, beside that of half precision
+    # Where they were measured: the part of the memory's rate that PyTorch's own kernels reach
+    streams: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def half_flops(self) -> float:
@@ -120,6 +123,11 @@ class Hardware:
 
     def memory_ns(self, moved_bytes: float) -> float:
         return moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e9
+
+    def stream_ns(self, moved_bytes: float, kernel: str) -> float:
+        """How long a kernel of PyTorch's takes that mostly moves memory."""
+        efficiency = self.streams.get(kernel, self.memory_efficiency)
+        return moved_bytes / (self.memory_bytes_per_s * efficiency) * 1e9
 
     def in_place_ns(self, moved_bytes: float) -> float:
         efficiency = self.in_place or self.memory_efficiency
@@ -242,6 +250,9 @@ def format_hardware(machine: Hardware) -> str:
         figure("memory.efficiency", machine.memory_efficiency),
     ]
     lines += [figure("memory.in_place", machine.in_place)] if machine.in_place else []
+    if machine.streams:
+        lines += ["", "# PyTorch's own kernels, parts of memory.bytes_per_s", "[streams]"]
+        lines += [figure(f"streams.{name}", part) for name, part in machine.streams.items()]
     lines += ["", "[compute]", figure("compute.launch_ns", machine.launch_ns)]
     lines += [figure("compute.float8", machine.float8)] if machine.float8 != 1.0 else []
     lines += [
@@ -305,6 +316,7 @@ class _TomlReader:
             total=self.whole("memory.total") if self.has("memory.total") else 0,
             in_place=self.part("memory.in_place") if self.has("memory.in_place") else 0.0,
             float8=self.part("compute.float8") if self.has("compute.float8") else 1.0,
+            streams=self.streams() if "streams" in self.data else {},
         )
         self.require(
             found.total_bytes >= found.memory_bytes, "memory.total",
@@ -323,6 +335,9 @@ class _TomlReader:
             {key: self.number(f"kernels.{key}") for key in _FILLS},
             {key: self.table(f"kernels.{key}") for key in _LONG if self.has(f"kernels.{key}")},
         )
+
+    def streams(self) -> dict[str, float]:
+        return {key: self.part(f"streams.{key}") for key in _STREAMS if self.has(f"streams.{key}")}
 
     def link(self, name: str) -> LinkSpec:
         given = self.section(name)

@@ -35,6 +35,8 @@ _LAYERS = (
 # Heads of all sequences, tokens of each.
 _ATTENTION = ((8, 2048), (64, 2048), (128, 2048), (4, 4096), (64, 4096), (8, 8192), (32, 8192))
 _WIDTH = 128  # of a head
+_STREAMED = (16384, 4096)  # of what passes through a norm; 134 MB in bfloat16
+_SCORES = (4096, 32000)  # of a vocabulary's words for each token
 _BACKWARD = 2.5  # times the forward's flops: five products instead of two
 _LAYOUTS = ("tn", "nn", "nt")
 _RAMPS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -138,27 +140,28 @@ def fit(
     return Kernels(multiprocessors, ramp, short, fills)
 
 
-def time_products(time_ns: Timer) -> list[ProductTime]:
-    """Products of a layer's shapes in bfloat16. `time_ns` times a function on the GPU, less what
+def time_products(time_ns: Timer, device: Any) -> list[ProductTime]:
+    """Products of a layer's shapes in bfloat16. `time_ns` times a function on the device, less what
     every kernel takes for its launch."""
     import torch
 
+    made = partial(_random, device)
     found = []
     for m, n, k, layout in layers():
-        left = _random(k, m).t() if layout == "nt" else _random(m, k)
-        right = _random(n, k).t() if layout == "tn" else _random(k, n)
+        left = made(k, m).t() if layout == "nt" else made(m, k)
+        right = made(n, k).t() if layout == "tn" else made(k, n)
         found.append(ProductTime(m, n, k, layout, time_ns(partial(torch.mm, left, right))))
     return found
 
 
-def time_attention(time_ns: Timer) -> list[AttentionTime]:
+def time_attention(time_ns: Timer, device: Any) -> list[AttentionTime]:
     """Causal attention of several sizes in bfloat16, by the kernel that PyTorch chooses."""
     import torch
     import torch.nn.functional as F
 
     found = []
     for heads, seq in _ATTENTION:
-        given = [_random(1, heads, seq, _WIDTH).requires_grad_() for _ in range(3)]
+        given = [_random(device, 1, heads, seq, _WIDTH).requires_grad_() for _ in range(3)]
         forward = partial(F.scaled_dot_product_attention, *given, is_causal=True)
         mixed = forward()
         gradient = torch.randn_like(mixed)
@@ -168,8 +171,34 @@ def time_attention(time_ns: Timer) -> list[AttentionTime]:
     return found
 
 
-def _random(*sizes: int) -> Any:
+def time_streams(time_ns: Timer, device: Any) -> dict[str, float]:
+    """Bytes per second of kernels that read and write more slowly than a copy does."""
+    import torch
+
+    aten = torch.ops.aten
+    x = _random(device, *_STREAMED)
+    y, width = torch.randn_like(x), [x.shape[1]]
+    scale, shift = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    _, mean, deviation = aten.native_layer_norm(x, width, scale, shift, 1e-5)
+    words = _random(device, *_SCORES).float()
+    scores = torch.log_softmax(words, 1)
+    normed = x, width, mean, deviation, scale, shift, [True] * 3
+    runs: dict[str, tuple[Callable[[], Any], int]] = {
+        "norm": (partial(aten.native_layer_norm, x, width, scale, shift, 1e-5), 2 * x.nbytes),
+        "norm_backward": (partial(aten.native_layer_norm_backward, y, *normed), 3 * x.nbytes),
+        "softmax": (partial(torch.log_softmax, words, 1), 2 * words.nbytes),
+        "softmax_backward": (
+            partial(aten._log_softmax_backward_data, words, scores, 1, words.dtype),
+            3 * words.nbytes,
+        ),
+        "cast": (partial(x.to, torch.float32), 3 * x.nbytes),
+        "dropout": (partial(aten.native_dropout, x, 0.1, True), 2 * x.nbytes + x.numel()),
+    }
+    return {name: moved / time_ns(run) * 1e9 for name, (run, moved) in runs.items()}
+
+
+def _random(device: Any, *sizes: int) -> Any:
     """Equal numbers would take less power, and so less time."""
     import torch
 
-    return torch.randn(sizes, dtype=torch.bfloat16, device="cuda")
+    return torch.randn(sizes, dtype=torch.bfloat16, device=device)

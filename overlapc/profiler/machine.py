@@ -21,7 +21,7 @@ from overlapc.emulate.model import Kind, Link
 from overlapc.errors import OptionError
 from overlapc.profiler.clock import Clock, device_name
 from overlapc.profiler.hardware import Hardware, Kernels, LinkSpec
-from overlapc.profiler.kernels import Timer, fit, time_attention, time_products
+from overlapc.profiler.kernels import Timer, fit, time_attention, time_products, time_streams
 from overlapc.profiler.link_model import Collective
 from overlapc.profiler.link_spec import Table
 from overlapc.profiler.links import measure_links
@@ -54,7 +54,8 @@ def measure_machine(name: str, base: Hardware, budget_s: float = 30.0) -> Hardwa
     sources = {
         key: f"not measured: as {base.name} ({text})"
         for key, text in base.sources.items()
-        if not key.startswith("kernels.") and key not in ("memory.total", "memory.in_place")
+        if not key.startswith(("kernels.", "streams."))
+        and key not in ("memory.total", "memory.in_place")
     }
     share = 0.4 if ranks > 1 else 1.0
     machine = _Compute(device, budget_s * share).measure(base, sources, said)
@@ -118,6 +119,13 @@ class _Compute:
             for key in ("multiprocessors", "ramp", *kernels.parts, *kernels.fills):
                 sources[f"kernels.{key}"] = f"{said}: fitted to products and attention of layers"
         copied, added, in_place = self.copy_rate(), self.add_rate(), self.in_place_rate()
+        streams: dict[str, float] = {}
+        if self.cuda:
+            timer: Timer = lambda run: max(1.0, self.time_ns(run) - launch_ns)  # noqa: E731
+            rates_of = time_streams(timer, self.device)
+            streams = {name: min(1.0, _short(rate / copied)) for name, rate in rates_of.items()}
+            for name in streams:
+                sources[f"streams.{name}"] = f"{said}: PyTorch's own kernel, of the copy rate"
         sources["memory.bytes_per_s"] = f"{said}: copy of {self.large_bytes / 1e6:.0f} MB"
         sources["memory.efficiency"] = f"{said}: x + x into new memory, of the copy rate"
         sources["memory.in_place"] = f"{said}: x += y, of the copy rate"
@@ -127,6 +135,7 @@ class _Compute:
             memory_bytes_per_s=copied,
             memory_efficiency=min(1.0, _short(added / copied)),
             in_place=min(1.0, _short(in_place / copied)),
+            streams=streams,
             launch_ns=launch_ns,
             kernels=kernels,
             matmul_efficiency=tuple((float(n), _short(rate / peak)) for n, rate in rates.items()),
@@ -137,7 +146,7 @@ class _Compute:
         """How fast kernels are by their shapes, as parts of the peak or of the fastest product's
         rate, if that is higher; and that rate."""
         timer: Timer = lambda run: max(1.0, self.time_ns(run) - launch_ns)  # noqa: E731
-        products, attention = time_products(timer), time_attention(timer)
+        products, attention = time_products(timer, self.device), time_attention(timer, self.device)
         fastest = _short(max(time.rate() for time in products))
         count = torch.cuda.get_device_properties(self.device).multi_processor_count
         return fit(products, attention, max(peak, fastest), count), fastest

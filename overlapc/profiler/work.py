@@ -52,6 +52,7 @@ class Work:
     product: Product | None = None
     attention: Attention | None = None
     traffic: tuple[Kind, int] | None = None  # of a collective: its kind and its bytes
+    stream: str = ""  # the kernel that streams its bytes, where it has a rate of its own
 
 
 def work_ns(machine: Hardware, work: Work, attention: float = 1.0) -> int:
@@ -62,7 +63,9 @@ def work_ns(machine: Hardware, work: Work, attention: float = 1.0) -> int:
     if work.kind == "collective":
         return machine.launch_ns
     flops_ns = _flops_ns(machine, work, attention) if work.flops else 0.0
-    return round(machine.launch_ns + max(flops_ns, machine.memory_ns(work.moved_bytes)))
+    return round(
+        machine.launch_ns + max(flops_ns, machine.stream_ns(work.moved_bytes, work.stream))
+    )
 
 
 def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:

@@ -64,6 +64,11 @@ class Framework:
     # stage behind theirs, and behind a backward with the one before: in 1F1B, and interleaved
     waits: tuple[int, int] = 0, 0
 
+    @property
+    def own_kernels(self) -> bool:
+        """Does it run norms, losses and casts by PyTorch's own kernels?"""
+        return self.name == "overlapc"
+
     def plan(self, recompute: str) -> str:
         """The solver that plans as this framework runs, by what it recomputes: none, selective,
         full, or of Megatron the modules behind `selective:`."""

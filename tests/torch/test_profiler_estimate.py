@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlapc.errors import OptionError
 from overlapc.ir import Profile, Slowdown
 from overlapc.passes.capture import capture
 from overlapc.passes.trace import Captured
-from overlapc.profiler.estimate import estimate
+from overlapc.profiler.estimate import describe, estimate, priced
 from overlapc.profiler.hardware import load_hardware
 
 H100, CPU = load_hardware("h100-sxm"), load_hardware("cpu-gloo")
@@ -169,3 +170,21 @@ def test_ten_thousand_nodes_take_less_than_two_seconds() -> None:
         )
         estimate(captured, CPU)
     assert time.perf_counter() - began < 2 * 3  # others may be using these cores
+
+
+class Norm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:])
+
+
+def test_pytorchs_own_kernels_stream_at_rates_of_their_own() -> None:
+    assert H100.stream_ns(1e9, "") == H100.memory_ns(1e9)
+    assert H100.stream_ns(1e9, "norm") > H100.memory_ns(1e9)
+    with FakeTensorMode():
+        x = torch.empty(4096, 4096, requires_grad=True)
+        captured = capture(Norm(), x)
+    (own,) = cost_of(captured, estimate(captured, H100), "aten.native_layer_norm.")
+    assert own == pytest.approx(H100.launch_ns + H100.stream_ns(2 * x.nbytes, "norm"), rel=0.01)
+    fused = priced(describe(captured), H100, own_kernels=False)
+    (as_fast,) = cost_of(captured, fused, "aten.native_layer_norm.")
+    assert as_fast == pytest.approx(H100.launch_ns + H100.memory_ns(2 * x.nbytes), rel=0.01)

@@ -256,3 +256,13 @@ def test_damaged_files_are_typed_errors(seeds: range, tmp_path: Path) -> None:
             refused.append(str(error))
     assert 0 < len(refused) < len(seeds)
     assert all(str(path) in said for said in refused)
+
+
+def test_streams_are_read_and_written(tmp_path: Path) -> None:
+    machine = load_hardware("h100-sxm")
+    path = tmp_path / "here.toml"
+    path.write_text(format_hardware(machine))
+    assert load_hardware(path).streams == machine.streams
+    path.write_text(path.read_text().replace("norm_backward =", "norm_sideways ="))
+    with pytest.raises(FileError, match=r"streams\.norm_sideways"):
+        load_hardware(path)
