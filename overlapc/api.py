@@ -21,7 +21,7 @@ from overlapc.ir import Plan
 from overlapc.passes import capture as direct
 from overlapc.passes import joint
 from overlapc.passes.as_eager import CAPTURE
-from overlapc.passes.from_meta import on_cpu
+from overlapc.passes.meta_stand_ins import has_meta, instead_of_meta
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
 from overlapc.passes.untraced import refuse_switched_off
@@ -103,8 +103,21 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
     `model(*args)` must return tensors, at least one of which requires a gradient.
     """
     refuse_unmade("capture", model)
-    with on_cpu(model, (args, kwargs)) as (args, kwargs):
+    if not has_meta(model, (args, kwargs)):
         return _captured(model, args, kwargs)
+    try:
+        with instead_of_meta(model, (args, kwargs)) as (made, named):
+            return _captured(model, made, named)
+    except CaptureError as error:
+        captured = _captured(model, args, kwargs)
+        warnings.warn(
+            "overlapc captured the model on the meta device, where PyTorch has other ops for "
+            "attention and losses than on a CPU or a GPU: times and memory are of those. With "
+            f"tensors of a CPU in their place it could not be captured: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return captured
 
 
 def _captured(model: nn.Module, args: Any, kwargs: Any) -> Captured:

@@ -12,8 +12,8 @@ Three kinds of delay bracket what a real collective does to the compute beside i
                  host bus does, which may be slower than the link asked for
     contending   a few thread blocks copy the wire bytes inside the GPU, paced to last exactly
                  as long as the link: memory traffic and multiprocessors, as NCCL's kernels.
-                 As theirs, a block is so large that a multiprocessor has room for one: small ones
-                 share the first that is free beside a product, and copy at a quarter of their rate
+                 As theirs, a block is so large that a multiprocessor has room for one. (Beside a
+                 product small ones land on one multiprocessor together, and copy slowly.)
 
 Memory is bounded: one scratch buffer for each device, whatever the size of the collectives.
 Triton, which CUDA builds of torch ship, compiles the two kernels on first use.

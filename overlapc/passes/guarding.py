@@ -57,8 +57,8 @@ _HOOKS = (
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
 )
-# PyTorch's switches: which kernels it may choose from while it traces. (Those that count while ops
-# run are in switches.py.)
+# PyTorch's switches: which kernels it may choose from while it traces. Those that also count while
+# ops run are in switches.py.
 _SWITCHES = [
     *(name for name in dir(torch._C) if re.fullmatch("_get_.*_enabled", name)),
     *("_get_sdp_priority_order", "_get_math_sdp_allow_fp16_bf16_reduction"),

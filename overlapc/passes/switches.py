@@ -1,8 +1,8 @@
 """PyTorch's switches that say by which kernels an op computes while it runs, and how precisely.
 
-A graph is traced with the switches of its forward. They may be others when its backward runs
-(`with tf32(): loss = model(x)`, then `loss.backward()`). Eager's forward ran with the first and its
-backward runs with the second; what a backward graph recomputes is of the forward.
+They may be others in a backward than in its forward (`with tf32(): loss = model(x)`, then
+`loss.backward()`). What a backward graph recomputes belongs to the forward: it has to be computed
+with the forward's switches, and the gradients with those of now.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
-# As torch._C names them, behind `_get_` and `_set_`; in the order in which they are set. Each
-# release of PyTorch has most of them.
+# As torch._C names them, behind `_get_` and `_set_`. They are set in this order: a later one may
+# change what an earlier one has set. Each release of PyTorch has most of them.
 _NAMES = (
-    "float32_matmul_precision",
     "cublas_allow_tf32",
+    "float32_matmul_precision",
     "cublas_allow_fp16_accumulation",
     "cublas_allow_fp16_reduced_precision_reduction",
     "cublas_allow_bf16_reduced_precision_reduction",
+    "cpu_allow_fp16_reduced_precision_reduction",
     "cudnn_allow_tf32",
     "cudnn_benchmark",
     "cudnn_deterministic",
@@ -30,12 +31,13 @@ _NAMES = (
     "mkldnn_enabled",
     "nnpack_enabled",
     "blas_preferred_backend",
+    "linalg_preferred_backend",
 )
 _FLAGS = tuple(name for name in _NAMES if hasattr(torch._C, f"_get_{name}"))
-_PRECISIONS = tuple(
-    (backend, op)
-    for backend in ("generic", "cuda", "mkldnn")
-    for op in (("all",) if backend == "generic" else ("all", "matmul", "conv", "rnn"))
+# An op's precision follows its backend's, and that the generic one, unless it is set itself.
+_PRECISIONS = (
+    ("generic", "all"),
+    *((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")),
 )
 
 Switches = Mapping[Any, Any]
@@ -60,53 +62,94 @@ def switches() -> Switches:
 def switched(wanted: Switches) -> Iterator[None]:
     """Within this context the switches are as `wanted`."""
     before = switches()
-    _switch(wanted)
     try:
+        _switch(wanted)
         yield
     finally:
         _switch(before)
 
 
+def changed(before: Switches) -> str:
+    """Which switches are others now, in words; empty if none is."""
+    now = switches()
+    names = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return ", ".join(f"{_said(key)} was {before.get(key)} and is {now.get(key)}" for key in names)
+
+
+def _said(key: Any) -> str:
+    return f"fp32_precision of {key[0]} {key[1]}" if isinstance(key, tuple) else str(key)
+
+
 def _switch(wanted: Switches) -> None:
+    """Set what is otherwise. (What is not set explicitly follows what is above it.)"""
     for name in _FLAGS:
-        if name in wanted:
+        if name in wanted and _now(name) != wanted[name]:
             value = wanted[name]
             getattr(torch._C, f"_set_{name}")(*(value if isinstance(value, tuple) else (value,)))
     for pair in _PRECISIONS:
-        if pair in wanted:
+        if pair in wanted and torch._C._get_fp32_precision_getter(*pair) != wanted[pair]:
             torch._C._set_fp32_precision_setter(*pair, wanted[pair])
     on, warn_only = wanted["deterministic"]
-    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    torch._C._set_deterministic_algorithms(on, warn_only=warn_only)
 
 
-def as_in_forward(
-    backward: fx.GraphModule, run: Callable[[list[Any]], Any], forwards: Switches
-) -> Callable[[list[Any]], Any]:
-    """`run`, the code of a backward graph. Where it is called with other switches than `forwards`,
-    what it recomputes is computed with these. It is then interpreted, which takes longer."""
-    if not any(map(_is_recomputed, backward.graph.nodes)):
-        return run
+def _now(name: str) -> Any:
+    try:
+        return getattr(torch._C, f"_get_{name}")()
+    except RuntimeError:  # it cannot be read: it is not as wanted
+        return None
 
-    def called(arguments: list[Any]) -> Any:
-        if switches() == forwards:
+
+class InForwardsWay:
+    """Runs a backward graph so that what it recomputes is computed with the switches with which
+    `forward`, the code of its forward graph, last ran."""
+
+    def __init__(self) -> None:
+        self._forwards = switches()
+
+    def forward(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def called(arguments: list[Any]) -> Any:
+            self._forwards = switches()
             return run(arguments)
-        return _Interpreter(backward, forwards).boxed_run(arguments)
 
-    called._boxed_call = True  # type: ignore[attr-defined]
-    return called
+        called._boxed_call = True  # type: ignore[attr-defined]
+        return called
+
+    def backward(
+        self, module: fx.GraphModule, run: Callable[[list[Any]], Any]
+    ) -> Callable[[list[Any]], Any]:
+        """`run`, the code of the backward graph; with other switches it is interpreted, which takes
+        longer."""
+        if not any(map(_is_recomputed, module.graph.nodes)):
+            return run
+
+        def called(arguments: list[Any]) -> Any:
+            now = switches()
+            if now == self._forwards:
+                return run(arguments)
+            try:
+                return _Interpreter(module, self._forwards, now).boxed_run(arguments)
+            finally:
+                _switch(now)
+
+        called._boxed_call = True  # type: ignore[attr-defined]
+        return called
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, backward: fx.GraphModule, forwards: Switches) -> None:
-        super().__init__(backward)
-        self.forwards = forwards
+    def __init__(self, module: fx.GraphModule, forwards: Switches, backwards: Switches) -> None:
+        super().__init__(module)
+        self.forwards, self.backwards, self.now = forwards, backwards, backwards
 
     def run_node(self, n: fx.Node) -> Any:
-        if not _is_recomputed(n):
-            return super().run_node(n)
-        with switched(self.forwards):
-            return super().run_node(n)
+        wanted = self.forwards if _is_recomputed(n) else self.backwards
+        if n.op == "call_function" and wanted is not self.now:
+            _switch(wanted)
+            self.now = wanted
+        return super().run_node(n)
 
 
 def _is_recomputed(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
+    """A random op that is recomputed is another one, which takes the generator's state."""
+    tagged = node.meta.get("partitioner_tag") == "is_forward" or "rng_state" in str(node.target)
+    return node.op == "call_function" and tagged

@@ -100,12 +100,12 @@ def priced(
     hardware: Hardware,
     known: Cache | None = None,
     attention: float = 1.0,
-    own_kernels: bool = True,
+    pytorch_kernels: bool = True,
 ) -> Profile:
     """The costs of all ops, as `estimate` has them. Fused attention takes `attention` times as long
-    as the machine's best kernels. Without PyTorch's `own_kernels` norms, losses and casts stream as
-    fast as additions do."""
-    if not own_kernels:
+    as the machine's best kernels. Without `pytorch_kernels` others run in their place: norms,
+    losses, casts and dropout then stream as fast as additions do."""
+    if not pytorch_kernels:
         hardware = replace(hardware, streams={})
     groups = described.groups(hardware)
     found: dict[tuple[str, str, Work], Cost] = {}

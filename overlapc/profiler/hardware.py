@@ -122,7 +122,7 @@ class Hardware:
         return flops / (peak * efficiency) * 1e9
 
     def memory_ns(self, moved_bytes: float) -> float:
-        return moved_bytes / (self.memory_bytes_per_s * self.memory_efficiency) * 1e9
+        return self.stream_ns(moved_bytes, "")
 
     def stream_ns(self, moved_bytes: float, kernel: str) -> float:
         """How long a kernel of PyTorch's takes that mostly moves memory."""

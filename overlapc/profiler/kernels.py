@@ -6,6 +6,7 @@ those measured, by the median of their errors.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -155,20 +156,30 @@ def time_products(time_ns: Timer, device: Any) -> list[ProductTime]:
 
 
 def time_attention(time_ns: Timer, device: Any) -> list[AttentionTime]:
-    """Causal attention of several sizes in bfloat16, by the kernel that PyTorch chooses."""
+    """Causal attention of several sizes in bfloat16, by the kernel that PyTorch chooses. A size
+    for which the memory does not suffice is left out."""
     import torch
-    import torch.nn.functional as F
 
     found = []
     for heads, seq in _ATTENTION:
-        given = [_random(device, 1, heads, seq, _WIDTH).requires_grad_() for _ in range(3)]
-        forward = partial(F.scaled_dot_product_attention, *given, is_causal=True)
-        mixed = forward()
-        gradient = torch.randn_like(mixed)
-        backward = partial(torch.autograd.grad, mixed, given, gradient, retain_graph=True)
-        found.append(AttentionTime(heads, seq, False, time_ns(forward)))
-        found.append(AttentionTime(heads, seq, True, time_ns(backward)))
+        with contextlib.suppress(torch.OutOfMemoryError):
+            found += _attention_times(time_ns, device, heads, seq)
     return found
+
+
+def _attention_times(time_ns: Timer, device: Any, heads: int, seq: int) -> list[AttentionTime]:
+    import torch
+    import torch.nn.functional as F
+
+    given = [_random(device, 1, heads, seq, _WIDTH).requires_grad_() for _ in range(3)]
+    forward = partial(F.scaled_dot_product_attention, *given, is_causal=True)
+    mixed = forward()
+    gradient = torch.randn_like(mixed)
+    backward = partial(torch.autograd.grad, mixed, given, gradient, retain_graph=True)
+    return [
+        AttentionTime(heads, seq, False, time_ns(forward)),
+        AttentionTime(heads, seq, True, time_ns(backward)),
+    ]
 
 
 def time_streams(time_ns: Timer, device: Any) -> dict[str, float]:

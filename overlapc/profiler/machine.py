@@ -110,18 +110,19 @@ class _Compute:
         sources["compute.launch_ns"] = f"{said}: add of 16 floats"
         sources["compute.attention_efficiency"] = f"{said}: causal, forward"
         launch_ns = max(1, self.launch_ns())
+        timer: Timer = lambda run: max(1.0, self.time_ns(run) - launch_ns)  # noqa: E731
         kernels = None
         if self.cuda:
-            kernels, fastest = self.kernels(peak, launch_ns)
+            kernels, fastest = self.kernels(peak, timer)
             if fastest > peak:
                 peak = peaks["bfloat16"] = fastest
                 sources["peak_flops.bfloat16"] = f"{said}: the fastest of a layer's products"
+                sources["compute.matmul_efficiency"] = f"{said}: {often}, square, of peak_flops"
             for key in ("multiprocessors", "ramp", *kernels.parts, *kernels.fills):
                 sources[f"kernels.{key}"] = f"{said}: fitted to products and attention of layers"
         copied, added, in_place = self.copy_rate(), self.add_rate(), self.in_place_rate()
         streams: dict[str, float] = {}
         if self.cuda:
-            timer: Timer = lambda run: max(1.0, self.time_ns(run) - launch_ns)  # noqa: E731
             rates_of = time_streams(timer, self.device)
             streams = {name: min(1.0, _short(rate / copied)) for name, rate in rates_of.items()}
             for name in streams:
@@ -142,10 +143,9 @@ class _Compute:
             attention_efficiency=min(1.0, _short(self.attention_rate(often) / peak)),
         )
 
-    def kernels(self, peak: float, launch_ns: int) -> tuple[Kernels, float]:
+    def kernels(self, peak: float, timer: Timer) -> tuple[Kernels, float]:
         """How fast kernels are by their shapes, as parts of the peak or of the fastest product's
         rate, if that is higher; and that rate."""
-        timer: Timer = lambda run: max(1.0, self.time_ns(run) - launch_ns)  # noqa: E731
         products, attention = time_products(timer, self.device), time_attention(timer, self.device)
         fastest = _short(max(time.rate() for time in products))
         count = torch.cuda.get_device_properties(self.device).multi_processor_count

@@ -190,7 +190,7 @@ def _slowdown(free_ns: float, alone_ns: float, beside_ns: float, rest_ns: float)
 def _batch(device: torch.device) -> Callable[[int], None]:
     """Return a function that runs so many units of work that is mostly matmul, as in layers."""
     if device.type == "cpu":
-        a = torch.full((512, 512), 1 / 512, device=device)
+        a = torch.full((512, 512), 1 / 512, dtype=torch.float32, device=device)
     else:  # longer than the host takes to launch one, of numbers that cost the power of real ones
         generator = torch.Generator(device).manual_seed(0)
         a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device, generator=generator)

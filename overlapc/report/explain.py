@@ -67,8 +67,8 @@ def _launches(problem: Problem) -> list[str]:
     if mean_ns >= _SHORT_NS:
         return []
     return [
-        f"  {len(kernels)} kernels of {mean_ns / 1000:.1f} us on average: a host that needs longer "
-        "to launch one makes the step longer, which estimates leave out"
+        f"  {len(kernels)} kernels of {mean_ns / 1000:.1f} us on average: a GPU's host that needs "
+        "longer to launch one makes the step longer, which estimates leave out"
     ]
 
 

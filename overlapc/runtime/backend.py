@@ -33,7 +33,7 @@ from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.nodes import line_of, primal_nodes
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.second import taken_again
-from overlapc.passes.switches import as_in_forward, switches
+from overlapc.passes.switches import InForwardsWay
 from overlapc.passes.tangents import as_they_come, given, is_hidden
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
@@ -130,12 +130,12 @@ class Backend:
             return compile_with_inductor(gm, example_inputs, partition)
         # As in eager, random numbers are drawn even if nothing reads them.
         random = inductor_config.patch(fallback_random=True)
-        now = switches()  # PyTorch compiles a backward when it is first called
+        way = InForwardsWay()
         with as_eager(traced), as_they_come(), random:
             return aot_autograd(
-                fw_compiler=_run_as_ordered,
+                fw_compiler=lambda module, inputs: way.forward(_run_as_ordered(module, inputs)),
                 bw_compiler=lambda module, inputs: given(
-                    as_in_forward(module, _run_as_ordered(module, inputs), now),
+                    way.backward(module, _run_as_ordered(module, inputs)),
                     module,
                     is_hidden(gm),
                     self._differs,

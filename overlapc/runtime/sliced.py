@@ -30,6 +30,7 @@ from overlapc.layers import sliced
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Run, Stop, Traced, capture_as_called, owner_of
 from overlapc.passes.parts import parameter_gradients
+from overlapc.passes.switches import changed, switches
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -276,6 +277,7 @@ class _Batch:
         read = [name for name in program.joint.inputs if isinstance(states[0].get(name), Tensor)]
         self.read = [state[name] for state in states for name in read if name in state]
         self.versions = [_version(tensor) for tensor in self.read]
+        self.switches = switches()
         self.leaves: list[list[Tensor]] = []  # that gradients are gathered in, by owner
 
     def owned(self, given: Given, each: Sequence[Given]) -> list[Tensor]:
@@ -313,6 +315,11 @@ class _Batch:
             raise RuntimeError(
                 "a parameter, buffer or input that the backward reads was changed in place after "
                 "the forward; expected the optimizer's step behind the backward"
+            )
+        if self.program.report.plan.recomputed and (others := changed(self.switches)):
+            raise RuntimeError(
+                "a switch of PyTorch's changed after the forward of a batch in slices, whose "
+                f"backward recomputes: {others}; expected it to be set around both, or slices=1"
             )
         self.read.clear()
         flight = SlicedFlight(self.program, states)

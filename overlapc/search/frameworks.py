@@ -65,7 +65,7 @@ class Framework:
     waits: tuple[int, int] = 0, 0
 
     @property
-    def own_kernels(self) -> bool:
+    def pytorch_kernels(self) -> bool:
         """Does it run norms, losses and casts by PyTorch's own kernels?"""
         return self.name == "overlapc"
 

@@ -198,7 +198,7 @@ def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], fl
     if not key.model.whole:
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
     step = TrainingStep(gradients=module.gradients, add_ns_per_kib=add_ns)
-    own = framework.own_kernels
+    own = framework.pytorch_kernels
     profile = priced(described, machine, known, framework.attention, own)
     if key.fp8:
         experts = getattr(key.model, "experts", 0)

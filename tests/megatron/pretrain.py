@@ -78,7 +78,8 @@ def stand_in() -> None:
     sys.modules[helpers.__name__] = helpers
     for name in ("pydantic", "regex", "six", "yaml"):  # of tokenizers and files that are not used
         if importlib.util.find_spec(name) is None:
-            sys.modules[name] = MagicMock()
+            # its classes are bases, and stand in annotations
+            sys.modules[name] = MagicMock(BaseModel=type("BaseModel", (), {}))
     cpu.stand_in()
 
     import megatron.core.datasets.utils as datasets

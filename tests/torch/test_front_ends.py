@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -91,14 +92,57 @@ def test_a_model_on_the_meta_device_is_planned_as_one_with_data(tied):
     assert {name: id(p) for name, p in model.named_parameters()} == before
 
 
+class Odd(nn.Module):
+    """Has tensors in places that are neither parameters nor buffers."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, device=device)
+        self.inner.weight.scale = 2.0
+        self.turns = torch.arange(8.0, device=device)
+        self.held = [self.inner.weight, {"shift": torch.ones(8, device=device)}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.turns * self.inner.weight.scale + self.held[1]["shift"]
+        z: Tensor = y @ self.held[0] + torch.arange(8.0)
+        return z.tanh()
+
+
+def test_so_it_is_with_tensors_that_modules_hold_otherwise():
+    real = overlapc.capture(Odd("cpu"), randn(4, 8)).trace
+    model = Odd("meta")
+    before = dict(vars(model))
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("error")
+        meta = overlapc.capture(model, torch.empty(4, 8)).trace
+    assert real.digest == meta.digest
+    assert all(vars(model)[name] is value for name, value in before.items())
+
+
+class StaysOnMeta(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) + torch.ones(8, device="meta")
+        return y
+
+
+def test_a_model_that_needs_its_meta_tensors_is_captured_there_and_that_is_said():
+    with pytest.warns(RuntimeWarning, match="on the meta device, where PyTorch has other ops"):
+        captured = overlapc.capture(StaysOnMeta(), torch.empty(4, 8, device="meta"))
+    assert captured.trace.ops
+
+
 def test_an_estimate_says_that_a_host_may_be_too_slow_for_it():
     config = GPTConfig(layers=1, width=64, max_seq=16)
     given = tokens(1, 16, seed=0), tokens(1, 16, seed=1)
     _, report = overlapc.plan(GPT(config), *given, hardware="h100-sxm")
-    assert "a host that needs longer to launch one" in report.explain()
+    assert "a GPU's host that needs longer to launch one" in report.explain()
     wide = nn.Linear(8192, 8192, device="meta")
     _, report = overlapc.plan(wide, torch.empty(8192, 8192, device="meta"), hardware="h100-sxm")
-    assert "a host that needs longer" not in report.explain()
+    assert "a GPU's host that needs longer" not in report.explain()
 
 
 def test_what_is_not_one_graph_for_dynamo_is_said():

@@ -177,7 +177,7 @@ class Norm(nn.Module):
         return F.layer_norm(x, x.shape[-1:])
 
 
-def test_pytorchs_own_kernels_stream_at_rates_of_their_own() -> None:
+def test_pytorchs_pytorch_kernels_stream_at_rates_of_their_own() -> None:
     assert H100.stream_ns(1e9, "") == H100.memory_ns(1e9)
     assert H100.stream_ns(1e9, "norm") > H100.memory_ns(1e9)
     with FakeTensorMode():
@@ -185,6 +185,6 @@ def test_pytorchs_own_kernels_stream_at_rates_of_their_own() -> None:
         captured = capture(Norm(), x)
     (own,) = cost_of(captured, estimate(captured, H100), "aten.native_layer_norm.")
     assert own == pytest.approx(H100.launch_ns + H100.stream_ns(2 * x.nbytes, "norm"), rel=0.01)
-    fused = priced(describe(captured), H100, own_kernels=False)
+    fused = priced(describe(captured), H100, pytorch_kernels=False)
     (as_fast,) = cost_of(captured, fused, "aten.native_layer_norm.")
     assert as_fast == pytest.approx(H100.launch_ns + H100.memory_ns(2 * x.nbytes), rel=0.01)
