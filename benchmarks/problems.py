@@ -153,7 +153,7 @@ def costed(stage: Stage, hardware: str) -> Problem:
     lanes = {lane: stage.ranks for lane in graph.trace.lanes}
     # By the size of matrices alone, as when the set was listed: plans of then stay comparable.
     machine = load_hardware(hardware)
-    machine = replace(machine, kernels=None, intra=replace(machine.intra, measured=()))
+    machine = replace(machine, kernels=None, streams={}, intra=replace(machine.intra, measured=()))
     return formulate(graph.trace, estimate(graph, machine, lanes))
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from overlapc.profiler.hardware import Kernels
+from overlapc.profiler.shapes import Kernels
 
 Timer = Callable[[Callable[[], Any]], float]
 

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from overlapc.emulate.model import Kind, Link
 from overlapc.errors import OptionError
 from overlapc.profiler.clock import Clock, device_name
-from overlapc.profiler.hardware import Hardware, Kernels, LinkSpec
+from overlapc.profiler.hardware import Hardware, LinkSpec
 from overlapc.profiler.kernels import Timer, fit, time_attention, time_products, time_streams
 from overlapc.profiler.link_model import Collective
 from overlapc.profiler.link_spec import Table
 from overlapc.profiler.links import measure_links
+from overlapc.profiler.shapes import Kernels
 
 __all__ = ["measure_machine"]
 

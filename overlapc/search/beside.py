@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from overlapc.ir import Op, Profile, Trace
-from overlapc.profiler.hardware import Hardware, filled
+from overlapc.profiler.hardware import Hardware
+from overlapc.profiler.shapes import filled
 from overlapc.profiler.work import Product, Work
 
 _SPLITS, _SCATTERING = 4, 16  # num_splits; num_sm is 8 to 24

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from overlapc.profiler.hardware import Kernels
 from overlapc.profiler.kernels import AttentionTime, ProductTime, fit, layers
+from overlapc.profiler.shapes import Kernels
 
 PEAK, MULTIPROCESSORS = 700e12, 132
 TRUE = Kernels(

@@ -74,6 +74,7 @@ LAYERS = {
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),
     "profiler.link_spec": Layer("emulate ir"),
+    "profiler.shapes": Layer(""),
     "profiler.work": Layer("emulate"),
     "profiler.link_model": Layer("emulate errors ir"),
     # torch and processes. The runtime calls the road, never a solver.

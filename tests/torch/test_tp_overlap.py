@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from overlapc.errors import OptionError
-from overlapc.profiler.hardware import filled, load_hardware
+from overlapc.profiler.hardware import load_hardware
+from overlapc.profiler.shapes import filled
 from overlapc.search.captures import UnitKey
 from overlapc.search.frameworks import FRAMEWORKS, OPTIONS, find_framework
 from overlapc.search.layouts import Cluster, Layout

@@ -1,0 +1,54 @@
+"""`Kernels` says how fast a GPU's kernels are by the shapes of what they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from overlapc.profiler.link_spec import Table, interpolate
+
+# Of a product's tiles, rows and columns, and the part of the largest's rate that each reaches.
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.97), (64, 64, 0.7))
+_ATTENTION_ROWS = 128  # of queries that a block of fused attention works on
+_ATTENTION_RAMP = 512  # keys: a causal kernel's diagonal blocks are half empty
+
+
+def filled(m: int, n: int, batch: int, multiprocessors: int) -> float:
+    """Of the tiles that so many multiprocessors could do in a product's waves, the part that it
+    has, with the tiles that suit it best."""
+    found = 0.0
+    for rows, columns, rate in _TILES:
+        tiles = -(-m // rows) * -(-n // columns) * batch
+        waves = -(-tiles // multiprocessors)
+        found = max(found, rate * m * n * batch / (waves * multiprocessors * rows * columns))
+    return found
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How fast kernels are by their shapes: parts of the peak where a shape fills the machine.
+
+    A product of matrices is done in tiles, by as many multiprocessors at a time as there are; the
+    last wave may leave most of them idle. `ramp` says how long a tile takes to begin and end, in
+    steps of k. Layouts are BLAS's: TN a forward, NN an input's gradient, NT a weight's.
+    """
+
+    multiprocessors: int
+    ramp: float
+    parts: Mapping[str, float]  # tn, nn, nt, attention_forward, attention_backward
+    fills: Mapping[str, float]  # how many waves of attention's blocks take as long as its ends
+    # Where long sequences were measured: by keys, attention's rate beside what follows from these
+    long: Mapping[str, Table] = field(default_factory=dict)
+
+    def matmul_part(self, m: int, n: int, k: int, layout: str, batch: int = 1) -> float:
+        part = filled(m, n, batch, self.multiprocessors)
+        return self.parts[layout] * part * k / (k + self.ramp)
+
+    def attention_part(self, heads: int, seq: int, keys: int, kind: str, causal: bool) -> float:
+        """Of attention of so many queries to so many keys; heads of all sequences. If `causal`,
+        half of the scores are made."""
+        waves = heads * -(-seq // _ATTENTION_ROWS) / self.multiprocessors
+        filled = waves / (waves + self.fills[f"{kind}_fill"])
+        whole = keys / (keys + _ATTENTION_RAMP) if causal else 1.0
+        long = self.long.get(f"{kind}_long")
+        return self.parts[kind] * filled * whole * (interpolate(long, keys) if long else 1.0)
