@@ -12,6 +12,7 @@ of the run. Two runs are equal if their files are, but for "overlapc".
 
 from __future__ import annotations
 
+import abc
 import argparse
 import functools
 import hashlib
@@ -62,6 +63,20 @@ def main() -> None:
     os._exit(0)
 
 
+class _Options(abc.ABCMeta):
+    """Takes the options of pydantic's classes (`class A(BaseModel, extra="allow")`)."""
+
+    def __new__(cls, name: str, bases: Any, space: Any, **_: Any) -> Any:
+        return super().__new__(cls, name, bases, space)
+
+    def __init__(cls, *given: Any, **_: Any) -> None:
+        super().__init__(*given)
+
+
+class _Base(metaclass=_Options):
+    """Stands in for pydantic's BaseModel: a class, for it is a base and stands in annotations."""
+
+
 def stand_in() -> None:
     """Leave out what needs a compiler or libraries that are not there; without a GPU, make
     megatron.training believe that this CPU is one."""
@@ -78,8 +93,7 @@ def stand_in() -> None:
     sys.modules[helpers.__name__] = helpers
     for name in ("pydantic", "regex", "six", "yaml"):  # of tokenizers and files that are not used
         if importlib.util.find_spec(name) is None:
-            # its classes are bases, and stand in annotations
-            sys.modules[name] = MagicMock(BaseModel=type("BaseModel", (), {}))
+            sys.modules[name] = MagicMock(BaseModel=_Base)
     cpu.stand_in()
 
     import megatron.core.datasets.utils as datasets
