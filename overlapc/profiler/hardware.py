@@ -221,6 +221,10 @@ def format_hardware(machine: Hardware) -> str:
         parts = {**machine.kernels.parts, **machine.kernels.fills}
         lines += [figure(f"kernels.{k}", part) for k, part in parts.items()]
         lines += [figure(f"kernels.{k}", table) for k, table in machine.kernels.long.items()]
+        if machine.kernels.aligned:
+            lines += [figure("kernels.aligned", machine.kernels.aligned)]
+        if not math.isinf(machine.kernels.writing):
+            lines += [figure("kernels.writing", machine.kernels.writing)]
     lines += ["", "[node]", figure("node.gpus", machine.gpus_per_node)]
     for name, link in (("intra", machine.intra), ("inter", machine.inter)):
         lines += ["", f"[{name}]", figure(f"{name}.alpha_ns", link.alpha_ns)]
@@ -288,7 +292,21 @@ class _TomlReader:
             {key: self.part(f"kernels.{key}") for key in _KERNELS},
             {key: self.number(f"kernels.{key}") for key in _FILLS},
             {key: self.table(f"kernels.{key}") for key in _LONG if self.has(f"kernels.{key}")},
+            self.aligned() if self.has("kernels.aligned") else (),
+            self.writing() if self.has("kernels.writing") else math.inf,
         )
+
+    def writing(self) -> float:
+        found = self.number("kernels.writing")
+        self.require(found >= 1, "kernels.writing", f"the power of a norm, 1 or more: {found}")
+        return found
+
+    def aligned(self) -> Table:
+        found = self.table("kernels.aligned")
+        sizes = [size for size, _ in found]
+        self.require(sizes == [2, 4, 8, 16], "kernels.aligned", "rows of 2, 4, 8 and 16 bytes")
+        self.require(all(p <= 1 for _, p in found), "kernels.aligned", "parts of a rate, 0 to 1")
+        return found
 
     def streams(self) -> dict[str, float]:
         return {key: self.part(f"streams.{key}") for key in _STREAMS if self.has(f"streams.{key}")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from overlapc.profiler.link_spec import Table, interpolate
 # Of a product's tiles, rows and columns, and the part of the largest's rate that each reaches.
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.97), (64, 64, 0.7))
 _ATTENTION_ROWS = 128  # of queries that a block of fused attention works on
+_ALIGNED = 16  # bytes: what a multiprocessor loads at once
 _ATTENTION_RAMP = 512  # keys: a causal kernel's diagonal blocks are half empty
 
 
@@ -31,6 +33,9 @@ class Kernels:
     A product of matrices is done in tiles, by as many multiprocessors at a time as there are; the
     last wave may leave most of them idle. `ramp` says how long a tile takes to begin and end, in
     steps of k. Layouts are BLAS's: TN a forward, NN an input's gradient, NT a weight's.
+
+    What a product reads is fetched while it multiplies. What it writes hides less: with `writing`
+    both take the norm of their times of that power, without it the longer of them.
     """
 
     multiprocessors: int
@@ -39,10 +44,26 @@ class Kernels:
     fills: Mapping[str, float]  # how many waves of attention's blocks take as long as its ends
     # Where long sequences were measured: by keys, attention's rate beside what follows from these
     long: Mapping[str, Table] = field(default_factory=dict)
+    # By how many bytes all rows are a multiple of, the part of its rate that a product keeps
+    aligned: Table = ()
+    writing: float = math.inf
 
-    def matmul_part(self, m: int, n: int, k: int, layout: str, batch: int = 1) -> float:
-        part = filled(m, n, batch, self.multiprocessors)
-        return self.parts[layout] * part * k / (k + self.ramp)
+    def matmul_part(
+        self, m: int, n: int, k: int, layout: str, batch: int = 1, width: int = 2
+    ) -> float:
+        """Of a product, or a batch of them, of numbers that are `width` bytes wide."""
+        part = filled(m, n, batch, self.multiprocessors) * k / (k + self.ramp)
+        if self.aligned:
+            row = m if layout == "nt" else k  # of the left matrix, as it lies in memory
+            part *= interpolate(self.aligned, math.gcd(row * width, n * width, _ALIGNED))
+        return self.parts[layout] * part
+
+    def product_ns(self, computes_ns: float, writes_ns: float) -> float:
+        """How long a product takes whose arithmetic and writing would take so long alone."""
+        longer, shorter = max(computes_ns, writes_ns), min(computes_ns, writes_ns)
+        if math.isinf(self.writing) or not shorter:
+            return longer
+        return float(longer * (1 + (shorter / longer) ** self.writing) ** (1 / self.writing))
 
     def attention_part(self, heads: int, seq: int, keys: int, kind: str, causal: bool) -> float:
         """Of attention of so many queries to so many keys; heads of all sequences. If `causal`,

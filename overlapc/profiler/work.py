@@ -1,6 +1,8 @@
 """`Work` says what an op has to do, whatever machine does it; `work_ns` how long one takes for it.
 
 time of an op = launch + the longer of: flops / reachable flops · bytes moved / reachable rate
+
+Where kernels were measured, a product's writing hides less of its flops (`Kernels.writing`).
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overlapc.emulate.model import Kind
-from overlapc.profiler.hardware import Hardware
+from overlapc.profiler.hardware import FP8, Hardware
 
+_WIDTHS = {"float64": 8, "float32": 4, "tf32": 4, FP8: 1}  # of a number, in bytes; others take 2
 WorkKind = Literal["free", "collective", "matmul", "attention", "stream"]
 
 
@@ -63,9 +66,8 @@ def work_ns(machine: Hardware, work: Work, attention: float = 1.0) -> int:
     if work.kind == "collective":
         return machine.launch_ns
     flops_ns = _flops_ns(machine, work, attention) if work.flops else 0.0
-    return round(
-        machine.launch_ns + max(flops_ns, machine.stream_ns(work.moved_bytes, work.stream))
-    )
+    moves_ns = machine.stream_ns(work.moved_bytes, work.stream)
+    return round(machine.launch_ns + max(flops_ns, moves_ns))
 
 
 def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
@@ -85,7 +87,11 @@ def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
         elif mixed.beside:
             flops *= 2  # the figure is of causal attention, half of whose scores are made
     elif kernels is not None and product is not None:
-        part = kernels.matmul_part(product.m, product.n, product.k, product.layout, product.batch)
+        size = product.m, product.n, product.k
+        width = _WIDTHS.get(dtype, 2)
+        part = kernels.matmul_part(*size, product.layout, product.batch, width)
+        writes_ns = machine.memory_ns(width * product.batch * product.m * product.n)
+        return kernels.product_ns(machine.flops_ns(flops, dtype, part), writes_ns)
     else:
         part = machine.matmul_part(work.smallest)
     return machine.flops_ns(flops, dtype, part)

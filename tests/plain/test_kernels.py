@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from overlapc.profiler.kernels import AttentionTime, ProductTime, fit, layers
@@ -51,3 +53,36 @@ def test_a_few_odd_times_change_little() -> None:
 def test_no_part_is_above_the_peak() -> None:
     found = fit(PRODUCTS, ATTENTION, PEAK / 2, MULTIPROCESSORS)
     assert all(part <= 1 for part in found.parts.values())
+
+
+LOSES = replace(TRUE, aligned=((2, 0.4), (4, 0.6), (8, 0.7), (16, 1)), writing=2.0)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "layout", "width", "part"),
+    [
+        (999, 1024, 512, "tn", 2, 1.0),  # no row is m long
+        (1024, 1024, 516, "tn", 2, 0.7),
+        (1024, 1022, 512, "tn", 2, 0.6),
+        (1024, 1024, 511, "nn", 2, 0.4),
+        (1024, 1021, 512, "nn", 2, 0.4),
+        (1024, 1024, 511, "nt", 2, 1.0),  # neither is k
+        (1021, 1024, 512, "nt", 2, 0.4),
+        (1024, 1022, 512, "nn", 4, 0.7),
+        (1024, 1022, 512, "nn", 8, 1.0),
+        (1024, 1024, 513, "tn", 1, 0.4),
+    ],
+)
+def test_rows_that_are_not_aligned_cost_a_product_a_part_of_its_rate(
+    m: int, n: int, k: int, layout: str, width: int, part: float
+) -> None:
+    of_all = TRUE.matmul_part(m, n, k, layout)
+    assert LOSES.matmul_part(m, n, k, layout, 1, width) == pytest.approx(part * of_all)
+
+
+def test_what_a_product_writes_hides_in_part() -> None:
+    assert TRUE.product_ns(300, 400) == 400
+    assert LOSES.product_ns(300, 400) == pytest.approx(500)
+    assert LOSES.product_ns(300, 0) == 300
+    assert LOSES.product_ns(0, 400) == 400
+    assert LOSES.product_ns(4e9, 1) == pytest.approx(4e9)

@@ -20,6 +20,7 @@ from overlapc.profiler.hardware import (
     known_hardware,
     load_hardware,
 )
+from overlapc.profiler.work import Product, Work, work_ns
 
 EXPECTED = {
     "a100-pcie-40", "a100-pcie-80", "a100-sxm-40", "a100-sxm-80", "a800-sxm-80", "ascend-910b",
@@ -266,3 +267,67 @@ def test_streams_are_read_and_written(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("norm_backward =", "norm_sideways ="))
     with pytest.raises(FileError, match=r"streams\.norm_sideways"):
         load_hardware(path)
+
+
+PRODUCTS = """
+aligned = { value = [[2, 0.4], [4, 0.6], [8, 0.6], [16, 1]], source = "mine" }
+writing = { value = 2, source = "mine" }
+[node]"""
+
+
+def test_what_products_lose_is_read_and_written(tmp_path: Path) -> None:
+    machine = load_hardware("a100-sxm-80")
+    assert machine.kernels is not None
+    assert machine.kernels.aligned
+    path = tmp_path / "here.toml"
+    path.write_text(format_hardware(machine))
+    assert load_hardware(path).kernels == machine.kernels
+    plain = load_hardware("b200")
+    assert plain.kernels is not None
+    assert "aligned" not in format_hardware(plain)
+    path.write_text(format_hardware(plain).replace("\n[node]", PRODUCTS))
+    lost = ((2, 0.4), (4, 0.6), (8, 0.6), (16, 1))
+    assert load_hardware(path).kernels == replace(plain.kernels, aligned=lost, writing=2.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("[8, 0.6], ", "", "kernels.aligned: expected rows of 2, 4, 8 and 16 bytes"),
+        ("[16, 1]", "[16, 1.2]", "kernels.aligned: expected parts of a rate, 0 to 1"),
+        ("writing = { value = 2", "writing = { value = 0.5", "kernels.writing: expected the power"),
+    ],
+)
+def test_mistakes_in_what_products_lose_are_named(
+    tmp_path: Path, old: str, new: str, named: str
+) -> None:
+    text = format_hardware(load_hardware("b200")).replace("\n[node]", PRODUCTS)
+    assert old in text
+    path = tmp_path / "here.toml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(FileError, match=re.escape(named)):
+        load_hardware(path)
+
+
+@pytest.mark.parametrize(
+    ("batch", "m", "n", "k", "measured"),
+    [
+        # Of A100 SXM 40 GB, in microseconds less 50 (EleutherAI's cookbook, sizing/): queries by
+        # keys with heads of 128, 64, 132 and 130 numbers, scores by values (two), a layer's product
+        (512, 2048, 2048, 128, 4816),
+        (512, 2048, 2048, 64, 4340),
+        (64, 2048, 2048, 132, 1110),
+        (64, 2048, 2048, 130, 956),
+        (512, 2048, 128, 2048, 3767),
+        (512, 2048, 100, 2048, 4196),
+        (1, 8192, 8192, 8192, 4220),
+    ],
+)
+def test_products_take_what_was_measured(
+    batch: int, m: int, n: int, k: int, measured: float
+) -> None:
+    machine = load_hardware("a100-sxm-40")
+    moved = 2 * batch * (m * k + k * n + m * n)
+    product = Product(m, n, k, "nn", batch)
+    work = Work("matmul", 2 * batch * m * n * k, "float16", moved, min(m, n, k), product)
+    assert work_ns(machine, work) / 1e3 == pytest.approx(measured, rel=0.15)
