@@ -3,12 +3,15 @@
     git clone https://github.com/EleutherAI/cookbook
     git -C cookbook show 27dff48:sizing/results/transformer_data/h_sweep.out > 64-heads.out
     git -C cookbook show fb3e361:sizing/results/transformer_data/h_sweep.out > 128-heads.out
-    python benchmarks/products.py 64-heads.out 128-heads.out
+    git -C cookbook show 27dff48:sizing/results/transformer_data/vocab_v_sweep.out > words.out
+    git -C cookbook show 27dff48:sizing/results/transformer_data/vocab_h_sweep.out > widths.out
+    python benchmarks/products.py 64-heads.out 128-heads.out words.out widths.out
 
-Both files have the products of a layer of 64 or 128 heads, four sequences of 2,048 tokens, on 1 to
-8 tensor-parallel ranks, with widths in steps of 128: layers' (one product), scores' (queries by
-keys, a batch of products) and values' (scores by values). They calibrate `[kernels]` of A100 SXM,
-with half of SimuMax's kernels of A100 PCIe; so this is no test.
+The first two files have the products of a layer of 64 or 128 heads, four sequences of 2,048 tokens,
+on 1 to 8 tensor-parallel ranks, with widths in steps of 128: layers' (one product), scores'
+(queries by keys, a batch of products) and values' (scores by values). The others have products of
+words' scores, with numbers of words and widths in steps of 1. They calibrate `[kernels]` of A100
+SXM beside SimuMax's kernels of A100 PCIe; so this is no test.
 
 No product takes less than 50 us in these files, however small it is: the host waits for each, and
 the script that is published with them keeps the slowest of 200. So much is taken off, and products
@@ -30,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from overlapc.profiler.hardware import load_hardware
 from overlapc.profiler.work import Product, Work, work_ns
 
-_ROW = re.compile(r"Throughput \(in TFLOP/s\) for \w+ \((\d+)x(\d+)x(\d+)(x|, b=)(\d+)\): (\S+)")
+_ROW = re.compile(
+    r"Throughput \(in TFLOP/s\) for (?:\w+ \()?(\d+)x(\d+)x(\d+)(x|, b=)(\d+)\)?: (\S+)"
+)
 _CLOCK_US, _LEAST_US = 50, 100
 
 
@@ -42,7 +47,8 @@ def products(path: Path) -> Iterator[tuple[str, Product, float]]:
             what = "values" if second == third != last else "scores"
             product = Product(second, last, third, "nn", first)
         else:  # m, k, n; all sequences are one matrix
-            what, product = "layers", Product(first * last, third, second, "nn")
+            what = "layers" if last > 1 else "words"
+            product = Product(first * last, third, second, "nn")
         if float(found[6]) > 0:
             flops = 2 * product.batch * product.m * product.n * product.k
             yield what, product, flops / float(found[6]) / 1e6 - _CLOCK_US
