@@ -55,6 +55,8 @@ def products(path: Path) -> Iterator[tuple[str, Product, float]]:
 
 
 def main(paths: list[str]) -> None:
+    if not paths:
+        sys.exit(__doc__)
     machine = load_hardware("a100-sxm-40")
     ratios = defaultdict(list)
     for path in map(Path, paths):
@@ -69,7 +71,7 @@ def main(paths: list[str]) -> None:
             ratios[what, aligned].append(work_ns(machine, work) / 1e3 / took_us)
     print("predicted over measured, by products and by how many bytes rows are a multiple of")
     for (what, aligned), found in sorted(ratios.items()):
-        tenths = quantiles(found, n=10)
+        tenths = quantiles(found, n=10) if len(found) > 1 else found
         print(
             f"{what:7} {aligned:3} B {len(found):5} products: {median(found):.3f} "
             f"({tenths[0]:.3f}..{tenths[-1]:.3f})"

@@ -182,8 +182,9 @@ def _over(base: dict[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(base)
     for key, value in data.items():
         below = found.get(key)
-        deeper = isinstance(value, dict) and isinstance(below, dict) and "value" not in value
-        found[key] = _over(below, value) if deeper else value  # type: ignore[arg-type]
+        both = isinstance(value, dict) and isinstance(below, dict)
+        figure = both and ("value" in value or "value" in below)  # type: ignore[operator]
+        found[key] = _over(below, value) if both and not figure else value  # type: ignore[arg-type]
     return found
 
 
@@ -298,14 +299,16 @@ class _TomlReader:
 
     def writing(self) -> float:
         found = self.number("kernels.writing")
-        self.require(found >= 1, "kernels.writing", f"the power of a norm, 1 or more: {found}")
+        self.require(found >= 1, "kernels.writing", f"a norm's power, 1 or more, found {found}")
         return found
 
     def aligned(self) -> Table:
         found = self.table("kernels.aligned")
-        sizes = [size for size, _ in found]
-        self.require(sizes == [2, 4, 8, 16], "kernels.aligned", "rows of 2, 4, 8 and 16 bytes")
-        self.require(all(p <= 1 for _, p in found), "kernels.aligned", "parts of a rate, 0 to 1")
+        sizes, parts = zip(*found, strict=True)
+        rows = f"rows of 2, 4, 8 and 16 bytes, found {', '.join(map('{:g}'.format, sizes))}"
+        self.require(sizes == (2, 4, 8, 16), "kernels.aligned", rows)
+        rising = f"parts of a rate up to 1, none less than before, found {list(parts)}"
+        self.require(list(parts) == sorted(parts) and parts[-1] <= 1, "kernels.aligned", rising)
         return found
 
     def streams(self) -> dict[str, float]:

@@ -121,6 +121,9 @@ class _Compute:
                 sources["compute.matmul_efficiency"] = f"{said}: {often}, square, of peak_flops"
             for key in ("multiprocessors", "ramp", *kernels.parts, *kernels.fills):
                 sources[f"kernels.{key}"] = f"{said}: fitted to products and attention of layers"
+            if base.kernels is not None and base.kernels.aligned:
+                kernels = replace(kernels, aligned=base.kernels.aligned)
+                sources["kernels.aligned"] = base.sources["kernels.aligned"]
         copied, added, in_place = self.copy_rate(), self.add_rate(), self.in_place_rate()
         streams: dict[str, float] = {}
         if self.cuda:

@@ -12,6 +12,7 @@ from overlapc.profiler.link_spec import Table, interpolate
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.97), (64, 64, 0.7))
 _ATTENTION_ROWS = 128  # of queries that a block of fused attention works on
 _ALIGNED = 16  # bytes: what a multiprocessor loads at once
+_WHOLE = 128  # rows and columns of a tile; narrower products wait for memory however rows lie
 _ATTENTION_RAMP = 512  # keys: a causal kernel's diagonal blocks are half empty
 
 
@@ -44,7 +45,8 @@ class Kernels:
     fills: Mapping[str, float]  # how many waves of attention's blocks take as long as its ends
     # Where long sequences were measured: by keys, attention's rate beside what follows from these
     long: Mapping[str, Table] = field(default_factory=dict)
-    # By how many bytes all rows are a multiple of, the part of its rate that a product keeps
+    # By how many bytes all rows are a multiple of, the part of its rate that a product keeps whose
+    # results fill a tile
     aligned: Table = ()
     writing: float = math.inf
 
@@ -53,9 +55,10 @@ class Kernels:
     ) -> float:
         """Of a product, or a batch of them, of numbers that are `width` bytes wide."""
         part = filled(m, n, batch, self.multiprocessors) * k / (k + self.ramp)
-        if self.aligned:
+        if self.aligned and min(m, n) >= _WHOLE:
             row = m if layout == "nt" else k  # of the left matrix, as it lies in memory
-            part *= interpolate(self.aligned, math.gcd(row * width, n * width, _ALIGNED))
+            rows = (size * width for size in (row, n) if size > 1)
+            part *= interpolate(self.aligned, math.gcd(*rows, _ALIGNED))
         return self.parts[layout] * part
 
     def product_ns(self, computes_ns: float, writes_ns: float) -> float:

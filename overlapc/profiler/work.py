@@ -13,7 +13,10 @@ from typing import Literal
 from overlapc.emulate.model import Kind
 from overlapc.profiler.hardware import FP8, Hardware
 
-_WIDTHS = {"float64": 8, "float32": 4, "tf32": 4, FP8: 1}  # of a number, in bytes; others take 2
+# Of a number, in bytes: as kernels of the matrix units load it, all others by themselves; and as
+# a product writes it, FP8's in half precision.
+_LOADED = {"tf32": 4, FP8: 1, "float32": 16, "float64": 16}
+_WRITTEN = {"tf32": 4, "float32": 4, "float64": 8}
 WorkKind = Literal["free", "collective", "matmul", "attention", "stream"]
 
 
@@ -88,9 +91,10 @@ def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
             flops *= 2  # the figure is of causal attention, half of whose scores are made
     elif kernels is not None and product is not None:
         size = product.m, product.n, product.k
-        width = _WIDTHS.get(dtype, 2)
-        part = kernels.matmul_part(*size, product.layout, product.batch, width)
-        writes_ns = machine.memory_ns(width * product.batch * product.m * product.n)
+        loaded = _LOADED.get(dtype, 2)
+        part = kernels.matmul_part(*size, product.layout, product.batch, loaded)
+        made = product.batch * product.m * product.n
+        writes_ns = machine.memory_ns(_WRITTEN.get(dtype, 2) * made)
         return kernels.product_ns(machine.flops_ns(flops, dtype, part), writes_ns)
     else:
         part = machine.matmul_part(work.smallest)

@@ -71,6 +71,10 @@ LOSES = replace(TRUE, aligned=((2, 0.4), (4, 0.6), (8, 0.7), (16, 1)), writing=2
         (1024, 1022, 512, "nn", 4, 0.7),
         (1024, 1022, 512, "nn", 8, 1.0),
         (1024, 1024, 513, "tn", 1, 0.4),
+        (1024, 1, 511, "nn", 2, 1.0),  # a vector
+        (1024, 127, 511, "nn", 2, 1.0),  # waits for memory
+        (127, 1024, 511, "nt", 2, 1.0),
+        (1024, 1024, 1, "nn", 2, 1.0),
     ],
 )
 def test_rows_that_are_not_aligned_cost_a_product_a_part_of_its_rate(

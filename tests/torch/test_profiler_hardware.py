@@ -293,9 +293,10 @@ def test_what_products_lose_is_read_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("[8, 0.6], ", "", "kernels.aligned: expected rows of 2, 4, 8 and 16 bytes"),
-        ("[16, 1]", "[16, 1.2]", "kernels.aligned: expected parts of a rate, 0 to 1"),
-        ("writing = { value = 2", "writing = { value = 0.5", "kernels.writing: expected the power"),
+        ("[8, 0.6], ", "", "expected rows of 2, 4, 8 and 16 bytes, found 2, 4, 16"),
+        ("[16, 1]", "[16, 1.2]", "kernels.aligned: expected parts of a rate up to 1"),
+        ("[4, 0.6]", "[4, 0.7]", "none less than before, found [0.4, 0.7, 0.6, 1.0]"),
+        ("writing = { value = 2", "writing = { value = 0.5", "1 or more, found 0.5"),
     ],
 )
 def test_mistakes_in_what_products_lose_are_named(
@@ -331,3 +332,40 @@ def test_products_take_what_was_measured(
     product = Product(m, n, k, "nn", batch)
     work = Work("matmul", 2 * batch * m * n * k, "float16", moved, min(m, n, k), product)
     assert work_ns(machine, work) / 1e3 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "tf32"])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "layout"),
+    [(16384, 3, 4096, "tn"), (3, 4096, 16384, "nt"), (8192, 7, 4096, "tn"), (1, 4096, 4095, "nn")],
+)
+def test_narrow_products_wait_for_memory_however_rows_lie(
+    m: int, n: int, k: int, layout: str, dtype: str
+) -> None:
+    machine = load_hardware("a100-sxm-80")
+    assert machine.kernels is not None
+    plain = replace(machine, kernels=replace(machine.kernels, aligned=()))
+    moved = 4 * (m * k + k * n + m * n)
+    work = Work("matmul", 2 * m * n * k, dtype, moved, 1, Product(m, n, k, layout))
+    assert work_ns(machine, work) == work_ns(plain, work)
+
+
+def test_products_of_float32_lose_nothing_and_fp8_writes_half_precision() -> None:
+    odd = Product(4096, 4097, 4096, "nn")
+    machine = load_hardware("a100-sxm-80")
+    assert machine.kernels is not None
+    plain = replace(machine, kernels=replace(machine.kernels, aligned=()))
+    for dtype, loses in (("float32", False), ("float64", False), ("tf32", True), ("float16", True)):
+        work = Work("matmul", 2 * 4096 * 4097 * 4096, dtype, 1, 4096, odd)
+        assert (work_ns(machine, work) > work_ns(plain, work)) == loses, dtype
+    h100 = load_hardware("h100-sxm")
+    work = Work("matmul", 2 * 8192 * 8192 * 16, "float8", 1, 16, Product(8192, 8192, 16, "tn"))
+    writes_ns = h100.memory_ns(2 * 8192 * 8192)
+    assert work_ns(h100, work) == pytest.approx(h100.launch_ns + writes_ns, rel=0.01)
+
+
+def test_a_figure_of_the_base_is_taken_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    path.write_text('base = "a100-sxm-80"\nname = "mine"\n[kernels.aligned]\nsource = "mine"\n')
+    with pytest.raises(FileError, match=r"kernels\.aligned: expected a table"):
+        load_hardware(path)
