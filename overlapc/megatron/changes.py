@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
 from overlapc.megatron.state import attributes_of, classes_of, is_plain
+from overlapc.passes.shared_changes import replaced
 from overlapc.runtime.snapshot import generator, holding_the_same
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
@@ -53,9 +55,30 @@ def unseeded() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unhooked() -> Iterator[None]:
+    """Raise a CaptureError if the block lets hooks see what autograd saves. (Checkpoints without
+    reentry do; what they recompute is in the graph.)"""
+    real = saved_tensors_hooks.__enter__
+
+    def refuse(hooks: Any) -> Any:
+        if type(hooks).__module__ == "torch.utils.checkpoint" or not _in_trace():
+            return real(hooks)
+        raise CaptureError(
+            f"forward enters {type(hooks).__name__} of torch.autograd.graph, and a graph would not"
+        )
+
+    with replaced(saved_tensors_hooks, "__enter__", refuse):
+        yield
+
+
+def _in_trace() -> bool:
+    return bool(_get_current_dispatch_mode_stack())
+
+
 def _refusing(real: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if not _get_current_dispatch_mode_stack():
+        if not _in_trace():
             return real(*args, **kwargs)
         raise CaptureError(f"forward calls torch's {real.__name__}, and a graph would not")
 

@@ -23,7 +23,14 @@ from overlapc.megatron import tracing
 from overlapc.megatron.gradients import as_then, gathered, reduces
 from overlapc.megatron.planned import Call, Planned
 from overlapc.megatron.planning import Planning, Step
-from overlapc.megatron.state import EACH_TIME, as_trained, modes_of, state_of, tensors_of
+from overlapc.megatron.state import (
+    EACH_TIME,
+    as_trained,
+    modes_of,
+    state_of,
+    tensors_of,
+    why_plain,
+)
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
@@ -54,6 +61,19 @@ _SEVERAL = (
     "parts, so sums may differ from Megatron's in the last bits; expected one call: pass what it "
     "is called with as one batch, or call overlapc.megatron.unpatch()"
 )
+_AGAIN = (
+    "a backward ran twice through a model's forward; expected once: call the model again, or call "
+    "overlapc.megatron.unpatch()"
+)
+_IN_PART = (
+    "torch.autograd.grad, or a backward with `inputs`, asks for some gradients of a model alone, "
+    "and a planned backward makes all; expected loss.backward(): call overlapc.megatron.unpatch()"
+)
+_TWICE = (
+    "a backward through a model is to be differentiated again (create_graph=True), which a plan "
+    "is not; expected loss.backward(): call overlapc.megatron.unpatch()"
+)
+_PLAIN = "overlapc runs a call of a model chunk as plain Megatron: {}"
 _NEVER = (
     "overlapc: a step has not called a model's `forward`, so that it ran as plain Megatron; "
     "expected `model(...)` in the forward step, and no GPTModel.forward(model, ...)"
@@ -123,6 +143,14 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        anchor = ctx.next_functions[0][0]
+        for found, said in (
+            (torch.is_grad_enabled(), _TWICE),
+            (not torch._C._will_engine_execute_node(anchor), _IN_PART),
+            (ctx.flight is None, _AGAIN),
+        ):
+            if found:
+                raise OverlapcError(said)
         flight, ctx.flight = ctx.flight, None
         named = zip(tangents, ctx.planned.tangents, strict=True)
         came = [tangent for tangent, name in named if name and tangent is not None]
@@ -176,7 +204,7 @@ class Chunk:
         alone = [places[0] for places in self._attributes if not places[1:]]
         self._places = {(id(owner), name) for owner, name in alone}
         self._inside = set(map(id, self.module.modules()))
-        self._lasting = [*self.module.parameters(), *self.module.buffers()]
+        self._lasting = _lasting(self.module)
         self._planning.lasting = self._lasting
 
     def notice(self, module: nn.Module, name: str, value: Any) -> None:
@@ -219,7 +247,13 @@ class Chunk:
         """Run in the place of the model's `forward`."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        if self._changed:
+        why = why_plain(self.module)
+        if why is not None:
+            if why not in self.why_plain:
+                self.why_plain.append(why)
+                warnings.warn(_PLAIN.format(why), RuntimeWarning, stacklevel=2)
+            return self._plainly(args, kwargs)
+        if self._changed or list(map(id, _lasting(self.module))) != list(map(id, self._lasting)):
             self._look()
         call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
         step = self._step.lag, self._step.in_flight
@@ -244,22 +278,25 @@ class Chunk:
                         raise  # as plain Megatron it would issue other collectives than they do
         planned = self._planned[key]
         if planned is None:
-            self._run_pending()
-            self.ran["plain"] += 1
-            self._started += 1  # its backward comes before that of any forward that follows it
-            self._ended += 1
-            try:
-                out = self.original(*args, **kwargs)
-            except RuntimeError as error:
-                if "FunctionalTensor" in str(error):
-                    raise OverlapcError(_CACHED) from error
-                raise
-            self._changed = False  # by `forward`, for which it is plain
-            return out
+            return self._plainly(args, kwargs)
         self._changed = False  # by tracing
         gathered(self.ddp)
         outs = _Run.apply(self, planned, call, self._anchor, *call.tensors)
         return planned.returned.made(outs)
+
+    def _plainly(self, args: Any, kwargs: Any) -> Any:
+        self._run_pending()
+        self.ran["plain"] += 1
+        self._started += 1  # its backward comes before that of any forward that follows it
+        self._ended += 1
+        try:
+            out = self.original(*args, **kwargs)
+        except RuntimeError as error:
+            if "FunctionalTensor" in str(error):
+                raise OverlapcError(_CACHED) from error
+            raise
+        self._changed = False  # by `forward`, for which it is plain
+        return out
 
     def _scales(self) -> dict[Any, Tensor]:
         """The current factors of auxiliary losses in the backward, by class. (Before the first
@@ -374,6 +411,10 @@ def _settled(module: nn.Module) -> None:
             own = vars(each).get(name)
             if hasattr(each, "get_emb") and isinstance(own, Tensor) and own.device != device:
                 setattr(each, name, own.to(device))
+
+
+def _lasting(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _device(module: nn.Module) -> torch.device:

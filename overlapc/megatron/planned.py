@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class Call:
         kwargs: Any,
     ) -> Call:
         leaves, spec = tree_flatten((args, kwargs))
+        leaves = [_laid_out(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         came = []
         if not getattr(module, "pre_process", True):
             given = (getattr(each, "input_tensor", None) for each in module.children())
@@ -96,7 +98,9 @@ class Call:
     def form(self) -> Any:
         """What calls of one plan have in common, without their shapes."""
         plain = [leaf if isinstance(leaf, PLAIN) else type(leaf) for leaf in self.leaves]
-        described = [(t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors]
+        described = [
+            (t.dim(), t.dtype, t.device, t.requires_grad, _layout(t)) for t in self.tensors
+        ]
         return str(self.spec), repr(plain), tuple(described), self.has_input, self.scales
 
     def check(self, module: Any) -> None:
@@ -170,6 +174,7 @@ class Whole(nn.Module):
                 left_outside(self.model, "forward"),
                 changes.refused(self.model, "forward"),
                 changes.unseeded(),
+                changes.unhooked(),
             ):
                 out = self._original(*args, **kwargs)
         except Exception:
@@ -237,6 +242,23 @@ class Planned:
     def handed(self, flight: Any) -> list[Tensor | None]:
         """Take the gradients of the call's tensors that a backward has made; once."""
         return [flight.state.pop(name, None) if name else None for name in self.gradients]
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Tokens, positions and masks, contiguous as most are: their layout changes no result."""
+    exact = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.contiguous() if exact and all(tensor.stride()) else tensor
+
+
+def _layout(tensor: Tensor) -> Any:
+    """How a tensor lies in memory, whatever its sizes: the order of its dimensions, which of them
+    are expanded, and which lie end to end with the next. None: contiguous."""
+    if tensor.is_contiguous():
+        return None
+    strides, shape = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda d: -strides[d])
+    joined = [strides[a] == strides[b] * shape[b] for a, b in pairwise(order)]
+    return tuple(order), tuple(map(bool, strides)), tuple(joined)
 
 
 def _copy(tensor: Tensor) -> Tensor:

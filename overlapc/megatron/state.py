@@ -40,6 +40,18 @@ _OF_SCHEDULES = {
 Places = list[tuple[dict[str, Any], str]]  # attribute dicts of modules, and names in them
 
 
+def why_plain(module: nn.Module) -> str | None:
+    """Say why a call of the module is none that a plan knows, if it is not."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return (
+            "torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or a checkpoint without "
+            "reentry) is around the model, and a plan saves tensors itself"
+        )
+    if any(not isinstance(each, nn.Parameter) for each in module.parameters()):
+        return "other tensors stand in the place of parameters (torch.func.functional_call)"
+    return None
+
+
 def modes_of(module: nn.Module) -> Any:
     """Return the state that may change within a step: training modes, `requires_grad` flags,
     autocast."""
