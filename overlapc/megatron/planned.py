@@ -33,6 +33,7 @@ from overlapc.planning.report import Report
 from overlapc.runtime.program import Program, State
 from overlapc.runtime.snapshot import held
 
+_LARGE = 1 << 20  # bytes
 _NO_LINES = "do_not_emit_stack_traces"  # newer torch can leave out each op's line of the model
 
 
@@ -245,20 +246,25 @@ class Planned:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """Tokens, positions and masks, contiguous as most are: their layout changes no result."""
-    exact = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.contiguous() if exact and all(tensor.stride()) else tensor
+    """Tokens, positions and masks, contiguous as most are: their layout changes no result. (A large
+    mask that is expanded stays so.)"""
+    kept = not all(tensor.stride()) and tensor.nbytes > _LARGE
+    return tensor if kept or not _is_exact(tensor) else tensor.contiguous()
 
 
 def _layout(tensor: Tensor) -> Any:
-    """How a tensor lies in memory, whatever its sizes: the order of its dimensions, which of them
-    are expanded, and which lie end to end with the next. None: contiguous."""
-    if tensor.is_contiguous():
+    """How numbers that are rounded lie in memory, whatever their sizes: the order of dimensions,
+    which of them are expanded, and which lie end to end with the next. None: contiguous."""
+    if _is_exact(tensor) or tensor.is_contiguous():
         return None
     strides, shape = tensor.stride(), tensor.shape
-    order = sorted(range(tensor.dim()), key=lambda d: -strides[d])
+    order = sorted((d for d in range(tensor.dim()) if shape[d] > 1), key=lambda d: -strides[d])
     joined = [strides[a] == strides[b] * shape[b] for a, b in pairwise(order)]
-    return tuple(order), tuple(map(bool, strides)), tuple(joined)
+    return tuple(order), tuple(bool(strides[d]) for d in order), tuple(joined)
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _copy(tensor: Tensor) -> Tensor:
