@@ -90,6 +90,8 @@ def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
         elif mixed.beside:
             flops *= 2  # the figure is of causal attention, half of whose scores are made
     elif kernels is not None and product is not None:
+        if 1 in (product.m, product.n):
+            return 0.0  # a matrix and a vector: memory decides
         size = product.m, product.n, product.k
         loaded = _LOADED.get(dtype, 2)
         part = kernels.matmul_part(*size, product.layout, product.batch, loaded)

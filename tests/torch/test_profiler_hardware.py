@@ -350,6 +350,15 @@ def test_narrow_products_wait_for_memory_however_rows_lie(
     assert work_ns(machine, work) == work_ns(plain, work)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("m", "n"), [(4096, 1), (1, 4096)])
+def test_a_matrix_and_a_vector_take_what_they_move(m: int, n: int, dtype: str) -> None:
+    machine = load_hardware("a100-sxm-80")
+    moved = 4 * 4096 * 4096
+    work = Work("matmul", 2 * m * n * 4096, dtype, moved, 1, Product(m, n, 4096, "tn"))
+    assert work_ns(machine, work) == round(machine.launch_ns + machine.memory_ns(moved))
+
+
 def test_products_of_float32_lose_nothing_and_fp8_writes_half_precision() -> None:
     odd = Product(4096, 4097, 4096, "nn")
     machine = load_hardware("a100-sxm-80")
