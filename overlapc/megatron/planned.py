@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -248,14 +249,16 @@ class Planned:
 def _laid_out(tensor: Tensor) -> Tensor:
     """Tokens, positions and masks, contiguous as most are: their layout changes no result. (A large
     mask that is expanded stays so.)"""
+    if not (_is_dense(tensor) and _is_exact(tensor)):
+        return tensor
     kept = not all(tensor.stride()) and tensor.nbytes > _LARGE
-    return tensor if kept or not _is_exact(tensor) else tensor.contiguous()
+    return tensor if kept else tensor.contiguous()
 
 
 def _layout(tensor: Tensor) -> Any:
     """How numbers that are rounded lie in memory, whatever their sizes: the order of dimensions,
     which of them are expanded, and which lie end to end with the next. None: contiguous."""
-    if _is_exact(tensor) or tensor.is_contiguous():
+    if not _is_dense(tensor) or _is_exact(tensor) or tensor.is_contiguous():
         return None
     strides, shape = tensor.stride(), tensor.shape
     order = sorted((d for d in range(tensor.dim()) if shape[d] > 1), key=lambda d: -strides[d])
@@ -265,6 +268,10 @@ def _layout(tensor: Tensor) -> Any:
 
 def _is_exact(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _copy(tensor: Tensor) -> Tensor:
