@@ -29,7 +29,7 @@ from overlapc.megatron.state import (
     modes_of,
     state_of,
     tensors_of,
-    why_plain,
+    unplanned,
 )
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
@@ -247,7 +247,7 @@ class Chunk:
         """Run in the place of the model's `forward`."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        why = why_plain(self.module)
+        why = unplanned(self.module)
         if why is not None:
             if why not in self.why_plain:
                 self.why_plain.append(why)

@@ -40,8 +40,8 @@ _OF_SCHEDULES = {
 Places = list[tuple[dict[str, Any], str]]  # attribute dicts of modules, and names in them
 
 
-def why_plain(module: nn.Module) -> str | None:
-    """Say why a call of the module is none that a plan knows, if it is not."""
+def unplanned(module: nn.Module) -> str | None:
+    """Why no plan can run the call of the module that is made now; None: a plan can."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return (
             "torch.autograd.graph.saved_tensors_hooks (or save_on_cpu, or a checkpoint without "
