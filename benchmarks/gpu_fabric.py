@@ -11,6 +11,8 @@ between neighbours in time. The variants share one set of parameters; the optimi
 
     eager       PyTorch as it is              overlapc@eager    overlapc with eager's peak
     checkpoint  with every block recomputed   overlapc@1.1      with 1.1 times checkpoint's peak
+    slices 2    overlapc with eager's peak, each batch cut in two (`--slices`): its gradients are
+                compared with eager's of the two, added up
 
 Kernels are PyTorch's deterministic ones, for all variants: else flash attention alone would make
 eager differ from eager. Exposed communication is measured as the step's time minus that of the
@@ -61,7 +63,6 @@ RESULTS = Path(__file__).parent / "results"
 RANKS = 8
 DTYPE = torch.bfloat16
 FREE = Link(alpha_s=0.0, bytes_per_s=1e30)
-LEVELS = ("eager", "1.0", "1.1")
 MODES = ("ideal", "copy_engine", "contending")
 ALPHA_S = 10e-6
 
@@ -128,6 +129,7 @@ class Variant:
     peak_bytes: int = 0
     bitwise_equal: bool | None = None
     predicted: dict[str, float] | None = None
+    slices: int = 1
 
     @property
     def exposed_ms(self) -> float:
@@ -166,6 +168,14 @@ class Bench:
 
     def gradients(self, variant: Variant) -> list[Tensor]:
         self.run(variant)
+        return gradients(self.model)
+
+    def accumulated(self, eager: Variant, slices: int) -> list[Tensor]:
+        """Eager's gradients of each slice of the batch, added up."""
+        self.model.zero_grad()
+        torch.manual_seed(0)
+        for part in zip(*(given.chunk(slices) for given in self.batch), strict=True):
+            (eager.model(*part) / slices).backward()
         return gradients(self.model)
 
 
@@ -213,23 +223,29 @@ def measure_run(run: Run, case: Case, args: argparse.Namespace) -> dict[str, Any
             bench.run(variant)
             variant.peak_bytes = bench.peak(variant)
             say(f"  {variant.name}: {bench.timed_ms(variant):.1f} ms, {mib(variant.peak_bytes)}")
-        for level in LEVELS:
+        for level in args.levels:
             peak = eager.peak_bytes if level == "eager" else checkpoint.peak_bytes * float(level)
             with attempt(f"overlapc@{level}", failed):
-                variants.append(overlapc_variant(bench, level, int(peak), eager))
+                variants.append(overlapc_variant(bench, f"overlapc@{level}", int(peak), eager))
+        for count in args.slices:
+            with attempt(name := f"slices {count}", failed):
+                variants.append(overlapc_variant(bench, name, eager.peak_bytes, eager, count))
 
-        reference = bench.gradients(eager)
+        finite = True
         for variant in list(variants):
             before = set(failed)
             with attempt(variant.name, failed):
+                whole = variant.slices == 1
+                expected = (
+                    bench.gradients(eager) if whole else bench.accumulated(eager, variant.slices)
+                )
+                finite = finite and all(bool(each.isfinite().all()) for each in expected)
                 found = bench.gradients(variant)
-                variant.bitwise_equal = all(map(torch.equal, reference, found))
-                del found
+                variant.bitwise_equal = all(map(torch.equal, expected, found))
+                del found, expected
                 variant.peak_bytes = bench.peak(variant)
             if set(failed) != before:
                 variants.remove(variant)
-        finite = all(bool(gradient.isfinite().all()) for gradient in reference)
-        del reference
 
         for repetition in range(args.reps):
             turn = repetition % len(variants)
@@ -250,10 +266,12 @@ def measure_run(run: Run, case: Case, args: argparse.Namespace) -> dict[str, Any
         }
 
 
-def overlapc_variant(bench: Bench, level: str, budget_bytes: int, eager: Variant) -> Variant:
+def overlapc_variant(
+    bench: Bench, name: str, budget_bytes: int, eager: Variant, slices: int = 1
+) -> Variant:
     """Plan within the budget; `eager` gets what its own steps are predicted to take."""
-    model = overlapc.optimize(bench.twin(), memory_budget=budget_bytes)
-    variant = Variant(f"overlapc@{level}", model, budget_bytes)
+    model = overlapc.optimize(bench.twin(), memory_budget=budget_bytes, slices=slices)
+    variant = Variant(name, model, budget_bytes, slices=slices)
     begin = time.perf_counter()
     bench.run(variant)
     bench.clock.wait()
@@ -268,7 +286,8 @@ def overlapc_variant(bench: Bench, level: str, budget_bytes: int, eager: Variant
     slowdown = reports[0].problem.profile.slowdown
     variant.predicted["slowdown_compute"] = slowdown.compute_permille / 1000
     variant.predicted["slowdown_comm"] = slowdown.comm_permille / 1000
-    eager.predicted = eager.predicted or prediction([r.eager for r in reports])
+    if slices == 1:
+        eager.predicted = eager.predicted or prediction([r.eager for r in reports])
     say(
         f"  {variant.name}: planned in {variant.plan_s:.1f} s, predicted "
         f"{variant.predicted['step_ms']:.1f} ms, {mib(variant.predicted['peak_bytes'])}"
@@ -595,6 +614,8 @@ def main() -> None:
     add("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     add("--models", **words, default=["gpt", "moe"])
     add("--modes", **words, default=list(MODES))
+    add("--levels", **words, default=["eager", "1.0", "1.1"], help="overlapc's peaks")
+    add("--slices", type=lambda text: [int(word) for word in text.split(",")], default=[])
     add("--reps", type=int, default=12)
     add("--high-priority", action="store_true", help="the fabric's streams have it")
     add("--quick", action="store_true", help="tiny models, and links as much slower")
