@@ -108,10 +108,11 @@ def pretrain(ranks: int, arguments: str, folder: Path, overlapc: str | None = No
     command += [] if overlapc is None else [f"--overlapc={overlapc}"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
             [*command, *TINY.split(), *arguments.split()],
-            env=environment | {"PYTHONPATH": str(ROOT)},
+            env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
