@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from overlapc.profiler.link_spec import Table, interpolate
 
 # Of a product's tiles, rows and columns, and the part of the largest's rate that each reaches.
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.97), (64, 64, 0.7))
+_TILE = 128  # rows and columns
 _ATTENTION_ROWS = 128  # of queries that a block of fused attention works on
 _ALIGNED = 16  # bytes: what a multiprocessor loads at once
-_WHOLE = 128  # rows and columns of a tile; narrower products wait for memory however rows lie
 _ATTENTION_RAMP = 512  # keys: a causal kernel's diagonal blocks are half empty
 
 
@@ -25,6 +25,16 @@ def filled(m: int, n: int, batch: int, multiprocessors: int) -> float:
         waves = -(-tiles // multiprocessors)
         found = max(found, rate * m * n * batch / (waves * multiprocessors * rows * columns))
     return found
+
+
+def splits(m: int, n: int, batch: int, multiprocessors: int) -> Iterator[int]:
+    """Into how many pieces the sums of a product may be cut, so that a product of few tiles
+    occupies all multiprocessors: a small weight's gradient is a sum over many tokens."""
+    tiles = -(-m // _TILE) * -(-n // _TILE) * batch
+    pieces = 1
+    while pieces == 1 or pieces * tiles <= multiprocessors:
+        yield pieces
+        pieces *= 2
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,7 @@ class Kernels:
     fills: Mapping[str, float]  # how many waves of attention's blocks take as long as its ends
     # Where long sequences were measured: by keys, attention's rate beside what follows from these
     long: Mapping[str, Table] = field(default_factory=dict)
-    # By how many bytes all rows are a multiple of, the part of its rate that a product keeps whose
-    # results fill a tile
+    # By how many bytes all rows are a multiple of, the part of its rate that a product keeps
     aligned: Table = ()
     writing: float = math.inf
 
@@ -54,8 +63,11 @@ class Kernels:
         self, m: int, n: int, k: int, layout: str, batch: int = 1, width: int = 2
     ) -> float:
         """Of a product, or a batch of them, of numbers that are `width` bytes wide."""
-        part = filled(m, n, batch, self.multiprocessors) * k / (k + self.ramp)
-        if self.aligned and min(m, n) >= _WHOLE:
+        part = max(
+            filled(m, n, batch * pieces, self.multiprocessors) * k / (k + pieces * self.ramp)
+            for pieces in splits(m, n, batch, self.multiprocessors)
+        )
+        if self.aligned:
             row = m if layout == "nt" else k  # of the left matrix, as it lies in memory
             rows = (size * width for size in (row, n) if size > 1)
             part *= interpolate(self.aligned, math.gcd(*rows, _ALIGNED))

@@ -24,7 +24,12 @@ def is_looked_into(value: Any) -> bool:
     """Are this object's attributes a part of what the object holds?"""
     if isinstance(value, nn.Module):
         return True
-    if isinstance(value, _WHOLE) or not hasattr(value, "__dict__"):
+    if isinstance(value, _WHOLE):
+        return False
+    try:
+        if not hasattr(value, "__dict__"):
+            return False
+    except Exception:  # its class refuses to say what it has not (a Pydantic model's validator)
         return False
     return type(value).__module__.partition(".")[0] not in _TORCHS  # not of an int's: Dynamo fails
 

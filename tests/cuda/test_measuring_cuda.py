@@ -19,6 +19,7 @@ from overlapc.profiler.link_model import Collective
 from overlapc.profiler.links import measure_links
 from overlapc.profiler.machine import measure_machine
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 CONFIG = GPTConfig(vocab=32000, layers=2, width=2048, heads=16, max_seq=2048)
 
 

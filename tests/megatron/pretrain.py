@@ -12,11 +12,9 @@ of the run. Two runs are equal if their files are, but for "overlapc".
 
 from __future__ import annotations
 
-import abc
 import argparse
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import runpy
@@ -26,7 +24,6 @@ import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 SCRIPT = "pretrain_gpt.py"
 
@@ -63,23 +60,9 @@ def main() -> None:
     os._exit(0)
 
 
-class _Options(abc.ABCMeta):
-    """Takes the options of pydantic's classes (`class A(BaseModel, extra="allow")`)."""
-
-    def __new__(cls, name: str, bases: Any, space: Any, **_: Any) -> Any:
-        return super().__new__(cls, name, bases, space)
-
-    def __init__(cls, *given: Any, **_: Any) -> None:
-        super().__init__(*given)
-
-
-class _Base(metaclass=_Options):
-    """Stands in for pydantic's BaseModel: a class, for it is a base and stands in annotations."""
-
-
 def stand_in() -> None:
-    """Leave out what needs a compiler or libraries that are not there; without a GPU, make
-    megatron.training believe that this CPU is one."""
+    """Leave out what needs a compiler; without a GPU, make megatron.training believe that this CPU
+    is one."""
     import cpu
     import torch
 
@@ -91,9 +74,6 @@ def stand_in() -> None:
     helpers: Any = types.ModuleType("megatron.core.datasets.helpers_cpp")  # it is made of C++
     helpers.build_sample_idx_int32 = helpers.build_sample_idx_int64 = sample_index
     sys.modules[helpers.__name__] = helpers
-    for name in ("pydantic", "regex", "six", "yaml"):  # of tokenizers and files that are not used
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = MagicMock(BaseModel=_Base)
     cpu.stand_in()
 
     import megatron.core.datasets.utils as datasets

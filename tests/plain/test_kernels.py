@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from overlapc.profiler.kernels import AttentionTime, ProductTime, fit, layers
-from overlapc.profiler.shapes import Kernels
+from overlapc.profiler.shapes import Kernels, filled, splits
 
 PEAK, MULTIPROCESSORS = 700e12, 132
 TRUE = Kernels(
@@ -71,9 +73,8 @@ LOSES = replace(TRUE, aligned=((2, 0.4), (4, 0.6), (8, 0.7), (16, 1)), writing=2
         (1024, 1022, 512, "nn", 4, 0.7),
         (1024, 1022, 512, "nn", 8, 1.0),
         (1024, 1024, 513, "tn", 1, 0.4),
-        (1024, 1, 511, "nn", 2, 1.0),  # a vector
-        (1024, 127, 511, "nn", 2, 1.0),  # waits for memory
-        (127, 1024, 511, "nt", 2, 1.0),
+        (1024, 127, 511, "nn", 2, 0.4),  # narrow ones lose as much
+        (127, 1024, 511, "nt", 2, 0.4),
         (1024, 1024, 1, "nn", 2, 1.0),
     ],
 )
@@ -82,6 +83,27 @@ def test_rows_that_are_not_aligned_cost_a_product_a_part_of_its_rate(
 ) -> None:
     of_all = TRUE.matmul_part(m, n, k, layout)
     assert LOSES.matmul_part(m, n, k, layout, 1, width) == pytest.approx(part * of_all)
+
+
+@pytest.mark.parametrize("width", [64, 128, 512])
+def test_sums_of_few_results_are_cut(width: int) -> None:
+    """A small weight's gradient over four times the tokens does not take four times as long."""
+    short, long = (
+        tokens / TRUE.matmul_part(width, width, tokens, "nt") for tokens in (1024, 65536)
+    )
+    assert long < 64 * short
+    pieces = max(splits(width, width, 1, MULTIPROCESSORS))
+    tiles = (-(-width // 128)) ** 2
+    assert MULTIPROCESSORS / 2 < pieces * tiles <= MULTIPROCESSORS
+    assert filled(width, width, 1, MULTIPROCESSORS) < 0.4
+    assert TRUE.matmul_part(width, width, 65536, "nt") > 0.5 * TRUE.parts["nt"]
+
+
+@given(*(st.integers(1, 20_000) for _ in range(3)), st.integers(1, 64))
+def test_a_product_reaches_no_more_than_its_layout(m: int, n: int, k: int, batch: int) -> None:
+    assert TRUE.matmul_part(m, n, k, "tn", batch) <= TRUE.parts["tn"]
+    if m * n * batch > 128 * 128 * MULTIPROCESSORS:
+        assert list(splits(m, n, batch, MULTIPROCESSORS)) == [1]
 
 
 def test_what_a_product_writes_hides_in_part() -> None:

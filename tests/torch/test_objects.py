@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from overlapc import TrainStep, optimize
 from overlapc.errors import OptionError
-from overlapc.runtime.objects import inside, joined
+from overlapc.runtime.objects import inside, is_looked_into, joined, objects_in
 from tests.torch.exact import DYNAMO_WARNINGS, needs_torch, randn
 
 # Dynamo of torch 2.11 does not trace `vars` of an object: such a batch runs uncut, with a warning.
@@ -413,3 +413,17 @@ def test_a_module_may_hold_a_list_that_holds_itself():
     step = TrainStep(model, lambda model, x: model(x).mean(), slices=2, profile="estimate")
     step([torch.ones(4, 4)])
     assert torch.allclose(model.bias.grad, torch.full((4,), 0.25))
+
+
+class Refuses:
+    """Answers for attributes that it has not, as a Pydantic model's unmade validator does."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is asked of a class that cannot be made")
+
+
+def test_an_object_that_refuses_to_be_asked_is_not_looked_into() -> None:
+    assert not is_looked_into(Refuses())
+    assert objects_in([Refuses(), randn(2, 2)]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import pytest
 
@@ -334,20 +336,22 @@ def test_products_take_what_was_measured(
     assert work_ns(machine, work) / 1e3 == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "tf32"])
-@pytest.mark.parametrize(
-    ("m", "n", "k", "layout"),
-    [(16384, 3, 4096, "tn"), (3, 4096, 16384, "nt"), (8192, 7, 4096, "tn"), (1, 4096, 4095, "nn")],
-)
-def test_narrow_products_wait_for_memory_however_rows_lie(
-    m: int, n: int, k: int, layout: str, dtype: str
-) -> None:
-    machine = load_hardware("a100-sxm-80")
-    assert machine.kernels is not None
-    plain = replace(machine, kernels=replace(machine.kernels, aligned=()))
-    moved = 4 * (m * k + k * n + m * n)
-    work = Work("matmul", 2 * m * n * k, dtype, moved, 1, Product(m, n, k, layout))
-    assert work_ns(machine, work) == work_ns(plain, work)
+@pytest.mark.parametrize("what", ["thin", "weights", "writes"])
+def test_awkward_products_take_what_was_measured(what: str) -> None:
+    """On one H200. No figure of its file was fitted to these; below 20 us launches decide."""
+    path = Path(__file__).parents[2] / "benchmarks/results/h200_products.csv"
+    with path.open() as file:
+        rows = list(csv.DictReader(line for line in file if line[0] != "#"))
+    machine, ratios = load_hardware("h200-sxm"), []
+    for row in (row for row in rows if row["what"] == what and float(row["us"]) > 20):
+        batch, m, n, k = (int(row[key]) for key in ("batch", "m", "n", "k"))
+        moved = 2 * batch * (m * k + k * n + m * n)
+        product = Product(m, n, k, row["layout"], batch)
+        work = Work("matmul", 2 * batch * m * n * k, row["dtype"], moved, min(m, n, k), product)
+        ratios.append(work_ns(machine, work) / 1e3 / float(row["us"]))
+    assert len(ratios) > 10
+    assert all(0.75 < ratio < 1.3 for ratio in ratios), ratios
+    assert 0.9 < median(ratios) < 1.15
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
