@@ -29,7 +29,7 @@ from overlapc.errors import CaptureError
 from overlapc.megatron.state import classes_of
 from overlapc.passes.held import CONTAINERS, held_in, value_of
 from overlapc.passes.nodes import is_random
-from overlapc.runtime.objects import is_looked_into
+from overlapc.runtime.objects import is_a, is_looked_into
 
 # Nothing that a model caches is in these.
 _OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton"}
@@ -65,7 +65,7 @@ def left_outside(model: nn.Module, who: str) -> Iterator[None]:
                 found += traced
                 restore()
         for namespace, restore in names:
-            found += [each for each in namespace.values() if isinstance(each, _TRACED)]
+            found += [each for each in namespace.values() if is_a(each, _TRACED)]
             restore()
         for cache in _caches():
             if traced := _traced_in(cache):
@@ -100,19 +100,19 @@ class _Outside:
             found.namespaces.append(namespace)
             seen.add(id(namespace))
             left += namespace.values()
-            for kind in [each for each in namespace.values() if isinstance(each, type)]:
+            for kind in [each for each in namespace.values() if is_a(each, type)]:
                 is_own = kind.__module__ == namespace.get("__name__")
                 left += vars(kind).values() if is_own else ()
         for method in _methods(model):
             left += [cell.cell_contents for cell in method.__closure__ or () if _filled(cell)]
         while left and len(seen) < _MOST + len(own):
             each = left.pop()
-            if id(each) in seen or (isinstance(each, _LOOKED) and len(each) >= _MOST):
+            if id(each) in seen or (is_a(each, _LOOKED) and len(each) >= _MOST):
                 continue
-            if isinstance(each, _LOOKED):
+            if is_a(each, _LOOKED):
                 seen.add(id(each))
-                left += each.values() if isinstance(each, dict) else each
-                found.containers += [] if isinstance(each, tuple) else [each]
+                left += each.values() if is_a(each, dict) else each
+                found.containers += [] if is_a(each, tuple) else [each]
             elif type(each) is Tensor:
                 seen.add(id(each))
                 found.tensors += [each] if each.numel() < _MOST else []
@@ -139,11 +139,9 @@ def _methods(model: nn.Module) -> list[FunctionType]:
 
 def _is_scripts(value: Any) -> bool:
     """Is this an object or function of a module that is not installed?"""
-    if isinstance(value, nn.Module) or not (
-        isinstance(value, FunctionType) or is_looked_into(value)
-    ):
+    if is_a(value, nn.Module) or not (is_a(value, FunctionType) or is_looked_into(value)):
         return False
-    where = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    where = value.__module__ if is_a(value, FunctionType) else type(value).__module__
     if where == "types":  # a SimpleNamespace
         return True
     file = getattr(sys.modules.get(where), "__file__", None) or ""
@@ -163,7 +161,7 @@ def _names_in(namespace: dict[str, Any]) -> Callable[[], bool]:
     before = dict(namespace)
 
     def restore() -> bool:
-        given = [name for name, value in namespace.items() if isinstance(value, _TRACED)]
+        given = [name for name, value in namespace.items() if is_a(value, _TRACED)]
         for name in given:
             if name in before:
                 namespace[name] = before[name]
@@ -197,8 +195,8 @@ def _traced_in(container: Any) -> list[Any]:
     left, seen, found = [(container, 0)], set(), []
     while left:
         value, depth = left.pop()
-        is_container = depth == 0 or (isinstance(value, _LOOKED) and len(value) < _MOST)
-        if isinstance(value, _TRACED):
+        is_container = depth == 0 or (is_a(value, _LOOKED) and len(value) < _MOST)
+        if is_a(value, _TRACED):
             found.append(value)
         elif is_container and depth < _DEEPEST and id(value) not in seen:
             seen.add(id(value))

@@ -31,6 +31,7 @@ from overlapc.megatron.outside import modules_of
 from overlapc.passes.opaque import called
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured
+from overlapc.runtime.objects import answers, is_a
 
 STREAM = "overlapc_stream"  # key of a node's note of its random stream
 Change = tuple[Any, str, Any]  # owner, attribute, value while tracing
@@ -195,10 +196,10 @@ def _caches() -> Iterator[Change]:
     """Keep traced tensors out of the caches of functions, and those that these hold out of a
     trace."""
     for module in _megatron():
-        owners = [module, *(c for c in vars(module).values() if inspect.isclass(c) and _own(c))]
+        owners = [module, *(c for c in vars(module).values() if is_a(c, type) and _own(c))]
         for owner in owners:
             for name, value in list(vars(owner).items()):
-                if hasattr(value, "cache_clear") and _own(value):
+                if answers(value, "cache_clear") and _own(value):
                     yield owner, name, value.__wrapped__
 
 
@@ -207,7 +208,7 @@ def _fused() -> Iterator[Change]:
     than the ops that a trace would find in it, and no trace enters it."""
     for module in _megatron():
         for name, value in list(vars(module).items()):
-            if hasattr(value, "_torchdynamo_orig_callable"):
+            if answers(value, "_torchdynamo_orig_callable"):
                 yield module, name, _as_one_op(value)
 
 
@@ -242,7 +243,7 @@ def _logs(taps: Taps, modules: Sequence[ModuleType]) -> Iterator[Change]:
 
 
 def _logs_loss(kind: Any) -> bool:
-    return inspect.isclass(kind) and _own(kind) and not _WRITERS.isdisjoint(vars(kind))
+    return is_a(kind, type) and _own(kind) and not _WRITERS.isdisjoint(vars(kind))
 
 
 def _noted(write: Callable[..., Any], taps: Taps) -> Callable[..., None]:

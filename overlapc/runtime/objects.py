@@ -20,16 +20,25 @@ _WHOLE = (Tensor, int, float, complex, str, type, ModuleType, FunctionType, Meth
 _TORCHS = ("torch", "builtins", "numpy")  # nor objects of these packages, but for modules
 
 
+def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """By its type alone: an object may refuse to say what it is, as a dead weak proxy does."""
+    return issubclass(type(value), kind)
+
+
+def answers(value: Any, name: str) -> bool:
+    """Has it such an attribute? One that refuses to be asked has none: a Pydantic model's
+    validator, say."""
+    try:
+        return hasattr(value, name)
+    except Exception:
+        return False
+
+
 def is_looked_into(value: Any) -> bool:
     """Are this object's attributes a part of what the object holds?"""
-    if isinstance(value, nn.Module):
+    if is_a(value, nn.Module):
         return True
-    if isinstance(value, _WHOLE):
-        return False
-    try:
-        if not hasattr(value, "__dict__"):
-            return False
-    except Exception:  # its class refuses to say what it has not (a Pydantic model's validator)
+    if is_a(value, _WHOLE) or not answers(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in _TORCHS  # not of an int's: Dynamo fails
 

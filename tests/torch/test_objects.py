@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from overlapc import TrainStep, optimize
 from overlapc.errors import OptionError
-from overlapc.runtime.objects import inside, is_looked_into, joined, objects_in
+from overlapc.megatron.outside import left_outside
+from overlapc.runtime.objects import answers, inside, is_a, is_looked_into, joined
 from tests.torch.exact import DYNAMO_WARNINGS, needs_torch, randn
 
 # Dynamo of torch 2.11 does not trace `vars` of an object: such a batch runs uncut, with a warning.
@@ -416,7 +418,7 @@ def test_a_module_may_hold_a_list_that_holds_itself():
 
 
 class Refuses:
-    """Answers for attributes that it has not, as a Pydantic model's unmade validator does."""
+    """Answers for attributes that it has not, as a Pydantic model's validator does."""
 
     __slots__ = ()
 
@@ -424,6 +426,18 @@ class Refuses:
         raise RuntimeError(f"{name} is asked of a class that cannot be made")
 
 
-def test_an_object_that_refuses_to_be_asked_is_not_looked_into() -> None:
-    assert not is_looked_into(Refuses())
-    assert objects_in([Refuses(), randn(2, 2)]) == []
+# Returns, above, has this module's namespace for the names of its methods.
+REFUSES = [Refuses(), weakref.proxy(Held())]
+
+
+@pytest.mark.parametrize("which", range(len(REFUSES)))
+def test_an_object_that_refuses_to_be_asked_is_not_looked_into(which: int) -> None:
+    value = REFUSES[which]
+    assert not is_looked_into(value)
+    assert not answers(value, "cache_clear")
+    assert not is_a(value, type)
+
+
+def test_refusing_objects_around_a_model_are_left_alone() -> None:
+    with left_outside(Returns(lambda model, x, y: y), "forward"):
+        pass
