@@ -87,11 +87,12 @@ def test_rows_that_are_not_aligned_cost_a_product_a_part_of_its_rate(
 
 @pytest.mark.parametrize("width", [64, 128, 512])
 def test_sums_of_few_results_are_cut(width: int) -> None:
-    """A small weight's gradient over four times the tokens does not take four times as long."""
+    """A small weight's gradient over 64 times the tokens takes far less than 64 times as long (57
+    times if its sum were not cut)."""
     short, long = (
         tokens / TRUE.matmul_part(width, width, tokens, "nt") for tokens in (1024, 65536)
     )
-    assert long < 64 * short
+    assert long < 40 * short
     pieces = max(splits(width, width, 1, MULTIPROCESSORS))
     tiles = (-(-width // 128)) ** 2
     assert MULTIPROCESSORS / 2 < pieces * tiles <= MULTIPROCESSORS

@@ -338,7 +338,8 @@ def test_products_take_what_was_measured(
 
 @pytest.mark.parametrize("what", ["thin", "weights", "writes"])
 def test_awkward_products_take_what_was_measured(what: str) -> None:
-    """On one H200. No figure of its file was fitted to these; below 20 us launches decide."""
+    """On one H200. The rules were chosen by these, no figure of its file was fitted to them; below
+    20 us launches decide."""
     path = Path(__file__).parents[2] / "benchmarks/results/h200_products.csv"
     with path.open() as file:
         rows = list(csv.DictReader(line for line in file if line[0] != "#"))
