@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -131,6 +131,12 @@ MORE = {
 }
 ALL = LAYOUTS | MORE
 FAST = ("tp, sequence, dropout", "pp", "dp, sharded", "ep")
+GROUPS = {
+    "fast": FAST,
+    "quick": tuple(name for name in LAYOUTS if name not in FAST),
+    "more": tuple(MORE),
+}
+LIMIT_S = {"fast": 300, "quick": 300, "more": 900}
 
 
 def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, Any]:
@@ -184,24 +190,33 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     ]
 
 
-@functools.cache
-def ran(version: str, ranks: int, group: str) -> list[dict[str, Any]]:
-    """What each rank found, of all layouts one after the other: a process imports one version."""
+def cases() -> Iterator[Any]:
+    """Versions, numbers of ranks and groups; a process imports one version."""
+    for version in (*QUICK, *OTHERS):
+        for group, names in GROUPS.items():
+            if group == "more" and version in OTHERS:
+                continue
+            marks = [pytest.mark.timeout(LIMIT_S[group])]
+            marks += [] if (version, group) == (QUICK[-1], "fast") else [pytest.mark.slow]
+            for ranks in sorted({ALL[name].ranks for name in names}):
+                yield pytest.param(version, ranks, group, marks=marks)
+
+
+@pytest.mark.parametrize(("version", "ranks", "group"), [*cases()])
+def test_a_patched_step_is_megatrons(
+    version: str, ranks: int, group: str, subtests: pytest.Subtests
+) -> None:
     cpu.need(version)
-    names = [n for n, layout in ALL.items() if layout.ranks == ranks and group_of(n) == group]
-    return run_ranks(on_rank, ranks, version, names, timeout_s=890 if group == "more" else 290)
+    names = [name for name in GROUPS[group] if ALL[name].ranks == ranks]
+    ran = run_ranks(on_rank, ranks, version, names, timeout_s=LIMIT_S[group] - 10)
+    for name in names:
+        with subtests.test(name):
+            check(ALL[name], [found[name] for found in ran])
 
 
-def group_of(name: str) -> str:
-    """Layouts that run in one process after one another."""
-    return "fast" if name in FAST else "quick" if name in LAYOUTS else "more"
-
-
-def check(version: str, name: str) -> None:
-    layout = ALL[name]
+def check(layout: Layout, ran: list[dict[str, Any]]) -> None:
     count = 3 * layout.microbatches
-    for found in ran(version, layout.ranks, group_of(name)):
-        one = found[name]
+    for one in ran:
         assert [one[what] for what in ("wrong", "why", "left")] == [[], [], []]
         for chunk in one["ran"]:
             assert (chunk["planned"], chunk["plain"]) == (count, 0)
@@ -209,32 +224,3 @@ def check(version: str, name: str) -> None:
         assert len(one["ran"]) == (layout.vpp or 1)
         if layout.pp > 1 and not layout.options:
             assert all(chunk["late"] == count for chunk in one["ran"])
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [
-        pytest.param(v, n, marks=[pytest.mark.slow] * (v != QUICK[-1] or n not in FAST))
-        for v in QUICK
-        for n in LAYOUTS
-    ],
-)
-def test_a_patched_step_is_megatrons(version: str, name: str) -> None:
-    check(version, name)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("version", QUICK)
-@pytest.mark.parametrize("name", MORE)
-def test_so_it_is_in_other_layouts(version: str, name: str) -> None:
-    check(version, name)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("version", OTHERS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_so_it_is_in_other_versions(version: str, name: str) -> None:
-    check(version, name)
