@@ -36,7 +36,8 @@ SIZE = """
     --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
     --max-position-embeddings 2048 --vocab-size 32000 --tokenizer-type NullTokenizer --mock-data
     --num-workers 1 --micro-batch-size 2 --global-batch-size 8 --lr 1e-4
-    --eval-iters 1 --eval-interval 1000 --log-interval 1 --bf16 --transformer-impl local --attention-dropout 0 --hidden-dropout 0
+    --eval-iters 1 --eval-interval 1000 --log-interval 1 --bf16 --transformer-impl local
+    --attention-dropout 0 --hidden-dropout 0
     --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 """
 SETTINGS = {

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from tests.megatron.cpu import device
 
@@ -58,9 +57,6 @@ def set_up(layout: Layout) -> None:
 
     torch.set_num_threads(1)
     parallel_state.destroy_model_parallel()
-    for group in list(c10d._world.pg_map):  # it leaves them, and each keeps threads
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
     # 0.12 forgets these.
     parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
     parallel_state.initialize_model_parallel(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from tests.megatron import cpu
 from tests.megatron.models import Layout, set_up, twins
@@ -146,6 +147,9 @@ def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, 
     for name in names:
         found[name] = compared(ALL[name])
         dist.barrier()
+        for group in list(c10d._world.pg_map):  # Megatron leaves them, and each keeps threads
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
     dist.destroy_process_group()
     return found
 

@@ -21,22 +21,54 @@ class Roundabout(nn.Module):
         return (turned * turned.detach()).sum()
 
 
-def test_without_identities() -> None:
-    x = torch.randn(6, 8)
-    captured = capture(Roundabout(), x)
-    joint = captured.joint
-    model = Roundabout()
-    given = [*model.parameters(), x, torch.ones(())]
+class Masked(nn.Module):
+    """Scores masked in place, as Megatron's attention does it, and copies that must stay."""
 
-    def run() -> list[Tensor | None]:
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self.seen.clone()  # of a buffer that changes below
+        self.seen.add_(1)
+        scores = self.linear(x)
+        result = scores.view(2, 3, 8).clone()  # of another result
+        masked = scores.view(2, 3, 8).masked_fill_(x.view(2, 3, 8) > 0, -1e4)
+        turned = x[:3].t().clone() * seen[:, None]  # laid out as only a copy is
+        return (masked.softmax(-1).clone() * seen).sum() + turned.sum(), result
+
+
+def changed(model: nn.Module, x: Tensor, *tangents: Tensor) -> tuple[list[str], list[str]]:
+    """The ops of the model's joint graph before and after; its numbers stay."""
+    joint = capture(model, x).joint
+    given = [*model.parameters(), *model.buffers(), x, *tangents]
+
+    def run() -> list[Tensor]:
         with torch.no_grad():
-            found = fx.Interpreter(joint).run(*given, enable_io_processing=False)
-        return [value for value in found if value is not None]
+            inputs = [value.clone() for value in given]
+            found = fx.Interpreter(joint).run(*inputs, enable_io_processing=False)
+        return [value for value in [*found, *inputs] if value is not None]
 
     before, expected = kinds(joint), run()
     without_identities(joint)
     after, found = kinds(joint), run()
     assert all(map(torch.equal, expected, found))
+    return before, after
+
+
+def test_copies_that_nothing_changes_leave() -> None:
+    model = Masked()
+    before, after = changed(model, torch.randn(6, 8), torch.ones(()), torch.ones(2, 3, 8))
+    assert before.count("copy") == 2
+    assert "copy" not in after
+    assert before.count("clone") - after.count("clone") == 2  # softmax's, and a gradient's
+    assert before.count("new_empty_strided") == 1
+    assert "new_empty_strided" not in after
+
+
+def test_without_identities() -> None:
+    before, after = changed(Roundabout(), torch.randn(6, 8), torch.ones(()))
     assert before.count("detach") > after.count("detach") == 0
     assert before.count("expand") > after.count("expand")
     assert before.count("view") > after.count("view")
