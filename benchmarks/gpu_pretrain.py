@@ -11,12 +11,14 @@ and norm must be equal to the last bit. Settings are what the script's arguments
     selective   core attention of every layer, Megatron's own choice
     full        every layer
 
-overlapc gets `--memory-budget` of the setting: by default what the script's arguments would take.
+overlapc's default budget is what the script's arguments would take. With `--trace` the last step is
+profiled: how long kernels ran, how many, how often the host waited, and the GPU's clock behind it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,9 @@ LIMIT_S = 200
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--settings", default=",".join(SETTINGS))
@@ -61,10 +66,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--overlapc", default="--solver overlap", help="options of overlapc")
     parser.add_argument("--script", default="", help="more arguments of pretrain_gpt.py")
+    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     asked, script = parser.parse_known_args()
     if asked.inside:
-        inside(asked.inside, asked.overlapc, script)
+        inside(asked.inside, asked.overlapc, script, asked.steps if asked.trace else 0)
         return
     rows = []
     for rep in range(asked.reps):
@@ -85,6 +91,7 @@ def run(setting: str, variant: str, asked: argparse.Namespace) -> dict[str, Any]
         options = asked.overlapc if variant == "overlapc" else ""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc_per_node=1", __file__, f"--inside={noted}", f"--overlapc={options}"]
+        command += [f"--steps={asked.steps}", *["--trace"] * asked.trace]
         command += [*SIZE.split(), f"--train-iters={asked.steps}"]
         command += [*SETTINGS[setting].split(), *asked.script.split()]
         environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -97,11 +104,12 @@ def run(setting: str, variant: str, asked: argparse.Namespace) -> dict[str, Any]
         return row | {"failed": log.read_text()[-6000:]}
 
 
-def inside(noted: Path, options: str, script: list[str]) -> None:
-    """Run the script, as torchrun would, and write what is noted of its steps."""
+def inside(noted: Path, options: str, script: list[str], traced: int) -> None:
+    """Run the script, as torchrun would, and write what is noted of its steps; profile the step of
+    this number."""
     path = str(Path(os.environ["OVERLAPC_MEGATRON_LM"]) / "pretrain_gpt.py")
     sys.path[0] = str(Path(path).parent)  # Megatron's own packages go before this program's
-    steps = watch()
+    steps = watch(traced)
     explained = ""
     if options:
         from overlapc.megatron.__main__ import main as overlapped
@@ -116,28 +124,56 @@ def inside(noted: Path, options: str, script: list[str]) -> None:
     noted.write_text(json.dumps({"steps": steps, "explained": explained}))
 
 
-def watch() -> list[dict[str, Any]]:
+def watch(traced: int) -> list[dict[str, Any]]:
     """Note every step from now on."""
     import megatron.training.training as training
     import torch
+    from torch.profiler import profile
 
     step, steps = training.train_step, []
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
-        result = step(*args, **kwargs)
-        torch.cuda.synchronize()
+        profiler = profile() if len(steps) + 1 == traced else contextlib.nullcontext()
+        with profiler as found:
+            begun = time.perf_counter()
+            result = step(*args, **kwargs)
+            torch.cuda.synchronize()
         took_ms = (time.perf_counter() - begun) * 1e3
         losses = {name: float(loss).hex() for name, loss in result[0].items()}
         norm = None if result[5] is None else float(result[5]).hex()
         peak = torch.cuda.max_memory_allocated()
         steps.append({"ms": took_ms, "peak": peak, "losses": losses, "norm": norm})
+        if found is not None:
+            steps[-1]["traced"] = summed_up(found)
         return result
 
     training.train_step = train_step
     return steps
+
+
+def summed_up(found: Any) -> dict[str, Any]:
+    """What a profiled step says: microseconds and number of runs by kernel, and by what the host
+    did itself in each call (the calls that it makes not counted)."""
+    from torch.autograd import DeviceType
+
+    kernels, host, runs = Counter[str](), Counter[str](), Counter[str]()
+    for event in found.events():
+        name = event.name[:80]
+        if event.device_type == DeviceType.CUDA:
+            kernels[name] += event.time_range.elapsed_us()
+        else:
+            host[name] += event.self_cpu_time_total
+        runs[name] += 1
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv"]
+    state = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    told: dict[str, Any] = {"state": state}
+    for which, spent in (("gpu", kernels), ("host", host)):
+        told[f"{which}_ms"] = sum(spent.values()) / 1e3
+        told[f"{which}_runs"] = sum(runs[name] for name in spent)
+        told[f"{which}_most"] = {n: (runs[n], round(us)) for n, us in spent.most_common(30)}
+    return told
 
 
 def compare(rows: list[dict[str, Any]], setting: str) -> dict[str, Any]:
@@ -162,7 +198,7 @@ def compare(rows: list[dict[str, Any]], setting: str) -> dict[str, Any]:
 
 
 def step_ms(row: dict[str, Any]) -> float:
-    return statistics.median(step["ms"] for step in row["steps"][FIRST:])
+    return statistics.median(s["ms"] for s in row["steps"][FIRST:] if "traced" not in s)
 
 
 def peak(row: dict[str, Any]) -> int:
@@ -177,7 +213,9 @@ def shown(row: dict[str, Any]) -> str:
     begin = f"{row['setting']:10s} {row['variant']:9s} {row['took_s']:5.0f} s"
     if "steps" not in row:
         return f"{begin}  failed:\n{row['failed']}"
-    return f"{begin}  {step_ms(row):7.2f} ms  {peak(row) / 1e9:6.2f} GB\n{row['explained']}"
+    traced = json.dumps(row["steps"][-1].get("traced", ""), indent=1)
+    figures = f"{step_ms(row):7.2f} ms  {peak(row) / 1e9:6.2f} GB"
+    return f"{begin}  {figures}\n{row['explained']}\n{traced}"
 
 
 if __name__ == "__main__":
