@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
-from overlapc.megatron.state import attributes_of, classes_of, is_plain
+from overlapc.megatron.state import attributes_of, classes_of, is_plain, members_of
 from overlapc.passes.shared_changes import replaced
 from overlapc.runtime.snapshot import generator, holding_the_same
 
@@ -106,7 +106,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     and random states."""
     kinds = [
         (kind, name, value)
-        for kind in classes_of(model)
+        for kind in classes_of(members_of(model))
         for name, value in vars(kind).items()
         if is_plain(value) and not name.startswith("__")
     ]
@@ -121,7 +121,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _known(model: nn.Module, held: list[Any]) -> dict[str, Any]:
-    found = attributes_of(model, held)
+    found = attributes_of(members_of(model), held)
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
             held.append(tensor)

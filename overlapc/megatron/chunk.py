@@ -26,6 +26,7 @@ from overlapc.megatron.planning import Planning, Step
 from overlapc.megatron.state import (
     EACH_TIME,
     as_trained,
+    members_of,
     modes_of,
     state_of,
     tensors_of,
@@ -198,13 +199,14 @@ class Chunk:
     def _look(self) -> None:
         """Look at the state on which the chunk's graphs depend."""
         self._changed = False
-        self._state, held = state_of(self.module)
-        self._planning.states.setdefault(self._state, held)
-        self._attributes = tensors_of(self.module)
+        members = members_of(self.module)
+        self._attributes = tensors_of(members)
+        state, held = state_of(members, self._attributes)
+        self._state, _ = self._planning.states.setdefault(state, (state, held))
         alone = [places[0] for places in self._attributes if not places[1:]]
         self._places = {(id(owner), name) for owner, name in alone}
-        self._inside = set(map(id, self.module.modules()))
-        self._lasting = _lasting(self.module)
+        self._inside = set(map(id, members.modules))
+        self._lasting = members.lasting
         self._planning.lasting = self._lasting
 
     def notice(self, module: nn.Module, name: str, value: Any) -> None:
@@ -247,19 +249,20 @@ class Chunk:
         """Run in the place of the model's `forward`."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        why = unplanned(self.module)
+        members = members_of(self.module)
+        why = unplanned(members)
         if why is not None:
             if why not in self.why_plain:
                 self.why_plain.append(why)
                 warnings.warn(_PLAIN.format(why), RuntimeWarning, stacklevel=2)
             return self._plainly(args, kwargs)
-        if self._changed or list(map(id, _lasting(self.module))) != list(map(id, self._lasting)):
+        if self._changed or [*map(id, members.lasting)] != [*map(id, self._lasting)]:
             self._look()
         call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
         step = self._step.lag, self._step.in_flight
-        modes = modes_of(self.module)
+        modes = modes_of(members)
         if self._pending is not None and self._pending.modes != modes:
-            with as_trained(self.module, self._pending.modes):
+            with as_trained(members.parameters, self._pending.modes):
                 self._run_pending()
         scales = [each.main_loss_backward_scale for each in self._scalers]
         numbers = tuple(each for each in scales if isinstance(each, (int, float)))
@@ -349,7 +352,7 @@ class Chunk:
     ) -> list[Tensor | None]:
         """Run B now, or defer it to the next forward; return gradients of the call's tensors."""
         scales = [*self._scales().values()]
-        modes = modes_of(self.module)
+        modes = modes_of(members_of(self.module))
         asked = Backward(planned, flight, tangents, scales, reduces(self.ddp), modes, read)
         if self._may_wait(planned):
             self._pending = asked
@@ -404,17 +407,15 @@ def _settled(module: nn.Module) -> None:
     traced: rotary embeddings move their frequencies to the device, and routers make the bias of
     experts float32 again, which the model's cast to bf16 or fp16 was not to reach."""
     device = _device(module)
-    for each in module.modules():
-        if callable(maintain := getattr(each, "_maintain_float32_expert_bias", None)):
-            maintain()
+    for each in members_of(module).modules:
+        if hasattr(type(each), "_maintain_float32_expert_bias"):
+            each._maintain_float32_expert_bias()
+        if not hasattr(type(each), "get_emb"):
+            continue
         for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
             own = vars(each).get(name)
-            if hasattr(each, "get_emb") and isinstance(own, Tensor) and own.device != device:
+            if isinstance(own, Tensor) and own.device != device:
                 setattr(each, name, own.to(device))
-
-
-def _lasting(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def _device(module: nn.Module) -> torch.device:

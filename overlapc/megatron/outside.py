@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import CaptureError
-from overlapc.megatron.state import classes_of
+from overlapc.megatron.state import classes_of, members_of
 from overlapc.passes.held import CONTAINERS, held_in, value_of
 from overlapc.passes.nodes import is_random
 from overlapc.runtime.objects import is_a, is_looked_into
@@ -132,7 +132,7 @@ def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
 
 def _methods(model: nn.Module) -> list[FunctionType]:
     """Of the model's classes that are not torch's."""
-    held = [each for kind in classes_of(model) for each in vars(kind).values()]
+    held = [each for kind in classes_of(members_of(model)) for each in vars(kind).values()]
     methods = [each for each in held if isinstance(each, FunctionType)]
     return [each for each in methods if str(each.__module__).partition(".")[0] != "torch"]
 
@@ -180,7 +180,7 @@ def _caches() -> list[Any]:
 def modules_of(model: nn.Module) -> list[ModuleType]:
     """Megatron's Python modules, those that define the model's classes, and those of the script:
     neither installed nor torch's or overlapc's."""
-    names = {kind.__module__ for kind in classes_of(model)}
+    names = {kind.__module__ for kind in classes_of(members_of(model))}
     found = []
     for name, module in list(sys.modules.items()):
         top, file = name.partition(".")[0], getattr(module, "__file__", None) or ""

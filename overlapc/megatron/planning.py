@@ -18,7 +18,7 @@ from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
 from overlapc.megatron.recompute import own_plan
 from overlapc.megatron.refused import foreign_hooks
 from overlapc.megatron.slices import Cut
-from overlapc.megatron.state import changed_between
+from overlapc.megatron.state import State, changed_between
 from overlapc.megatron.waits import apart
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
@@ -83,7 +83,8 @@ class Planning:
         self.said: dict[int, str] = {}  # what was found of each number of slices
         # By the form of calls, without shapes; None: all ranks run these calls as plain Megatron.
         self.agreed: dict[Any, Agreed | None] = {}
-        self.states: dict[Any, list[Any]] = {}  # states so far, and objects that must live as long
+        # States so far: each by itself, with the objects that must live as long.
+        self.states: dict[State, tuple[State, list[Any]]] = {}
         self.step: Step
         self.original: Callable[..., Any]
         self.lasting: Sequence[Tensor] = ()

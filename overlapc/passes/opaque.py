@@ -17,7 +17,9 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx import _symbolic_trace
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
@@ -41,6 +43,7 @@ _AUTOGRAD = (
     DispatchKey.AutogradOther,
     DispatchKey.ADInplaceOrView,
 )
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 _library = torch.library.Library("overlapc", "FRAGMENT")
 _numbers = itertools.count()
@@ -90,6 +93,12 @@ class Call:
     autocast: tuple[Any, ...]
     number: int = field(default_factory=_numbers.__next__)
 
+    @cached_property
+    def is_flat(self) -> bool:
+        """Are the arguments the leaves, by position?"""
+        flat: Any = (tuple(range(len(self.leaves))), {})
+        return tree_structure(flat) == self.spec
+
     def otherwise(self, what: str) -> OverlapcError:
         return OverlapcError(
             f"a {type(self.module()).__name__}, which runs as one op, {what} than it did on "
@@ -105,7 +114,9 @@ class Call:
         assert module is not None, "the module of an opaque op is gone"
         pairs = zip(tensors, self.needs, strict=True)
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
-        own = dict(module.named_parameters()) if lasting is None else lasting
+        own: Mapping[str, Tensor] = lasting or {}
+        if self.names and lasting is None:
+            own = dict(module.named_parameters())
         swapped = dict(lasting or {})
         for i, name in enumerate(self.names, len(self.places)):
             inputs[i] = swapped[name] = nn.Parameter(inputs[i].detach(), self.needs[i])
@@ -113,9 +124,8 @@ class Call:
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, inputs, strict=False):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        device, *settings = self.autocast
-        with _eagerly(), torch.autocast(device, *settings), _reparametrize_module(module, swapped):
+        args, kwargs = (leaves, {}) if self.is_flat else tree_unflatten(leaves, self.spec)
+        with _eagerly(), _autocast(*self.autocast), _with(module, swapped):
             return self.function(module, *args, **kwargs), inputs
 
 
@@ -137,7 +147,8 @@ _by_number: weakref.WeakValueDictionary[int, Opaque] = weakref.WeakValueDictiona
 def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
     known = _by_number[number]
     made, inputs = known.call.run(tensors)
-    results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+    leaves = [made] if isinstance(made, Tensor) else tree_leaves(made)
+    results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     likes = known.learned.results
     if [_describe(result) for result in results] != [_describe(like) for like in likes]:
         raise known.call.otherwise("gives other results")
@@ -204,6 +215,23 @@ def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         apart.append(tensor.clone() if storage in taken else tensor)
         taken.add(storage)
     return apart
+
+
+def _autocast(device: str, *settings: Any) -> AbstractContextManager[Any]:
+    """Autocast with these settings; as they are in most steps, that is nothing to do."""
+    return _NOTHING if settings == _autocast_now(device) else torch.autocast(device, *settings)
+
+
+def _autocast_now(device: str) -> tuple[Any, ...]:
+    return (
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled(device),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _with(module: nn.Module, swapped: dict[str, Tensor]) -> AbstractContextManager[Any]:
+    return _reparametrize_module(module, swapped) if swapped else _NOTHING
 
 
 @contextlib.contextmanager
@@ -393,12 +421,7 @@ def called(
         raise CaptureError("it is given something else than tensors and plain values")
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = tensors[0].device.type
-    autocast = (
-        device,
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_enabled(device),
-        torch.is_autocast_cache_enabled(),
-    )
+    autocast = (device, *_autocast_now(device))
     shapes = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
     modes = [each.training for each in module.modules()]
     key = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast

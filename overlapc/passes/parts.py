@@ -27,6 +27,7 @@ from overlapc.errors import CaptureError
 from overlapc.ir import Plan, issue
 from overlapc.layers import summed
 from overlapc.merge import ADD, at
+from overlapc.passes.direct import direct
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Owner, is_gradient, owner_of
 from overlapc.passes.nodes import is_before, is_folded_getitem, is_total, primal_nodes
@@ -46,6 +47,7 @@ class Part:
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     names: dict[fx.Node, str]
+    _compiled: tuple[str, Callable[[list[Any]], Any]] | None = None  # its code, and what runs
 
     def run(self, shared: Mapping[str, Any], *states: MutableMapping[str, Any]) -> None:
         """Run the part on the values that all microbatches share and on the state of each
@@ -55,11 +57,17 @@ class Part:
         for name in self.takes:
             which, _, key = name.rpartition(":")
             given.append(shared[key] if key in shared else states[int(which or 0)].pop(key))
-        results = self.module.forward(given)  # itself, not hooks of all modules
+        results = self._forward(given)
         for name, value in zip(self.gives, results, strict=True):
             which, _, key = name.rpartition(":")
             if key not in shared:
                 states[int(which or 0)][key] = value
+
+    @property
+    def _forward(self) -> Callable[[list[Any]], Any]:
+        if self._compiled is None or self._compiled[0] != self.module.code:
+            self._compiled = self.module.code, direct(self.module)
+        return self._compiled[1]
 
 
 @dataclass
