@@ -408,14 +408,19 @@ def _settled(module: nn.Module) -> None:
     experts float32 again, which the model's cast to bf16 or fp16 was not to reach."""
     device = _device(module)
     for each in members_of(module).modules:
-        if hasattr(type(each), "_maintain_float32_expert_bias"):
+        if _has(each, "_maintain_float32_expert_bias"):
             each._maintain_float32_expert_bias()
-        if not hasattr(type(each), "get_emb"):
+        if not _has(each, "get_emb"):
             continue
         for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
             own = vars(each).get(name)
             if isinstance(own, Tensor) and own.device != device:
                 setattr(each, name, own.to(device))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """`hasattr`, without asking its parameters and buffers, which takes long."""
+    return name in vars(module) or hasattr(type(module), name)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -11,26 +11,24 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.fx.graph_module import _forward_from_src
 
-_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+_CALL = re.compile(r"^(    \w+(?: : [^=]+)? = )(torch\.ops\.\w+\.\w+\.\w+)\(", re.MULTILINE)
 
 
 def direct(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module's forward as its graph is now."""
+    """The module's forward, as its graph is now."""
     code = module.graph.python_code("self")
-    known = dict(code.globals)
+    targets = {n.target for n in module.graph.nodes if type(n.target) is OpOverload}
+    ops = {f"torch.ops.{op!s}": op for op in targets}
+    numbers = {name: number for number, name in enumerate(ops)}
+    names = {name: f"_overlapc_op{number}" for name, number in numbers.items()}
+    known = code.globals | {names[name]: op._op for name, op in ops.items()}
 
-    def name(call: re.Match[str]) -> str:
-        namespace, packet, overload = call.groups()
-        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        if type(op) is not OpOverload:
-            return call[0]
-        short = f"_op_{namespace}_{packet}_{overload}"
-        known[short] = op._op
-        return f"{short}("
+    def called(line: re.Match[str]) -> str:
+        begin, name = line.groups()
+        return f"{begin}{names.get(name, name)}("
 
-    return types.MethodType(_forward_from_src(_CALL.sub(name, code.src), known), module)
+    return types.MethodType(_forward_from_src(_CALL.sub(called, code.src), known), module)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +47,10 @@ class Part:
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     names: dict[fx.Node, str]
-    _compiled: tuple[str, Callable[[list[Any]], Any]] | None = None  # its code, and what runs
+    # What runs, with the module and its forward, of which it was made.
+    _compiled: tuple[Any, Any, Callable[[list[Any]], Any]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def run(self, shared: Mapping[str, Any], *states: MutableMapping[str, Any]) -> None:
         """Run the part on the values that all microbatches share and on the state of each
@@ -65,9 +68,12 @@ class Part:
 
     @property
     def _forward(self) -> Callable[[list[Any]], Any]:
-        if self._compiled is None or self._compiled[0] != self.module.code:
-            self._compiled = self.module.code, direct(self.module)
-        return self._compiled[1]
+        """The module's forward since its last `recompile`, which calls ops directly."""
+        module, forward = self.module, type(self.module).forward
+        made = self._compiled
+        if made is None or made[0] is not module or made[1] is not forward:
+            made = self._compiled = module, forward, direct(module)
+        return made[2]
 
 
 @dataclass

@@ -61,3 +61,20 @@ def test_a_part_runs_the_graph_that_it_has_now() -> None:
     node.target = torch.ops.aten.exp.default
     part.module.recompile()
     assert run() == torch.ones(()).exp()
+
+
+def test_ops_of_like_names_and_their_text_stay_apart() -> None:
+    library = torch.library.Library("direct_a", "FRAGMENT")
+    other = torch.library.Library("direct_a_b", "FRAGMENT")
+    library.define("b_c(Tensor x, str said) -> Tensor")
+    other.define("c(Tensor x, str said) -> Tensor")
+    library.impl("b_c", lambda x, said: x + len(said), "CompositeExplicitAutograd")
+    other.impl("c", lambda x, said: x * len(said), "CompositeExplicitAutograd")
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    text = "    y = torch.ops.aten.neg.default("
+    y = graph.call_function(torch.ops.direct_a.b_c.default, (x, text))
+    z = graph.call_function(torch.ops.direct_a_b.c.default, (y, text))
+    graph.output(z)
+    one, count = torch.ones(()), len(text)
+    assert float(direct(fx.GraphModule({}, graph))(one)) == (1 + count) * count

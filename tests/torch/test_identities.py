@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 from overlapc.passes.capture import capture
 from overlapc.passes.identities import without_identities
@@ -77,4 +80,69 @@ def test_without_identities() -> None:
 
 def kinds(joint: fx.GraphModule) -> list[str]:
     targets = [node.target for node in joint.graph.nodes if node.op == "call_function"]
-    return [str(target).split(".")[1].strip("_") for target in targets]
+    return [str(target).partition(".")[2].partition(".")[0].strip("_") for target in targets]
+
+
+class Bent(nn.Module):
+    """Its gradient passes a view of a copy, which lies as the tangent does without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y.view(48).masked_fill_(x.view(48) > 0, -1.0)
+        return y * 2
+
+
+def test_a_copy_of_what_may_lie_otherwise_stays() -> None:
+    changed(Bent(), torch.randn(6, 8), torch.randn(8, 6).t())
+
+
+class Turned(nn.Module):
+    """Copies that resolve a conjugation, or copy what no storage holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (torch.complex(self.linear(x), x) * 2).conj().resolve_conj()
+        sparse = (x > 0).float().to_sparse().clone()
+        return (torch.view_as_real(y) ** 2).sum() + sparse.to_dense().sum()
+
+
+def test_a_copy_that_resolves_stays() -> None:
+    changed(Turned(), torch.randn(6, 8), torch.ones(()))
+
+
+class Shared(nn.Module):
+    """A result is a view of what is copied: the caller may change it."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.split = split
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        if self.split:
+            shown = torch.unsafe_chunk(y, 2, -1)[0]
+        else:
+            shown = wait_tensor(all_reduce(y.detach(), "sum", dist.group.WORLD)).view(-1)
+        kept = y.clone()
+        return (kept * kept).sum(), shown
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_copy_of_what_the_caller_sees_stays(split: bool) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = Shared(split)
+        tangent = torch.ones(6, 4) if split else torch.ones(48)
+        tangents = (torch.ones(()), tangent) if split else (torch.ones(()),)
+        before, after = changed(model, torch.randn(6, 8), *tangents)
+    finally:
+        dist.destroy_process_group()
+    assert before.count("clone") == after.count("clone") == 1
