@@ -32,8 +32,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from overlapc.files import write_file
 
 SIZE = """
     --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
@@ -49,6 +50,7 @@ SETTINGS = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 VARIANTS = ("megatron", "overlapc")
+SCRIPT = "pretrain_gpt.py"
 FIRST = 5  # the first step plans, and the next ones fill the allocator's pools
 LIMIT_S = 200
 
@@ -69,6 +71,12 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     asked, script = parser.parse_known_args()
+    if not (Path(os.environ.get("OVERLAPC_MEGATRON_LM", "")) / SCRIPT).is_file():
+        parser.error(
+            f"found no {SCRIPT} where OVERLAPC_MEGATRON_LM says, expected Megatron-LM there"
+        )
+    if asked.steps < FIRST + 2:
+        parser.error(f"--steps {asked.steps}: expected {FIRST + 2} or more; the first are left out")
     if asked.inside:
         inside(asked.inside, asked.overlapc, script, asked.steps if asked.trace else 0)
         return
@@ -81,7 +89,9 @@ def main() -> None:
     told = {setting: compare(rows, setting) for setting in asked.settings.split(",")}
     print(json.dumps(told, indent=1))
     if asked.out:
-        asked.out.write_text(json.dumps({"rows": rows, "compared": told}, indent=1))
+        write_file(asked.out, json.dumps({"rows": rows, "compared": told}, indent=1))
+    if any("failed" in row for row in rows) or not all(c.get("equal", True) for c in told.values()):
+        sys.exit("a run failed, or losses or norms differ: see above")
 
 
 def run(setting: str, variant: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +107,12 @@ def run(setting: str, variant: str, asked: argparse.Namespace) -> dict[str, Any]
         environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         begun = time.monotonic()
         with log.open("w") as file:
-            subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=LIMIT_S)
+            process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+            try:
+                process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun then ends its rank
+                process.wait(40)
         row = {"setting": setting, "variant": variant, "took_s": time.monotonic() - begun}
         if noted.is_file():
             return row | json.loads(noted.read_text())
@@ -107,8 +122,8 @@ def run(setting: str, variant: str, asked: argparse.Namespace) -> dict[str, Any]
 def inside(noted: Path, options: str, script: list[str], traced: int) -> None:
     """Run the script, as torchrun would, and write what is noted of its steps; profile the step of
     this number."""
-    path = str(Path(os.environ["OVERLAPC_MEGATRON_LM"]) / "pretrain_gpt.py")
-    sys.path[0] = str(Path(path).parent)  # Megatron's own packages go before this program's
+    path = str(Path(os.environ["OVERLAPC_MEGATRON_LM"]) / SCRIPT)
+    sys.path.insert(0, str(Path(path).parent))  # Megatron's own packages go before this program's
     steps = watch(traced)
     explained = ""
     if options:
@@ -162,6 +177,8 @@ def summed_up(found: Any) -> dict[str, Any]:
     for event in found.events():
         name = event.name[:80]
         if event.device_type == DeviceType.CUDA:
+            if event.is_user_annotation:  # a span of kernels, which are counted by themselves
+                continue
             kernels[name] += event.time_range.elapsed_us()
         else:
             host[name] += event.self_cpu_time_total
