@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from overlapc.collecting import of_young_alone
 from overlapc.errors import CaptureError, Infeasible, OptionError, OverlapcError
 from overlapc.megatron.gradients import gathered
 from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
@@ -119,7 +120,10 @@ class Planning:
     def _agree(self, call: Call) -> Agreed | None:
         """Plan together with all ranks that run this chunk, for the shapes of the first rank."""
         try:
-            with exchange_of(self.step.ranks, self._options.timeout_s) as exchange:
+            with (
+                of_young_alone(),
+                exchange_of(self.step.ranks, self._options.timeout_s) as exchange,
+            ):
                 return self._fastest(_of_the_first(call, exchange), exchange)
         except CaptureError as error:
             if str(error) not in self.why_plain:

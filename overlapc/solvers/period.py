@@ -141,9 +141,9 @@ class Policy:
     """The program of one period: in how many of its blocks to keep each class of storage.
 
     `again` is the assumed share of a recomputed collective that stays exposed. Between solutions
-    only the bytes that may be kept change. `quick`: it is solved without heuristics that take half
-    of the time. `reuses`: what is best of so many bytes, and takes fewer, is best of all between.
-    With either another of equal solutions may be found.
+    only the bytes that may be kept change. `quick`: it is solved less closely, and without
+    heuristics that take half of the time. `reuses`: what is best of so many bytes, and takes fewer,
+    is best of all between. With either another of nearly equal solutions may be found.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Policy:
         self._reuses = reuses
         # least and most bytes -> what is best of them
         self._known: list[tuple[float, float, dict[int, int] | None]] = []
-        engine = pulp.HiGHS(msg=False, threads=1, gapRel=GAP)
+        engine = pulp.HiGHS(msg=False, threads=1, gapRel=GAP * (FEW if quick else 1))
         engine.createAndConfigureSolver(program)
         engine.buildSolverModel(program)
         self._highs = program.solverModel

@@ -70,7 +70,7 @@ class _Step:
 
     @cached_property
     def periodic(self) -> Periodic:
-        return Periodic(self.problem, quick=True)
+        return Periodic(self.problem, quick=True, reuses=True)
 
     def solve(
         self,

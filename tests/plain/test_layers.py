@@ -39,6 +39,7 @@ LAYERS = {
     "flags": Layer(),
     "progress": Layer(),
     "timing": Layer("errors"),
+    "collecting": Layer(),
     "functions": Layer("errors"),
     "record": Layer(),
     "digest": Layer("", "ir"),
@@ -97,7 +98,7 @@ LAYERS = {
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.
     "megatron": Layer(
-        "errors files ir passes planning runtime search simulate solvers stages torch"
+        "collecting errors files ir passes planning runtime search simulate solvers stages torch"
     ),
     # What people see.
     "report": Layer(
