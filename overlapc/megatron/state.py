@@ -25,6 +25,8 @@ _INTERNAL = set(vars(nn.Module())) - {"training"}
 # Set by Megatron for each microbatch; only kernels outside of traces read them.
 EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor"}
 _UNREAD = _INTERNAL | EACH_TIME
+# No forward runs these; the first torch.compile of a process replaces those of nn.Module.
+_MAKERS = {"__init__", "__setstate__"}
 # Functions in a config that Megatron's schedules call, and no `forward`.
 _OF_SCHEDULES = {
     "grad_scale_func",
@@ -245,6 +247,8 @@ def _of_classes(members: Members, held: list[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in classes_of(members):
         for name, value in vars(kind).items():
+            if name in _MAKERS:
+                continue
             key = f"{kind.__qualname__}.{name}"
             if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
                 held.append(value)

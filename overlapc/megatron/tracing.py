@@ -9,7 +9,6 @@ emitted op draw from that stream.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +24,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
 
 from overlapc.errors import CaptureError
-from overlapc.megatron import recompute
+from overlapc.megatron import fused, recompute
 from overlapc.megatron.changes import DATA, restored
 from overlapc.megatron.outside import modules_of
-from overlapc.passes.opaque import called
 from overlapc.passes.parts import Part
 from overlapc.passes.trace import Captured
 from overlapc.runtime.objects import answers, is_a
@@ -64,9 +62,11 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(model))
         stack.enter_context(_swapped(FunctionalTensor, "data", DATA))
-        for make in (_memory, _recompute, _linear, _caches, _scatter, _fused):
+        for make in (_memory, _recompute, _linear, _caches, _scatter):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
+        for owner, name, new in fused.changes(model, _megatron()):
+            stack.enter_context(_swapped(owner, name, new))
         for owner, name, new in (*_logs(taps, modules_of(model)), *_numbers(model)):
             stack.enter_context(_swapped(owner, name, new))
         for scaler in scalers():
@@ -201,28 +201,6 @@ def _caches() -> Iterator[Change]:
             for name, value in list(vars(owner).items()):
                 if answers(value, "cache_clear") and _own(value):
                     yield owner, name, value.__wrapped__
-
-
-def _fused() -> Iterator[Change]:
-    """A function that Megatron fuses by `torch.compile` is one op: its kernel rounds less often
-    than the ops that a trace would find in it, and no trace enters it."""
-    for module in _megatron():
-        for name, value in list(vars(module).items()):
-            if answers(value, "_torchdynamo_orig_callable"):
-                yield module, name, _as_one_op(value)
-
-
-@functools.cache
-def _as_one_op(fused: Callable[..., Any]) -> Callable[..., Any]:
-    holder = nn.Module()
-
-    def whole(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return fused(*args, **kwargs)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return called(holder, whole, {}, {}, args, kwargs)
-
-    return run
 
 
 def _logs(taps: Taps, modules: Sequence[ModuleType]) -> Iterator[Change]:

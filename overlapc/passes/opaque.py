@@ -424,7 +424,8 @@ def called(
     autocast = (device, *_autocast_now(device))
     shapes = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
     modes = [each.training for each in module.modules()]
-    key = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast
+    given = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast
+    key = function.__qualname__, *given
     known = _known.setdefault(module, {})
     if key not in known:
         call = Call(weakref.ref(module), function, spec, plain, places, [*named], needs, autocast)

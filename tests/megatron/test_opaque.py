@@ -93,53 +93,6 @@ def run(trained: Trained) -> list[dict[str, Any]]:
     return found
 
 
-FUSED = {"bias_dropout_fusion": True, "bias_activation_fusion": True}
-
-
-def on_one_rank(rank: int, ranks: int, version: str) -> dict[str, Any]:
-    cpu.use(version, fused=True)
-    import overlapc.megatron as patched
-
-    dist.init_process_group("gloo")
-    layout = Layout(ranks=1, layers=3, dropout=0.1, microbatches=2, config=FUSED)
-    set_up(layout)
-    found: dict[str, Any] = {"wrong": [], "recomputed": 0}
-    for budget in (None, 0.7):
-        plain, ours = twins(layout)
-        expected = [plain.step(number) for number in range(2)]
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            patched.patch(merge=False, solver="heu", profile="estimate", memory_budget=budget)
-            got = [ours.step(number) for number in range(2)]
-        assert patched._steps is not None
-        (chunk,) = patched._steps.chunks.values()
-        (agreed,) = chunk._planning.agreed.values()
-        ops = agreed.report.problem.trace.ops
-        found["opaque"] = [op.name for op in ops if op.name.startswith("opaque_forward")]
-        found["products"] = sum(op.signature.startswith("aten.mm") for op in ops)
-        found["recomputed"] += len(agreed.report.plan.recomputed)
-        found["ran"], found["why"] = dict(chunk.ran), chunk.why_plain
-        found["told"] = [str(each.message) for each in told if "overlapc" in str(each.message)]
-        for pair in zip(expected, got, strict=True):
-            found["wrong"] += differences(*pair)
-        patched.unpatch()
-    dist.destroy_process_group()
-    return found
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
-def test_what_megatron_compiles_is_one_op_each(version: str) -> None:
-    """Its layers are planned op by op all the same."""
-    cpu.need(version)
-    (found,) = run_ranks(on_one_rank, 1, version, timeout_s=250)
-    assert (found["wrong"], found["why"], found["told"]) == ([], [], [])
-    assert found["ran"]["plain"] == 0
-    assert len(found["opaque"]) >= 9  # the activation and two additions in each of three layers
-    assert found["products"] >= 3 * 4 * 3
-    assert found["recomputed"]
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -140,8 +141,8 @@ GROUPS = {
 LIMIT_S = {"fast": 300, "quick": 300, "more": 900}
 
 
-def on_rank(rank: int, ranks: int, version: str, names: list[str]) -> dict[str, Any]:
-    cpu.use(version)
+def on_rank(rank: int, ranks: int, version: str, fused: bool, names: list[str]) -> dict[str, Any]:
+    cpu.use(version, fused)
     dist.init_process_group("gloo")
     found = {}
     for name in names:
@@ -195,24 +196,28 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def cases() -> Iterator[Any]:
-    """Versions, numbers of ranks and groups; a process imports one version."""
-    for version in (*QUICK, *OTHERS):
+    """Versions, whether Megatron fuses functions by `torch.compile`, as it does by default, numbers
+    of ranks and groups; a process imports one version."""
+    for version, fused in product((*QUICK, *OTHERS), (True, False)):
         for group, names in GROUPS.items():
             if group == "more" and version in OTHERS:
                 continue
             marks = [pytest.mark.timeout(LIMIT_S[group])]
-            marks += [] if (version, group) == (QUICK[-1], "fast") else [pytest.mark.slow]
+            quick = group == "fast" and (version, fused) in zip(QUICK, (False, True), strict=True)
+            marks += [] if quick else [pytest.mark.slow]
             for ranks in sorted({ALL[name].ranks for name in names}):
-                yield pytest.param(version, ranks, group, marks=marks)
+                how = "fused" if fused else "apart"
+                case = f"{version}-{how}-{ranks}-{group}"
+                yield pytest.param(version, fused, ranks, group, marks=marks, id=case)
 
 
-@pytest.mark.parametrize(("version", "ranks", "group"), [*cases()])
+@pytest.mark.parametrize(("version", "fused", "ranks", "group"), [*cases()])
 def test_a_patched_step_is_megatrons(
-    version: str, ranks: int, group: str, subtests: pytest.Subtests
+    version: str, fused: bool, ranks: int, group: str, subtests: pytest.Subtests
 ) -> None:
     cpu.need(version)
     names = [name for name in GROUPS[group] if ALL[name].ranks == ranks]
-    ran = run_ranks(on_rank, ranks, version, names, timeout_s=LIMIT_S[group] - 10)
+    ran = run_ranks(on_rank, ranks, version, fused, names, timeout_s=LIMIT_S[group] - 10)
     for name in names:
         with subtests.test(name):
             check(ALL[name], [found[name] for found in ran])
