@@ -1,84 +1,154 @@
-"""`changes` makes what Megatron fuses by `torch.compile` one op of a graph each: functions of its
-modules, methods of the model's classes, and functions that modules or their configurations hold.
+"""`one_op_each` makes what is fused by `torch.compile` one op of a graph each: functions of
+Megatron's and the script's Python modules, functions that the model's modules or their
+configurations have been given, and methods and static methods of the model's classes.
 
-A fused kernel rounds less often than the ops that a trace would find in it, and no trace enters it.
+A fused kernel rounds less often than the ops that a trace would find in it. What is fused elsewhere
+ends the trace before it is entered: Dynamo, which compiles nothing within a trace, would leave it
+unfused for the rest of the process. The module around it is one op then, or the chunk runs plain.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
+from dataclasses import dataclass
+from types import MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace
 
+from overlapc.errors import CaptureError
 from overlapc.megatron.state import classes_of, members_of
 from overlapc.passes.opaque import called
+from overlapc.passes.opaque_calls import learned_within
+from overlapc.passes.shared_changes import replaced
 from overlapc.runtime.objects import answers, is_a
 
 _UNFUSED = "_torchdynamo_orig_callable"  # torch.compile's attribute for what it was given
-# Methods that count: a sum of whole numbers is the same however it is made. They are traced, since
-# an op of its own may not write to its module's buffers.
+# Megatron's methods that count tokens: sums of whole numbers are the same however they are made.
+# They are traced, since an op of its own may not write to its module's buffers.
 _COUNTS = {"_apply_expert_bias"}
+_WHOLE_MODULES = {"forward", "_compiled_call_impl"}  # where these are fused, the module is one op
+Change = tuple[Any, str, Any, Any]  # owner, name, what it has, what stands for it in a trace
 
 
-def changes(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[tuple[Any, str, Any]]:
-    """For each of what is fused: who has it, as what, and what stands for it in a trace. `modules`
-    are Megatron's."""
+@contextlib.contextmanager
+def one_op_each(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[None]:
+    """`modules` are Megatron's and the script's. While an op is tried out they are as they were."""
+    found = {(id(change[0]), change[1]): change for change in _changes(model, modules)}
+
+    def put() -> None:
+        for owner, name, _, new in found.values():
+            setattr(owner, name, new)
+
+    def back() -> None:
+        for owner, name, old, _ in found.values():
+            setattr(owner, name, old)
+
+    @contextlib.contextmanager
+    def apart() -> Iterator[None]:
+        back()
+        try:
+            yield
+        finally:
+            put()
+
+    # With this flag what torch.compile made raises, in each pass of a trace.
+    with learned_within(apart), replaced(_symbolic_trace, "_is_fx_tracing_flag", True):
+        put()
+        try:
+            yield
+        finally:
+            back()
+
+
+def _changes(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[Change]:
+    shared: set[int] = set()  # functions that have a place in a Python module
     for owner in modules:
-        yield from _functions(owner)
+        for name, value in list(vars(owner).items()):
+            if _is_fused(value):
+                shared.add(id(value))
+                yield owner, name, value, _as_one_op(value)
     members = members_of(model)
-    lasting = {
-        each: {**dict(each.named_parameters()), **dict(each.named_buffers())}
-        for each in members.modules
-        if any(map(_methods, type(each).__mro__))
-    }
+    lasting = {each: _tensors_of(each) for each in members.modules if _has_methods(each)}
     for kind in classes_of(members):
-        for name, method in _methods(kind).items():
-            counts = name in _COUNTS
-            yield kind, name, getattr(method, _UNFUSED) if counts else _as_method(method, lasting)
+        for name, value in _methods(kind).items():
+            yield kind, name, value, _stand_in(kind, name, value, lasting)
     for each in members.modules:
-        yield from _functions(each)
-        if (config := vars(each).get("config")) is not None and answers(config, "__dict__"):
-            yield from _functions(config)
-
-
-def _functions(owner: Any) -> Iterator[tuple[Any, str, Any]]:
-    for name, value in list(vars(owner).items()):
-        if _is_fused(value):
-            yield owner, name, _as_one_op(value)
-
-
-def _methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """The fused ones that the class defines, but for `forward`: then the module is one op."""
-    found = vars(kind).items()
-    return {name: value for name, value in found if name != "forward" and _is_fused(value)}
+        config = vars(each).get("config")
+        for owner in (each, config) if answers(config, "__dict__") else (each,):
+            for name, value in list(vars(owner).items()):
+                if not _is_fused(value) or name in _WHOLE_MODULES:
+                    continue
+                if id(value) in shared:  # the same as there: Megatron compares activations
+                    yield owner, name, value, _as_one_op(value)
+                elif owner is each and not is_a(getattr(value, _UNFUSED), MethodType):
+                    yield owner, name, value, _as_one_op_of(each, value)
 
 
 def _is_fused(value: Any) -> bool:
     return not is_a(value, nn.Module) and answers(value, _UNFUSED)
 
 
-@functools.cache
-def _as_one_op(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for the same function: Megatron compares them."""
-    holder = nn.Module()
+def _methods(kind: type) -> dict[str, Any]:
+    """The fused methods and static methods that the class itself defines."""
+    found = {}
+    for name, value in vars(kind).items():
+        plain = value.__func__ if is_a(value, staticmethod) else value
+        if name not in _WHOLE_MODULES and _is_fused(plain):
+            found[name] = value
+    return found
 
-    def whole(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return fused(*args, **kwargs)
+
+def _has_methods(module: nn.Module) -> bool:
+    return any(map(_methods, type(module).__mro__))
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """A function as one of a module that it does not read."""
+
+    fused: Callable[..., Any]
+
+    def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.fused(*args, **kwargs)
+
+
+def _as_one_op_of(module: nn.Module, fused: Callable[..., Any]) -> Callable[..., Any]:
+    function = _Apart(fused)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return called(holder, whole, {}, {}, args, kwargs)
+        return called(module, function, {}, {}, args, kwargs)
 
     return run
 
 
-def _as_method(
-    fused: Callable[..., Any], lasting: Mapping[nn.Module, Mapping[str, Tensor]]
-) -> Callable[..., Any]:
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        named = dict(self.named_parameters())
-        return called(self, fused, lasting[self], named, args, kwargs)
+@functools.cache
+def _as_one_op(fused: Callable[..., Any]) -> Callable[..., Any]:
+    return _as_one_op_of(nn.Module(), fused)
+
+
+def _stand_in(
+    kind: type, name: str, value: Any, lasting: Mapping[nn.Module, Mapping[str, Tensor]]
+) -> Any:
+    if is_a(value, staticmethod):
+        return staticmethod(_as_one_op(value.__func__))
+    if name in _COUNTS and kind.__module__.partition(".")[0] == "megatron":
+        return getattr(value, _UNFUSED)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in lasting:
+            raise CaptureError(f"a {type(self).__name__} is not among the model's modules")
+        for each in self.modules():
+            for attribute, held in vars(each).items():
+                if isinstance(held, Tensor):
+                    raise CaptureError(f"{name} is fused, and may read the tensor {attribute!r}")
+        return called(self, value, lasting[self], _tensors_of(self), args, kwargs)
 
     return run

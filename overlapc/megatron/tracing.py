@@ -65,8 +65,7 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
         for make in (_memory, _recompute, _linear, _caches, _scatter):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
-        for owner, name, new in fused.changes(model, _megatron()):
-            stack.enter_context(_swapped(owner, name, new))
+        stack.enter_context(fused.one_op_each(model, modules_of(model)))
         for owner, name, new in (*_logs(taps, modules_of(model)), *_numbers(model)):
             stack.enter_context(_swapped(owner, name, new))
         for scaler in scalers():

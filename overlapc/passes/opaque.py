@@ -6,47 +6,35 @@ keeps; its backward is `overlapc::opaque_backward`, which reads the handle. To a
 a value like any other, with the size of what autograd keeps: it is saved, or recomputed by running
 the forward again.
 
-The module runs once on made-up inputs, to learn what it returns and keeps. A module that changes
-its own state is refused, since it might run twice.
+The module runs on made-up inputs, to learn what it returns and keeps (`opaque_calls`). A module
+that changes its own state is refused, since it might run twice.
 """
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DispatchKey
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.fx import _symbolic_trace
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from overlapc.errors import CaptureError, OverlapcError
-from overlapc.passes.draws import random_states
-from overlapc.passes.held import CONTAINERS, held_in, value_of
-from overlapc.passes.shared_changes import replaced
-
-# These are off while an op runs, but on where its module runs.
-_AUTOGRAD = (
-    DispatchKey.AutogradCPU,
-    DispatchKey.AutogradCUDA,
-    DispatchKey.AutogradOther,
-    DispatchKey.ADInplaceOrView,
+from overlapc.errors import CaptureError
+from overlapc.passes.opaque_calls import (
+    PLAIN,
+    Call,
+    Learned,
+    Like,
+    autocast_now,
+    eagerly,
+    learn,
+    open_size,
 )
-_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
-_PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
+
 _library = torch.library.Library("overlapc", "FRAGMENT")
-_numbers = itertools.count()
 
 
 @dataclass
@@ -56,77 +44,6 @@ class Graph:
 
     results: list[Any]  # None where one requires no gradient
     inputs: list[Tensor]
-
-
-@dataclass
-class Learned:
-    """What a module returned when it ran on noise; tensors are on the meta device."""
-
-    spec: TreeSpec
-    leaves: list[Any]
-    gradients: list[Tensor | None]  # of the inputs
-    held_bytes: int  # bytes that autograd keeps, without parameters
-    draws: bool  # does it draw random numbers?
-
-    @property
-    def results(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    @property
-    def grows(self) -> list[bool]:
-        """Does a result require a gradient?"""
-        return [result.requires_grad for result in self.results]
-
-
-@dataclass(eq=False)
-class Call:
-    """A way in which a module is called: on which tensors, and how these and other values form its
-    arguments. The tensors are those of the arguments, then the parameters called `names`."""
-
-    module: weakref.ref[nn.Module]
-    function: Callable[..., Any]  # `forward`, of its class or its own
-    spec: TreeSpec
-    leaves: list[Any]  # of the arguments, with None for tensors
-    places: list[int]  # of the tensors among them
-    names: list[str]
-    needs: list[bool]  # does a tensor require a gradient?
-    autocast: tuple[Any, ...]
-    number: int = field(default_factory=_numbers.__next__)
-
-    @cached_property
-    def is_flat(self) -> bool:
-        """Are the arguments the leaves, by position?"""
-        flat: Any = (tuple(range(len(self.leaves))), {})
-        return tree_structure(flat) == self.spec
-
-    def otherwise(self, what: str) -> OverlapcError:
-        return OverlapcError(
-            f"a {type(self.module()).__name__}, which runs as one op, {what} than it did on "
-            "noise; expected what it computes not to depend on values: make it traceable"
-        )
-
-    def run(
-        self, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor] | None = None
-    ) -> tuple[Any, list[Tensor]]:
-        """Call the module on leaves with these values; return its results and the leaves. `lasting`
-        are its parameters and buffers, while a trace has put others into it."""
-        module = self.module()
-        assert module is not None, "the module of an opaque op is gone"
-        pairs = zip(tensors, self.needs, strict=True)
-        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
-        own: Mapping[str, Tensor] = lasting or {}
-        if self.names and lasting is None:
-            own = dict(module.named_parameters())
-        swapped = dict(lasting or {})
-        for i, name in enumerate(self.names, len(self.places)):
-            inputs[i] = swapped[name] = nn.Parameter(inputs[i].detach(), self.needs[i])
-            vars(inputs[i]).update(vars(own[name]))
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, inputs, strict=False):
-            leaves[place] = tensor
-        args, kwargs = (leaves, {}) if self.is_flat else tree_unflatten(leaves, self.spec)
-        with _eagerly(), _autocast(*self.autocast), _with(module, swapped):
-            return self.function(module, *args, **kwargs), inputs
 
 
 @dataclass(eq=False)
@@ -139,6 +56,7 @@ class Opaque:
 
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Opaque]] = weakref.WeakKeyDictionary()
 _by_number: weakref.WeakValueDictionary[int, Opaque] = weakref.WeakValueDictionary()
+_trace = 0  # its number
 
 
 # --------------------------------------------------------------------------- the ops
@@ -149,20 +67,22 @@ def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
     made, inputs = known.call.run(tensors)
     leaves = [made] if isinstance(made, Tensor) else tree_leaves(made)
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    likes = known.learned.results
-    if [_describe(result) for result in results] != [_describe(like) for like in likes]:
+    likes, size = known.learned.results, known.call.size(tensors)
+    pairs = zip(likes, results, strict=False)
+    if len(likes) != len(results) or not all(like.fits(result, size) for like, result in pairs):
         raise known.call.otherwise("gives other results")
     ends = [get_gradient_edge(result) if result.requires_grad else None for result in results]
     handle = torch.empty(0, dtype=torch.uint8)
     handle.overlapc_graph = Graph(ends, inputs)  # type: ignore[attr-defined]
-    handle.overlapc_held_bytes = known.learned.held_bytes  # type: ignore[attr-defined]
+    handle.overlapc_held_bytes = known.learned.held(size)  # type: ignore[attr-defined]
     return [*_apart([result.detach() for result in results], tensors), handle]
 
 
 def _forward_like(number: int, tensors: list[Tensor]) -> list[Tensor]:
-    learned = _by_number[number].learned
-    likes = [_like(like, tensors[0].device) for like in learned.results]
-    return [*likes, torch.empty(learned.held_bytes, dtype=torch.uint8)]
+    known = _by_number[number]
+    learned, size = known.learned, known.call.size(tensors)
+    made = [like.made(tensors[0].device, size) for like in learned.results]
+    return [*made, torch.empty(learned.held(size), dtype=torch.uint8)]
 
 
 def _backward(
@@ -172,7 +92,7 @@ def _backward(
     given = [(e, g) for e, g in zip(graph.results, gradients, strict=True) if g is not None]
     pairs = zip(graph.inputs, known.learned.gradients, strict=True)
     wanted = [(tensor, like is not None) for tensor, like in pairs if tensor.requires_grad]
-    with _eagerly():
+    with eagerly():
         found = torch.autograd.grad(
             [end for end, _ in given],
             [tensor for tensor, _ in wanted],
@@ -194,16 +114,13 @@ def _backward(
 def _backward_like(
     number: int, handle: Tensor, gradients: list[Tensor | None], device: torch.device
 ) -> list[Tensor]:
-    likes = _by_number[number].learned.gradients
-    return [_like(like, device) for like in likes if like is not None]
-
-
-def _like(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-
-
-def _describe(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    learned = _by_number[number].learned
+    pairs = [(g, like.sizes) for g, like in zip(gradients, learned.results, strict=True)]
+    sizes = [g.shape[s.index(None)] for g, s in pairs if g is not None and None in s]
+    likes = [like for like in learned.gradients if like is not None]
+    if not sizes and any(None in like.sizes for like in likes):
+        raise CaptureError("no gradient of its results has the data-dependent size")
+    return [like.made(device, sizes[0] if sizes else None) for like in likes]
 
 
 def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -215,34 +132,6 @@ def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         apart.append(tensor.clone() if storage in taken else tensor)
         taken.add(storage)
     return apart
-
-
-def _autocast(device: str, *settings: Any) -> AbstractContextManager[Any]:
-    """Autocast with these settings; as they are in most steps, that is nothing to do."""
-    return _NOTHING if settings == _autocast_now(device) else torch.autocast(device, *settings)
-
-
-def _autocast_now(device: str) -> tuple[Any, ...]:
-    return (
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_enabled(device),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-def _with(module: nn.Module, swapped: dict[str, Tensor]) -> AbstractContextManager[Any]:
-    return _reparametrize_module(module, swapped) if swapped else _NOTHING
-
-
-@contextlib.contextmanager
-def _eagerly() -> Iterator[None]:
-    """Run the block as if outside of an op: with autograd, and without modes."""
-    include = torch._C._dispatch_tls_local_include_set().add(DispatchKey.ADInplaceOrView)
-    exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:
-        exclude = exclude.remove(key)
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
 
 
 def _define(name: str, schema: str, run: Any, like: Any, *tags: torch.Tag) -> Any:
@@ -290,117 +179,12 @@ class _Traced(torch.autograd.Function):
         return None, *(None if like is None else next(found) for like in learned.gradients)
 
 
-# --------------------------------------------------------------------------- what is learned
-
-
-def _learned(call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor]) -> Learned:
-    """Run the module, forward and backward, on noise."""
-    module = call.module()
-    assert module is not None
-    with (
-        _disable_current_modes(),
-        replaced(_symbolic_trace, "_is_fx_tracing_flag", False),  # else torch.compile refuses
-        torch.random.fork_rng(),
-        _unchanged(module, lasting),
-    ):
-        given = [_made_up(tensor) for tensor in tensors[: len(call.places)]]
-        given += [lasting[name].detach() for name in call.names]
-        kept: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-
-        before = random_states()
-        with _hooked(keep):
-            made, inputs = call.run(given, lasting)
-        draws = not all(map(torch.equal, before, random_states()))
-        leaves, spec = tree_flatten(made)
-        for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
-                raise CaptureError(f"it returns a {type(leaf).__name__}, expected tensors")
-        for tensor in inputs[: len(call.places)]:
-            keep(tensor)
-        gradients = iter(_gradients_of_ones(leaves, inputs))
-        storages = {tensor.untyped_storage()._cdata for tensor in lasting.values()}
-        return Learned(
-            spec,
-            [_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            [_meta(next(gradients)) if tensor.requires_grad else None for tensor in inputs],
-            sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in storages),
-            draws,
-        )
-
-
-@contextlib.contextmanager
-def _hooked(keep: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Call `keep` for what autograd keeps, also during a trace, which ignores hooks."""
-    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
-    try:
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            yield
-    finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
-
-
-def _gradients_of_ones(leaves: Sequence[Any], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of the inputs that may get one."""
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not results:
-        return [None] * len(wanted)
-    ones = [torch.ones_like(result) for result in results]
-    with _eagerly():
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            results, wanted, ones, allow_unused=True
-        )
-    return found
-
-
-def _meta(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-
-
-def _made_up(tensor: Tensor) -> Tensor:
-    if any(not isinstance(size, int) for size in tensor.shape):
-        raise CaptureError("it is given a tensor of data-dependent size")
-    new = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return new.normal_() if tensor.is_floating_point() else new.zero_()
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module, lasting: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse a module whose state changes in the block, and restore that state."""
-    attributes = {each: dict(vars(each)) for each in module.modules()}
-    containers = [
-        (name, held_in(value))
-        for before in attributes.values()
-        for name, value in before.items()
-        if isinstance(value, CONTAINERS)
-    ]
-    values = [value_of(tensor) for tensor in lasting.values()]
-    try:
-        yield
-    finally:
-        changed = []
-        for each, before in attributes.items():
-            now = vars(each)
-            changed += [name for name in now if before.get(name, now) is not now[name]]
-            now.clear()
-            now.update(before)
-        changed += [name for name, restore in containers if restore()]
-        written = [restore() for restore in values]
-    if changed:
-        raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
-    if any(written):
-        raise CaptureError("it changes a parameter or buffer, and might run twice")
-
-
 # --------------------------------------------------------------------------- in a trace
+
+
+def begin_trace() -> None:
+    global _trace
+    _trace += 1
 
 
 def called(
@@ -411,27 +195,35 @@ def called(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Runs in the place of a module's forward while it is traced. `lasting` are its parameters and
-    buffers; `named` are the traced tensors that replace its parameters."""
+    """Runs in the place of a `function` of a module and its arguments while it is traced: of the
+    module's forward, or of a method. `lasting` are its parameters and buffers; `named` are the
+    traced tensors in their places. What was learned in an earlier trace is learned anew, since the
+    module may have changed."""
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [*(leaves[place] for place in places), *named.values()]
     plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    if not tensors or not all(isinstance(leaf, _PLAIN) for leaf in plain):
+    if not tensors or not all(isinstance(leaf, PLAIN) for leaf in plain):
         raise CaptureError("it is given something else than tensors and plain values")
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = tensors[0].device.type
-    autocast = (device, *_autocast_now(device))
-    shapes = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
+    autocast = (device, *autocast_now(device))
+    opened = open_size(tensors)
+    shapes = [(t.dtype, t.device, _known_sizes(t), t.stride()) for t in tensors]
     modes = [each.training for each in module.modules()]
     given = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast
-    key = function.__qualname__, *given
+    key = _trace, function, *given
     known = _known.setdefault(module, {})
     if key not in known:
-        call = Call(weakref.ref(module), function, spec, plain, places, [*named], needs, autocast)
-        known[key] = Opaque(call, _learned(call, tensors, lasting))
+        how = spec, plain, places, [*named], needs, autocast, opened
+        call = Call(weakref.ref(module), function, *how)
+        known[key] = Opaque(call, learn(call, tensors, lasting))
         _by_number[call.number] = known[key]
     learned = known[key].learned
     results = iter(_Traced.apply(known[key].call.number, *tensors))
-    filled = [next(results) if isinstance(leaf, Tensor) else leaf for leaf in learned.leaves]
+    filled = [next(results) if isinstance(leaf, Like) else leaf for leaf in learned.leaves]
     return tree_unflatten(filled, learned.spec)
+
+
+def _known_sizes(tensor: Tensor) -> tuple[int | None, ...]:
+    return tuple(size if isinstance(size, int) else None for size in tensor.shape)

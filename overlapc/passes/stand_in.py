@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
-from overlapc.passes.opaque import called
+from overlapc.passes.opaque import begin_trace, called
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -39,6 +39,7 @@ _OF_VALUES = (
 )
 # Dynamo's words for functions unknown to it; everything else that stops it is the model's code.
 _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
+_COMPILED = "trace a dynamo-optimized function"  # torch's words for what torch.compile made
 _numbers = itertools.count()
 # By number, during a trace: the module, its forward, that forward as a function of the module, its
 # parameters and buffers, and the plain attributes of its modules.
@@ -66,6 +67,7 @@ class Opaques:
     def traced(self, trace: Callable[[], T]) -> T:
         """Return what `trace` returns, which traces the model. A module that cannot be traced is
         opaque from then on."""
+        begin_trace()
         before = len(self.reasons)
         while True:
             try:
@@ -82,6 +84,8 @@ class Opaques:
                         raise _after(reasons, error) from error
                     raise
                 reason = str(error.reason if _by_dynamo(error) else error.__cause__)
+                if _COMPILED in reason:
+                    reason = "it runs what torch.compile made"
                 for module in found:
                     self._add(module, reason.strip().splitlines()[0])
 
@@ -107,7 +111,8 @@ def _after(reasons: list[str], error: CaptureError) -> CaptureError:
 
 def _forward_of(module: nn.Module, number: int) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _entered(number, dict(module.named_parameters()), args, kwargs)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return _entered(number, named, args, kwargs)
 
     return forward
 

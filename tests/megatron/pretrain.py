@@ -74,7 +74,7 @@ def stand_in() -> None:
     helpers: Any = types.ModuleType("megatron.core.datasets.helpers_cpp")  # it is made of C++
     helpers.build_sample_idx_int32 = helpers.build_sample_idx_int64 = sample_index
     sys.modules[helpers.__name__] = helpers
-    cpu.stand_in()
+    cpu.stand_in(fused=True)  # as its arguments have it by default
 
     import megatron.core.datasets.utils as datasets
     import megatron.training.initialize as initialize

@@ -1,0 +1,379 @@
+"""`Call` runs a module as eager runs it; `learn` finds out on noise what it returns and keeps.
+
+A call whose tensors have one *open* size, which depends on data (how many tokens an expert gets),
+is learned at two sizes; each size that it returns must be the open one or always the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import _symbolic_trace
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
+
+from overlapc.errors import CaptureError, OverlapcError
+from overlapc.passes.draws import random_states
+from overlapc.passes.held import CONTAINERS, held_in, value_of
+from overlapc.passes.shared_changes import replaced
+
+# These are off while an op runs, but on where its module runs.
+_AUTOGRAD = (
+    DispatchKey.AutogradCPU,
+    DispatchKey.AutogradCUDA,
+    DispatchKey.AutogradOther,
+    DispatchKey.ADInplaceOrView,
+)
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
+PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
+_OPEN = (24, 40)  # what is tried in the place of an open size
+_numbers = itertools.count()
+_around: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+@dataclass(frozen=True)
+class Like:
+    """What is known of a tensor before it is there. A size of None is the open one of its call."""
+
+    sizes: tuple[int | None, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Like:
+        return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def shape(self, size: Any) -> tuple[Any, ...]:
+        return tuple(size if each is None else each for each in self.sizes)
+
+    def made(self, device: torch.device, size: Any) -> Tensor:
+        """One without values; its open size is `size`."""
+        if None in self.sizes:
+            return torch.empty(self.shape(size), dtype=self.dtype, device=device)
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
+
+    def fits(self, tensor: Tensor, size: Any) -> bool:
+        found = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+        return found == (self.shape(size), self.dtype, self.requires_grad)
+
+
+@dataclass
+class Learned:
+    """What a module returned when it ran on noise; tensors are Likes."""
+
+    spec: TreeSpec
+    leaves: list[Any]
+    gradients: list[Like | None]  # of the inputs
+    held_bytes: int  # bytes that autograd keeps, without parameters
+    draws: bool  # does it draw random numbers?
+    held_each: int = 0  # bytes more for each one of the open size
+
+    @property
+    def results(self) -> list[Like]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Like)]
+
+    @property
+    def grows(self) -> list[bool]:
+        """Does a result require a gradient?"""
+        return [result.requires_grad for result in self.results]
+
+    def held(self, size: Any) -> Any:
+        return self.held_bytes + self.held_each * size if self.held_each else self.held_bytes
+
+
+@dataclass(eq=False)
+class Call:
+    """A way in which a module is called: on which tensors, and how these and other values form its
+    arguments. The tensors are those of the arguments, then the module's parameters and buffers
+    called `names`."""
+
+    module: weakref.ref[nn.Module]
+    function: Callable[..., Any]  # of the module and the arguments: its `forward`, or a method
+    spec: TreeSpec
+    leaves: list[Any]  # of the arguments, with None for tensors
+    places: list[int]  # of the tensors among them
+    names: list[str]
+    needs: list[bool]  # does a tensor require a gradient?
+    autocast: tuple[Any, ...]
+    open: tuple[int, int] | None  # tensor and dimension of an open size
+    number: int = field(default_factory=_numbers.__next__)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Are the arguments the leaves, by position?"""
+        flat: Any = (tuple(range(len(self.leaves))), {})
+        return tree_structure(flat) == self.spec
+
+    def size(self, tensors: Sequence[Tensor]) -> Any:
+        """The open size, if there is one."""
+        return None if self.open is None else tensors[self.open[0]].shape[self.open[1]]
+
+    def otherwise(self, what: str) -> OverlapcError:
+        return OverlapcError(
+            f"a {type(self.module()).__name__}, which runs as one op, {what} than it did on "
+            "noise; expected what it computes not to depend on values: make it traceable"
+        )
+
+    def run(
+        self, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor] | None = None
+    ) -> tuple[Any, list[Tensor]]:
+        """Call the module on leaves with these values; return its results and the leaves. `lasting`
+        are its parameters and buffers, while a trace has put others into it."""
+        module = self.module()
+        assert module is not None, "the module of an opaque op is gone"
+        pairs = zip(tensors, self.needs, strict=True)
+        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
+        own: Mapping[str, Tensor] = lasting or {}
+        if self.names and lasting is None:
+            own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        swapped = dict(lasting or {})
+        for i, name in enumerate(self.names, len(self.places)):
+            if isinstance(own[name], nn.Parameter):
+                inputs[i] = nn.Parameter(inputs[i].detach(), self.needs[i])
+                vars(inputs[i]).update(vars(own[name]))
+            swapped[name] = inputs[i]
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, inputs, strict=False):
+            leaves[place] = tensor
+        args, kwargs = (leaves, {}) if self.is_flat else tree_unflatten(leaves, self.spec)
+        with eagerly(), _autocast(*self.autocast), _with(module, swapped):
+            return self.function(module, *args, **kwargs), inputs
+
+
+def open_size(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Tensor and dimension of a size that depends on data; None if there is none. Raise if there
+    are several."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, tensor in enumerate(tensors):
+        for d, size in enumerate(tensor.shape):
+            if not isinstance(size, int):
+                found.setdefault(str(size), (i, d))
+        if not all(isinstance(stride, int) for stride in tensor.stride()):
+            raise CaptureError("it is given a tensor whose layout depends on data")
+    if len(found) > 1:
+        raise CaptureError("it is given tensors of several data-dependent sizes")
+    return next(iter(found.values()), None)
+
+
+def autocast_now(device: str) -> tuple[Any, ...]:
+    return (
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled(device),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _autocast(device: str, *settings: Any) -> AbstractContextManager[Any]:
+    """Autocast with these settings; as they are in most steps, that is nothing to do."""
+    return _NOTHING if settings == autocast_now(device) else torch.autocast(device, *settings)
+
+
+def _with(module: nn.Module, swapped: dict[str, Tensor]) -> AbstractContextManager[Any]:
+    return _reparametrize_module(module, swapped) if swapped else _NOTHING
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Run the block as if outside of an op: with autograd, and without modes."""
+    include = torch._C._dispatch_tls_local_include_set().add(DispatchKey.ADInplaceOrView)
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+# --------------------------------------------------------------------------- what is learned
+
+
+@contextlib.contextmanager
+def learned_within(make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """In the block, calls are tried out within the contexts that `make` makes."""
+    _around.append(make)
+    try:
+        yield
+    finally:
+        _around.remove(make)
+
+
+def learn(call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor]) -> Learned:
+    """Run the module, forward and backward, on noise."""
+    tried = _OPEN if call.open is not None else _OPEN[:1]
+    first, *other = [_learned(call, tensors, lasting, size) for size in tried]
+    return _of_both(first, other[0]) if other else first
+
+
+def _of_both(one: Learned, other: Learned) -> Learned:
+    """What a call does at any open size, from what it did at two."""
+    few, more = _OPEN
+    held_each, rest = divmod(other.held_bytes - one.held_bytes, more - few)
+    if rest or one.spec != other.spec or one.draws != other.draws:
+        raise CaptureError("what it returns or keeps does not grow as its data-dependent size")
+    return Learned(
+        one.spec,
+        [_at_any(a, b) for a, b in zip(one.leaves, other.leaves, strict=True)],
+        [_at_any(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)],
+        one.held_bytes - held_each * few,
+        one.draws,
+        held_each,
+    )
+
+
+def _at_any(one: Any, other: Any) -> Any:
+    if one == other:
+        return one
+    if isinstance(one, Like) and isinstance(other, Like) and len(one.sizes) == len(other.sizes):
+        pairs = zip(one.sizes, other.sizes, strict=True)
+        sizes = tuple(None if pair == _OPEN else pair[0] for pair in pairs)
+        found = Like(sizes, (), one.dtype, one.requires_grad)
+        same = replace(found, sizes=found.shape(_OPEN[1])) == replace(other, strides=())
+        if same and _is_contiguous(one) and _is_contiguous(other):
+            return found
+    raise CaptureError("what it returns or keeps does not grow as its data-dependent size")
+
+
+def _is_contiguous(like: Like) -> bool:
+    return like.made(torch.device("meta"), None).is_contiguous()
+
+
+def _learned(
+    call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor], size: int
+) -> Learned:
+    module = call.module()
+    assert module is not None
+    with (
+        _disable_current_modes(),
+        replaced(_symbolic_trace, "_is_fx_tracing_flag", False),  # else torch.compile refuses
+        torch._C._DisablePythonDispatcher(),  # else it compiles once more when the op runs
+        torch.random.fork_rng(),
+        _unchanged(module, lasting),
+        contextlib.ExitStack() as stack,
+    ):
+        for make in _around:
+            stack.enter_context(make())
+        arguments = [_made_up(tensor, size) for tensor in tensors[: len(call.places)]]
+        given = [*arguments, *(lasting[name].detach() for name in call.names)]
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        before, versions = random_states(), [tensor._version for tensor in arguments]
+        with _hooked(keep):
+            made, inputs = call.run(given, lasting)
+        if [tensor._version for tensor in arguments] != versions:
+            raise CaptureError("it changes a tensor that it is given")
+        draws = not all(map(torch.equal, before, random_states()))
+        leaves, spec = tree_flatten(made)
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *PLAIN)):
+                raise CaptureError(f"it returns a {type(leaf).__name__}, expected tensors")
+        _refuse_other_leaves(leaves, inputs)
+        for tensor in inputs[: len(call.places)]:
+            keep(tensor)
+        gradients = iter(_gradients_of_ones(leaves, inputs))
+        storages = {tensor.untyped_storage()._cdata for tensor in lasting.values()}
+        return Learned(
+            spec,
+            [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            [_like(next(gradients)) if tensor.requires_grad else None for tensor in inputs],
+            sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in storages),
+            draws,
+        )
+
+
+def _like(tensor: Tensor | None) -> Like | None:
+    return None if tensor is None else Like.of(tensor)
+
+
+def _refuse_other_leaves(leaves: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+    """Refuse a function whose results depend on other tensors that get gradients: a parameter that
+    its closure holds, say."""
+    known = {id(tensor) for tensor in inputs}
+    results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    left, seen = [result.grad_fn for result in results], set[Any]()
+    found = [result for result in results if result.grad_fn is None]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found += [node.variable] if hasattr(node, "variable") else []
+        left += [other for other, _ in node.next_functions]
+    if any(id(tensor) not in known for tensor in found):
+        raise CaptureError("it reads a parameter that it is not given and its module has not")
+
+
+@contextlib.contextmanager
+def _hooked(keep: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Call `keep` for what autograd keeps, also during a trace, which ignores hooks."""
+    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
+
+
+def _gradients_of_ones(leaves: Sequence[Any], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of the inputs that may get one."""
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not results:
+        return [None] * len(wanted)
+    ones = [torch.ones_like(result) for result in results]
+    with eagerly():
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            results, wanted, ones, allow_unused=True
+        )
+    return found
+
+
+def _made_up(tensor: Tensor, size: int) -> Tensor:
+    shape = [each if isinstance(each, int) else size for each in tensor.shape]
+    strides, device = tensor.stride(), tensor.device
+    new = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+    return new.normal_() if tensor.is_floating_point() else new.zero_()
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module, lasting: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse a module whose state changes in the block, and restore that state."""
+    attributes = {each: dict(vars(each)) for each in module.modules()}
+    containers = [
+        (name, held_in(value))
+        for before in attributes.values()
+        for name, value in before.items()
+        if isinstance(value, CONTAINERS)
+    ]
+    values = [value_of(tensor) for tensor in lasting.values()]
+    try:
+        yield
+    finally:
+        changed = []
+        for each, before in attributes.items():
+            now = vars(each)
+            changed += [name for name in now if before.get(name, now) is not now[name]]
+            now.clear()
+            now.update(before)
+        changed += [name for name, restore in containers if restore()]
+        written = [restore() for restore in values]
+    if changed:
+        raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
+    if any(written):
+        raise CaptureError("it changes a parameter or buffer, and might run twice")
