@@ -1,7 +1,7 @@
 """`Call` runs a module as eager runs it; `learn` finds out on noise what it returns and keeps.
 
 A call whose tensors have one *open* size, which depends on data (how many tokens an expert gets),
-is learned at two sizes; each size that it returns must be the open one or always the same.
+is learned at three; each size that it returns must be the open one or always the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _AUTOGRAD = (
 )
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
-_OPEN = (24, 40)  # what is tried in the place of an open size
+_OPEN = (24, 40, 56)  # what is tried in the place of an open size
+_GROWS = "what it returns or keeps does not grow as its data-dependent size"
 _numbers = itertools.count()
 _around: list[Callable[[], AbstractContextManager[None]]] = []
 
@@ -212,38 +213,42 @@ def learned_within(make: Callable[[], AbstractContextManager[None]]) -> Iterator
 
 def learn(call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor]) -> Learned:
     """Run the module, forward and backward, on noise."""
-    tried = _OPEN if call.open is not None else _OPEN[:1]
-    first, *other = [_learned(call, tensors, lasting, size) for size in tried]
-    return _of_both(first, other[0]) if other else first
+    if call.open is None:
+        return _learned(call, tensors, lasting, 0)
+    few, more, most = (_learned(call, tensors, lasting, size) for size in _OPEN)
+    found = _at_any_size(few, more, _OPEN[:2])
+    if found != _at_any_size(more, most, _OPEN[1:]):
+        raise CaptureError(_GROWS)
+    return found
 
 
-def _of_both(one: Learned, other: Learned) -> Learned:
+def _at_any_size(one: Learned, other: Learned, sizes: tuple[int, ...]) -> Learned:
     """What a call does at any open size, from what it did at two."""
-    few, more = _OPEN
+    few, more = sizes
     held_each, rest = divmod(other.held_bytes - one.held_bytes, more - few)
     if rest or one.spec != other.spec or one.draws != other.draws:
-        raise CaptureError("what it returns or keeps does not grow as its data-dependent size")
+        raise CaptureError(_GROWS)
     return Learned(
         one.spec,
-        [_at_any(a, b) for a, b in zip(one.leaves, other.leaves, strict=True)],
-        [_at_any(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)],
+        [_at_any(a, b, sizes) for a, b in zip(one.leaves, other.leaves, strict=True)],
+        [_at_any(a, b, sizes) for a, b in zip(one.gradients, other.gradients, strict=True)],
         one.held_bytes - held_each * few,
         one.draws,
         held_each,
     )
 
 
-def _at_any(one: Any, other: Any) -> Any:
+def _at_any(one: Any, other: Any, tried: tuple[int, ...]) -> Any:
     if one == other:
         return one
     if isinstance(one, Like) and isinstance(other, Like) and len(one.sizes) == len(other.sizes):
         pairs = zip(one.sizes, other.sizes, strict=True)
-        sizes = tuple(None if pair == _OPEN else pair[0] for pair in pairs)
+        sizes = tuple(None if pair == tried else pair[0] for pair in pairs)
         found = Like(sizes, (), one.dtype, one.requires_grad)
-        same = replace(found, sizes=found.shape(_OPEN[1])) == replace(other, strides=())
+        same = replace(found, sizes=found.shape(tried[1])) == replace(other, strides=())
         if same and _is_contiguous(one) and _is_contiguous(other):
             return found
-    raise CaptureError("what it returns or keeps does not grow as its data-dependent size")
+    raise CaptureError(_GROWS)
 
 
 def _is_contiguous(like: Like) -> bool:
