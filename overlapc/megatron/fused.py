@@ -26,7 +26,7 @@ from overlapc.passes.opaque_calls import learned_within
 from overlapc.passes.shared_changes import replaced
 from overlapc.runtime.objects import answers, is_a
 
-_UNFUSED = "_torchdynamo_orig_callable"  # torch.compile's attribute for what it was given
+_UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given
 # Megatron's methods that count tokens: sums of whole numbers are the same however they are made.
 # They are traced, since an op of its own may not write to its module's buffers.
 _COUNTS = {"_apply_expert_bias"}
@@ -45,20 +45,21 @@ def one_op_each(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[Non
 
     def back() -> None:
         for owner, name, old, _ in found.values():
-            setattr(owner, name, old)
+            if vars(owner).get(name) is not old:
+                setattr(owner, name, old)
 
     @contextlib.contextmanager
     def apart() -> Iterator[None]:
-        back()
         try:
+            back()
             yield
         finally:
             put()
 
     # With this flag what torch.compile made raises, in each pass of a trace.
     with learned_within(apart), replaced(_symbolic_trace, "_is_fx_tracing_flag", True):
-        put()
         try:
+            put()
             yield
         finally:
             back()
@@ -77,19 +78,41 @@ def _changes(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[Change
         for name, value in _methods(kind).items():
             yield kind, name, value, _stand_in(kind, name, value, lasting)
     for each in members.modules:
-        config = vars(each).get("config")
-        for owner in (each, config) if answers(config, "__dict__") else (each,):
+        for owner in (each, *_configs(each)):
             for name, value in list(vars(owner).items()):
                 if not _is_fused(value) or name in _WHOLE_MODULES:
                     continue
                 if id(value) in shared:  # the same as there: Megatron compares activations
                     yield owner, name, value, _as_one_op(value)
-                elif owner is each and not is_a(getattr(value, _UNFUSED), MethodType):
+                elif owner is each and not _holds_module(getattr(value, _UNFUSED)):
                     yield owner, name, value, _as_one_op_of(each, value)
 
 
 def _is_fused(value: Any) -> bool:
-    return not is_a(value, nn.Module) and answers(value, _UNFUSED)
+    if is_a(value, nn.Module) or not answers(value, _UNFUSED):
+        return False
+    return not getattr(value, "_torchdynamo_disable", False)  # what torch.compiler.disable made
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """Its configuration, unless that cannot be changed."""
+    config = vars(module).get("config")
+    frozen = getattr(getattr(type(config), "__dataclass_params__", None), "frozen", False)
+    return [config] if answers(config, "__dict__") and not frozen else []
+
+
+def _holds_module(function: Any) -> bool:
+    """Is it a method of an object, or has its closure a module? It would keep that alive, and may
+    read its parameters."""
+    cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    return is_a(function, MethodType) or any(is_a(c.cell_contents, nn.Module) for c in cells)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _methods(kind: type) -> dict[str, Any]:

@@ -67,6 +67,9 @@ def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
     made, inputs = known.call.run(tensors)
     leaves = [made] if isinstance(made, Tensor) else tree_leaves(made)
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    plain = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+    if plain != [None if isinstance(leaf, Like) else (leaf,) for leaf in known.learned.leaves]:
+        raise known.call.otherwise("gives other results")
     likes, size = known.learned.results, known.call.size(tensors)
     pairs = zip(likes, results, strict=False)
     if len(likes) != len(results) or not all(like.fits(result, size) for like, result in pairs):
@@ -101,7 +104,9 @@ def _backward(
             allow_unused=True,
         )
     whole = len(given) == sum(known.learned.grows)
-    if whole and [g is not None for g in found] != [gets for _, gets in wanted]:
+    gets = [each for _, each in wanted]
+    got = [gradient is not None for gradient in found]
+    if (whole and got != gets) or any(a and not b for a, b in zip(got, gets, strict=True)):
         raise known.call.otherwise("uses other inputs")
     made = [
         torch.zeros_like(tensor) if gradient is None else gradient
@@ -175,6 +180,9 @@ class _Traced(torch.autograd.Function):
         learned = _by_number[ctx.number].learned
         pairs = zip(gradients, learned.grows, strict=True)
         given = [gradient if grows else None for gradient, grows in pairs]
+        some = sum(gradient is not None for gradient in given) < sum(learned.grows)
+        if some and not learned.alike:
+            raise CaptureError("only some of its results get gradients, and reach other inputs")
         found = iter(_backward_op(ctx.number, handle, given, ctx.device))
         return None, *(None if like is None else next(found) for like in learned.gradients)
 

@@ -81,6 +81,7 @@ class Learned:
     gradients: list[Like | None]  # of the inputs
     held_bytes: int  # bytes that autograd keeps, without parameters
     draws: bool  # does it draw random numbers?
+    alike: bool  # do gradients of all results reach the same inputs?
     held_each: int = 0  # bytes more for each one of the open size
 
     @property
@@ -226,7 +227,7 @@ def _at_any_size(one: Learned, other: Learned, sizes: tuple[int, ...]) -> Learne
     """What a call does at any open size, from what it did at two."""
     few, more = sizes
     held_each, rest = divmod(other.held_bytes - one.held_bytes, more - few)
-    if rest or one.spec != other.spec or one.draws != other.draws:
+    if rest or (one.spec, one.draws, one.alike) != (other.spec, other.draws, other.alike):
         raise CaptureError(_GROWS)
     return Learned(
         one.spec,
@@ -234,6 +235,7 @@ def _at_any_size(one: Learned, other: Learned, sizes: tuple[int, ...]) -> Learne
         [_at_any(a, b, sizes) for a, b in zip(one.gradients, other.gradients, strict=True)],
         one.held_bytes - held_each * few,
         one.draws,
+        one.alike,
         held_each,
     )
 
@@ -286,20 +288,31 @@ def _learned(
         draws = not all(map(torch.equal, before, random_states()))
         leaves, spec = tree_flatten(made)
         for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *PLAIN)):
+            if isinstance(leaf, float) or not isinstance(leaf, (Tensor, *PLAIN)):
                 raise CaptureError(f"it returns a {type(leaf).__name__}, expected tensors")
+        _refuse_aliases(leaves, inputs[: len(call.places)])
         _refuse_other_leaves(leaves, inputs)
         for tensor in inputs[: len(call.places)]:
             keep(tensor)
-        gradients = iter(_gradients_of_ones(leaves, inputs))
+        gradients, alike = _gradients_of_ones(leaves, inputs)
+        left = iter(gradients)
         storages = {tensor.untyped_storage()._cdata for tensor in lasting.values()}
         return Learned(
             spec,
             [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            [_like(next(gradients)) if tensor.requires_grad else None for tensor in inputs],
+            [_like(next(left)) if tensor.requires_grad else None for tensor in inputs],
             sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in storages),
             draws,
+            alike,
         )
+
+
+def _refuse_aliases(leaves: Sequence[Any], arguments: Sequence[Tensor]) -> None:
+    """Refuse results that have the memory of arguments: a later write would reach these."""
+    taken = {tensor.untyped_storage()._cdata for tensor in arguments}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in taken:
+            raise CaptureError("it returns a tensor that it is given, or a view of it")
 
 
 def _like(tensor: Tensor | None) -> Like | None:
@@ -335,18 +348,28 @@ def _hooked(keep: Callable[[Tensor], Tensor]) -> Iterator[None]:
         torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
 
 
-def _gradients_of_ones(leaves: Sequence[Any], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of the inputs that may get one."""
+def _gradients_of_ones(
+    leaves: Sequence[Any], inputs: Sequence[Tensor]
+) -> tuple[Sequence[Tensor | None], bool]:
+    """The gradients of the inputs that may get one, and whether each result alone gives them to the
+    same inputs."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not results:
-        return [None] * len(wanted)
-    ones = [torch.ones_like(result) for result in results]
-    with eagerly():
+    if not results or not wanted:
+        return [None] * len(wanted), True
+
+    def gradients(of: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        ones = [torch.ones_like(result) for result in of]
         found: Sequence[Tensor | None] = torch.autograd.grad(
-            results, wanted, ones, allow_unused=True
+            of, wanted, ones, retain_graph=True, allow_unused=True
         )
-    return found
+        return found
+
+    with eagerly():
+        found = gradients(results)
+        each = [gradients([result]) for result in results[1:] and results]
+    reached = [[g is not None for g in one] for one in (found, *each)]
+    return found, all(one == reached[0] for one in reached)
 
 
 def _made_up(tensor: Tensor, size: int) -> Tensor:
