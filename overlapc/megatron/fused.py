@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
 from overlapc.errors import CaptureError
+from overlapc.megatron.outside import is_filled
 from overlapc.megatron.state import classes_of, members_of
 from overlapc.passes.opaque import called
-from overlapc.passes.opaque_calls import learned_within
+from overlapc.passes.opaque_calls import learned_within, tensors_of
 from overlapc.passes.shared_changes import replaced
 from overlapc.runtime.objects import answers, is_a
 
@@ -36,7 +37,8 @@ Change = tuple[Any, str, Any, Any]  # owner, name, what it has, what stands for 
 
 @contextlib.contextmanager
 def one_op_each(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[None]:
-    """`modules` are Megatron's and the script's. While an op is tried out they are as they were."""
+    """`modules` are Megatron's and the script's. While an op is tried out, everything is as it was
+    before the block."""
     found = {(id(change[0]), change[1]): change for change in _changes(model, modules)}
 
     def put() -> None:
@@ -73,7 +75,7 @@ def _changes(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[Change
                 shared.add(id(value))
                 yield owner, name, value, _as_one_op(value)
     members = members_of(model)
-    lasting = {each: _tensors_of(each) for each in members.modules if _has_methods(each)}
+    lasting = {each: tensors_of(each) for each in members.modules if _has_methods(each)}
     for kind in classes_of(members):
         for name, value in _methods(kind).items():
             yield kind, name, value, _stand_in(kind, name, value, lasting)
@@ -104,15 +106,8 @@ def _configs(module: nn.Module) -> list[Any]:
 def _holds_module(function: Any) -> bool:
     """Is it a method of an object, or has its closure a module? It would keep that alive, and may
     read its parameters."""
-    cells = [cell for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    cells = [cell for cell in getattr(function, "__closure__", None) or () if is_filled(cell)]
     return is_a(function, MethodType) or any(is_a(c.cell_contents, nn.Module) for c in cells)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _methods(kind: type) -> dict[str, Any]:
@@ -127,10 +122,6 @@ def _methods(kind: type) -> dict[str, Any]:
 
 def _has_methods(module: nn.Module) -> bool:
     return any(map(_methods, type(module).__mro__))
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @dataclass(frozen=True)
@@ -172,6 +163,6 @@ def _stand_in(
             for attribute, held in vars(each).items():
                 if isinstance(held, Tensor):
                     raise CaptureError(f"{name} is fused, and may read the tensor {attribute!r}")
-        return called(self, value, lasting[self], _tensors_of(self), args, kwargs)
+        return called(self, value, lasting[self], tensors_of(self), args, kwargs)
 
     return run

@@ -104,7 +104,7 @@ class _Outside:
                 is_own = kind.__module__ == namespace.get("__name__")
                 left += vars(kind).values() if is_own else ()
         for method in _methods(model):
-            left += [cell.cell_contents for cell in method.__closure__ or () if _filled(cell)]
+            left += [cell.cell_contents for cell in method.__closure__ or () if is_filled(cell)]
         while left and len(seen) < _MOST + len(own):
             each = left.pop()
             if id(each) in seen or (is_a(each, _LOOKED) and len(each) >= _MOST):
@@ -149,7 +149,7 @@ def _is_scripts(value: Any) -> bool:
     return bool(scripts) and where.partition(".")[0] not in (*_OTHERS, "megatron")
 
 
-def _filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:

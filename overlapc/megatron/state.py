@@ -25,7 +25,8 @@ _INTERNAL = set(vars(nn.Module())) - {"training"}
 # Set by Megatron for each microbatch; only kernels outside of traces read them.
 EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor"}
 _UNREAD = _INTERNAL | EACH_TIME
-# No forward runs these; the first torch.compile of a process replaces those of nn.Module.
+# They make modules, and say nothing of what one computes; the first torch.compile of a process
+# replaces those of nn.Module.
 _MAKERS = {"__init__", "__setstate__"}
 # Functions in a config that Megatron's schedules call, and no `forward`.
 _OF_SCHEDULES = {

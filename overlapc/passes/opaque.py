@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from overlapc.errors import CaptureError
+from overlapc.errors import CaptureError, OverlapcError
+from overlapc.passes.draws import random_states
 from overlapc.passes.opaque_calls import (
     PLAIN,
     Call,
@@ -31,6 +32,7 @@ from overlapc.passes.opaque_calls import (
     autocast_now,
     eagerly,
     learn,
+    modes_of,
     open_size,
 )
 
@@ -62,9 +64,27 @@ _trace = 0  # its number
 # --------------------------------------------------------------------------- the ops
 
 
+def _run(known: Opaque, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Run the call. No guard sees whether its modules train: where they did not when it was tried
+    out, or the other way round, it may draw or write nothing new, since it might run twice."""
+    call, module = known.call, known.call.module()
+    if module is None or modes_of(module) == call.modes:
+        return call.run(tensors)
+    before, versions = random_states(), [tensor._version for tensor in tensors]
+    made = call.run(tensors)
+    draws = not known.learned.draws and not all(map(torch.equal, before, random_states()))
+    if draws or [tensor._version for tensor in tensors] != versions:
+        raise OverlapcError(
+            f"a {type(module).__name__}, which runs as one op, draws random numbers or changes a "
+            "buffer in this mode, and did not in that of the first step (training, evaluation); "
+            "expected one mode: set it before the first step, or make another TrainStep for each"
+        )
+    return made
+
+
 def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
     known = _by_number[number]
-    made, inputs = known.call.run(tensors)
+    made, inputs = _run(known, tensors)
     leaves = [made] if isinstance(made, Tensor) else tree_leaves(made)
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     plain = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
@@ -74,7 +94,8 @@ def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
     pairs = zip(likes, results, strict=False)
     if len(likes) != len(results) or not all(like.fits(result, size) for like, result in pairs):
         raise known.call.otherwise("gives other results")
-    ends = [get_gradient_edge(result) if result.requires_grad else None for result in results]
+    with eagerly():  # a result may be a parameter
+        ends = [get_gradient_edge(one) if one.requires_grad else None for one in results]
     handle = torch.empty(0, dtype=torch.uint8)
     handle.overlapc_graph = Graph(ends, inputs)  # type: ignore[attr-defined]
     handle.overlapc_held_bytes = known.learned.held(size)  # type: ignore[attr-defined]
@@ -218,12 +239,12 @@ def called(
     autocast = (device, *autocast_now(device))
     opened = open_size(tensors)
     shapes = [(t.dtype, t.device, _known_sizes(t), t.stride()) for t in tensors]
-    modes = [each.training for each in module.modules()]
+    modes = modes_of(module)
     given = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast
     key = _trace, function, *given
     known = _known.setdefault(module, {})
     if key not in known:
-        how = spec, plain, places, [*named], needs, autocast, opened
+        how = spec, plain, places, [*named], needs, autocast, modes, opened
         call = Call(weakref.ref(module), function, *how)
         known[key] = Opaque(call, learn(call, tensors, lasting))
         _by_number[call.number] = known[key]

@@ -111,6 +111,7 @@ class Call:
     names: list[str]
     needs: list[bool]  # does a tensor require a gradient?
     autocast: tuple[Any, ...]
+    modes: list[bool]  # of its modules, in which it was tried out: do they train?
     open: tuple[int, int] | None  # tensor and dimension of an open size
     number: int = field(default_factory=_numbers.__next__)
 
@@ -141,7 +142,7 @@ class Call:
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
         own: Mapping[str, Tensor] = lasting or {}
         if self.names and lasting is None:
-            own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            own = tensors_of(module)
         swapped = dict(lasting or {})
         for i, name in enumerate(self.names, len(self.places)):
             if isinstance(own[name], nn.Parameter):
@@ -154,6 +155,16 @@ class Call:
         args, kwargs = (leaves, {}) if self.is_flat else tree_unflatten(leaves, self.spec)
         with eagerly(), _autocast(*self.autocast), _with(module, swapped):
             return self.function(module, *args, **kwargs), inputs
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def modes_of(module: nn.Module) -> list[bool]:
+    """Which of its modules train."""
+    return [each.training for each in module.modules()]
 
 
 def open_size(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
@@ -367,7 +378,7 @@ def _gradients_of_ones(
 
     with eagerly():
         found = gradients(results)
-        each = [gradients([result]) for result in results[1:] and results]
+        each = [gradients([result]) for result in results] if len(results) > 1 else []
     reached = [[g is not None for g in one] for one in (found, *each)]
     return found, all(one == reached[0] for one in reached)
 

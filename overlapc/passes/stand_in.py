@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes.opaque import begin_trace, called
+from overlapc.passes.opaque_calls import tensors_of
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -111,8 +112,7 @@ def _after(reasons: list[str], error: CaptureError) -> CaptureError:
 
 def _forward_of(module: nn.Module, number: int) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return _entered(number, named, args, kwargs)
+        return _entered(number, tensors_of(module), args, kwargs)
 
     return forward
 
@@ -124,7 +124,7 @@ def _stood_in(module: nn.Module, number: int, forward: Forward) -> Iterator[None
     def unbound(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    lasting = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    lasting = tensors_of(module)
     function = getattr(original, "__func__", unbound)
     attributes = [
         (vars(each), name, value)

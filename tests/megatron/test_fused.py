@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -208,6 +209,26 @@ def not_found() -> dict[str, tuple[type, Steps | None]]:
         if number == 0:
             mlp.scaled = jit_fuser(lambda x: x * mlp.gain)
 
+    @dataclass(frozen=True)
+    class Frozen:
+        scaled: Any
+
+    class Configured(MLP):  # type: ignore[misc]
+        """Its configuration, which has the function, cannot be changed."""
+
+        def forward(self, x: Tensor, **more: Any) -> Any:
+            return super().forward(self.inner(x), **more)
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.config.scaled(x)
+            return out
+
+    def configure(mlp: Any, number: int) -> None:
+        if number == 0:
+            mlp.inner = Inner()
+            mlp.inner.config = Frozen(jit_fuser(torch.tanh))
+
     class Writing(MLP):  # type: ignore[misc]
         @jit_fuser  # type: ignore[untyped-decorator]
         def scaled(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -222,6 +243,7 @@ def not_found() -> dict[str, tuple[type, Steps | None]]:
         "in a helper": (Helped, None),
         "closure over a parameter": (Holding, hold),
         "changes an argument": (Writing, None),
+        "in a frozen configuration": (Configured, configure),
     }
 
 
@@ -250,21 +272,14 @@ def with_own(rank: int, ranks: int, version: str, make: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
-def test_fused_methods_of_ones_own_are_one_op_each(version: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "warns"), [(own_modules, False), (not_found, True)], ids=["found", "elsewhere"]
+)
+def test_what_a_user_fuses_runs_fused(version: str, make: Any, warns: bool) -> None:
+    """It is one op, or with a warning its module is: nothing runs unfused, then or later."""
     cpu.need(version)
-    (found,) = run_ranks(with_own, 1, version, own_modules.__name__, timeout_s=250)
+    (found,) = run_ranks(with_own, 1, version, make.__name__, timeout_s=250)
     for name, one in found.items():
-        assert (one["wrong"], one["why"], one["told"], one["plain"]) == ([], [], [], 0), name
-        assert one["opaque"] == 2, name
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
-def test_what_is_fused_elsewhere_makes_its_module_one_op(version: str) -> None:
-    """Nothing runs unfused, then or later."""
-    cpu.need(version)
-    (found,) = run_ranks(with_own, 1, version, not_found.__name__, timeout_s=250)
-    for name, one in found.items():
-        assert (one["wrong"], one["why"], one["plain"]) == ([], [], 0), name
-        assert one["opaque"] == 2, name
+        assert (one["wrong"], one["why"], one["plain"], one["opaque"]) == ([], [], 0, 2), name
+        assert bool(one["told"]) == warns, name
         assert all("runs as one op" in told for told in one["told"]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from overlapc import TrainStep
 from overlapc.emulate import Link, init_fabric
-from overlapc.errors import CaptureError
+from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.capture import capture
 from overlapc.passes.rewrite import rewrite
 from overlapc.planning.options import Options
@@ -219,3 +220,96 @@ def test_train_step_merges_microbatches_of_opaque_modules() -> None:
             assert one.grad is None if other.grad is None else torch.equal(one.grad, other.grad)
     finally:
         dist.destroy_process_group()
+
+
+class Given(Kernel):
+    def forward(self, x: Tensor, *, times: int) -> tuple[Tensor, Tensor]:
+        return x, super().forward(x, times=times)[1]
+
+
+class Number(Kernel):
+    def forward(self, x: Tensor, *, times: int) -> Any:
+        y, most = super().forward(x, times=times)
+        return y, float(most)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"), [(Given, "returns a tensor that it is given"), (Number, "a float")]
+)
+def test_what_noise_cannot_tell_of_is_refused(kernel: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        captured_quietly(model_of(kernel))
+
+
+class Around(nn.Module):
+    """A model of which a kernel is a small part; `use` says what it does with the results."""
+
+    def __init__(self, kernel: nn.Module, use: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.first, self.kernel, self.use = nn.Linear(WIDTH, 4 * WIDTH), kernel, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.kernel(self.first(x)[:, :WIDTH])).square().mean()
+
+
+class Two(nn.Module):
+    """Its results depend on different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return Numpy.apply(self.one(x)), Numpy.apply(self.other(x))
+
+
+class Returns(nn.Linear):
+    """Returns its bias, as a layer does that leaves the sum to others."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return foreign(x @ self.weight), self.bias
+
+
+class Mode(nn.Module):
+    """Draws in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return foreign(nn.functional.dropout(x, 0.3, self.training))
+
+
+def captured_quietly(model: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return capture(model, randn(4, WIDTH))
+
+
+def test_an_unused_result_gives_no_gradients_of_zeros() -> None:
+    """Eager leaves them None, which is another thing to an optimizer."""
+    with pytest.raises(CaptureError, match="only some of its results get gradients"):
+        captured_quietly(Around(Two(), lambda results: results[0]))
+
+
+def test_a_kernel_may_return_a_parameter() -> None:
+    torch.manual_seed(0)
+    model, x = Around(Returns(), sum), randn(4, WIDTH)
+    twin = copy.deepcopy(model)
+    step = TrainStep(model, **ESTIMATE)
+    with pytest.warns(RuntimeWarning, match="as one op"):
+        step([x])
+    twin(x).backward()
+    assert step.report is not None
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.filterwarnings("ignore:overlapc")
+def test_a_kernel_that_draws_in_another_mode_alone_is_an_error_there() -> None:
+    model = Around(Mode().eval(), lambda result: result)
+    step = TrainStep(model, **ESTIMATE)
+    step([randn(4, WIDTH)])
+    model.kernel.train()
+    with pytest.raises(OverlapcError, match="draws random numbers or changes a buffer in this"):
+        step([randn(4, WIDTH)])

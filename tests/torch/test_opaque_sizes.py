@@ -15,7 +15,7 @@ from overlapc.errors import CaptureError
 from overlapc.passes.capture import capture
 from overlapc.profiler.measure import measure
 from tests.torch.exact import randn
-from tests.torch.test_opaque import WIDTH, Kernel, Numpy
+from tests.torch.test_opaque import WIDTH, Foreign, Kernel, Numpy
 
 
 class Rows(nn.Module):
@@ -54,9 +54,10 @@ def model_of(kernel: Callable[[], nn.Module]) -> Rows:
     return Rows(kernel)
 
 
+@pytest.mark.filterwarnings("error:overlapc runs the model as plain")
 @pytest.mark.filterwarnings("ignore:overlapc runs as one op")
 def test_a_step_is_eagers_whatever_the_number_of_rows() -> None:
-    model, twin = model_of(Kernel), model_of(Kernel)
+    model, twin = model_of(Foreign), model_of(Foreign)
     step = TrainStep(model, profile="estimate", memory_budget=1.0)
     for seed in range(3):
         torch.manual_seed(seed)
@@ -71,6 +72,8 @@ def test_a_step_is_eagers_whatever_the_number_of_rows() -> None:
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)
     assert step.report is not None
+    ops = step.report.problem.trace.ops
+    assert any(op.name.startswith("opaque_forward") for op in ops)
 
 
 def captured(kernel: Callable[[], nn.Module]) -> Any:
