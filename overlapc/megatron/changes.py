@@ -19,9 +19,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlapc.errors import CaptureError
-from overlapc.megatron.state import attributes_of, classes_of, is_plain, members_of
+from overlapc.megatron.state import UNREAD
+from overlapc.passes.held import generator
+from overlapc.passes.module_state import attributes_of, classes_of, is_plain, members_of
 from overlapc.passes.shared_changes import replaced
-from overlapc.runtime.snapshot import generator, holding_the_same
+from overlapc.runtime.snapshot import holding_the_same
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 
@@ -121,7 +123,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _known(model: nn.Module, held: list[Any]) -> dict[str, Any]:
-    found = attributes_of(members_of(model), held)
+    found = attributes_of(members_of(model), held, unread=UNREAD)
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
             held.append(tensor)

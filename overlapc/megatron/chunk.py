@@ -26,13 +26,13 @@ from overlapc.megatron.planning import Planning, Step
 from overlapc.megatron.state import (
     EACH_TIME,
     as_trained,
-    members_of,
     modes_of,
     state_of,
     tensors_of,
     unplanned,
 )
 from overlapc.megatron.waits import Waits
+from overlapc.passes.module_state import members_of
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
 from overlapc.runtime.slices import SlicedFlight

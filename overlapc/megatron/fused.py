@@ -21,11 +21,11 @@ from torch.fx import _symbolic_trace
 
 from overlapc.errors import CaptureError
 from overlapc.megatron.outside import is_filled
-from overlapc.megatron.state import classes_of, members_of
+from overlapc.passes.held import answers, is_a
+from overlapc.passes.module_state import classes_of, members_of
 from overlapc.passes.opaque import called
 from overlapc.passes.opaque_calls import learned_within, tensors_of
 from overlapc.passes.shared_changes import replaced
-from overlapc.runtime.objects import answers, is_a
 
 _UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given
 # Megatron's methods that count tokens: sums of whole numbers are the same however they are made.

@@ -26,10 +26,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import CaptureError
-from overlapc.megatron.state import classes_of, members_of
-from overlapc.passes.held import CONTAINERS, held_in, value_of
+from overlapc.passes.held import CONTAINERS, held_in, is_a, is_looked_into, value_of
+from overlapc.passes.module_state import classes_of, members_of
 from overlapc.passes.nodes import is_random
-from overlapc.runtime.objects import is_a, is_looked_into
 
 # Nothing that a model caches is in these.
 _OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton"}

@@ -20,11 +20,12 @@ from overlapc.errors import CaptureError
 from overlapc.megatron import changes, recompute, tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
 from overlapc.megatron.outside import left_outside
-from overlapc.megatron.state import PLAIN, Places
+from overlapc.megatron.state import Places
 from overlapc.passes.as_eager import as_eager
 from overlapc.passes.capture import capture
 from overlapc.passes.identities import without_identities
 from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
+from overlapc.passes.module_state import PLAIN
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.parts import cut
 from overlapc.passes.shared_changes import replaced

@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from overlapc.errors import OptionError
-from overlapc.megatron.state import hooks_of_all
+from overlapc.passes.module_state import hooks_of_all
 from overlapc.runtime.auto import SLICES
 
 _OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), [])

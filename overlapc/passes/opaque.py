@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
+from overlapc.passes.module_state import PLAIN
 from overlapc.passes.opaque_calls import (
-    PLAIN,
     Call,
     Learned,
     Like,

@@ -7,7 +7,6 @@ is learned at three; each size that it returns must be the open one or always th
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
 from overlapc.passes.held import CONTAINERS, held_in, value_of
+from overlapc.passes.module_state import PLAIN
 from overlapc.passes.shared_changes import replaced
 
 # These are off while an op runs, but on where its module runs.
@@ -38,7 +38,6 @@ _AUTOGRAD = (
     DispatchKey.ADInplaceOrView,
 )
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
-PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 _OPEN = (24, 40, 56)  # what is tried in the place of an open size
 _GROWS = "what it returns or keeps does not grow as its data-dependent size"
 _numbers = itertools.count()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -14,33 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import OptionError
-
-# These are not looked into. (Of a number of a tensor's, Dynamo does not know whether it is one.)
-_WHOLE = (Tensor, int, float, complex, str, type, ModuleType, FunctionType, MethodType)
-_TORCHS = ("torch", "builtins", "numpy")  # nor objects of these packages, but for modules
-
-
-def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """By its type alone: an object may refuse to say what it is, as a dead weak proxy does."""
-    return issubclass(type(value), kind)
-
-
-def answers(value: Any, name: str) -> bool:
-    """Has it such an attribute? One that refuses to be asked has none: a Pydantic model's
-    validator, say."""
-    try:
-        return hasattr(value, name)
-    except Exception:
-        return False
-
-
-def is_looked_into(value: Any) -> bool:
-    """Are this object's attributes a part of what the object holds?"""
-    if is_a(value, nn.Module):
-        return True
-    if is_a(value, _WHOLE) or not answers(value, "__dict__"):
-        return False
-    return type(value).__module__.partition(".")[0] not in _TORCHS  # not of an int's: Dynamo fails
+from overlapc.passes.held import is_looked_into
 
 
 def is_held(leaf: Any) -> bool:

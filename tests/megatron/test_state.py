@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, ones
 
-from overlapc.megatron.state import members_of, state_of, tensors_of
+from overlapc.megatron.state import state_of, tensors_of
+from overlapc.passes.module_state import members_of
 
 
 @given(st.data())

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from overlapc import TrainStep, optimize
 from overlapc.errors import OptionError
 from overlapc.megatron.outside import left_outside
-from overlapc.runtime.objects import answers, inside, is_a, is_looked_into, joined
+from overlapc.passes.held import answers, is_a, is_looked_into
+from overlapc.runtime.objects import inside, joined
 from tests.torch.exact import DYNAMO_WARNINGS, needs_torch, randn
 
 # Dynamo of torch 2.11 does not trace `vars` of an object: such a batch runs uncut, with a warning.
