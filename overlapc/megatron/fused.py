@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
 from overlapc.errors import CaptureError
-from overlapc.megatron.outside import is_filled
 from overlapc.passes.held import answers, is_a
 from overlapc.passes.module_state import classes_of, members_of
 from overlapc.passes.opaque import called
 from overlapc.passes.opaque_calls import learned_within, tensors_of
+from overlapc.passes.reached import contents
 from overlapc.passes.shared_changes import replaced
 
 _UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given
@@ -106,8 +106,8 @@ def _configs(module: nn.Module) -> list[Any]:
 def _holds_module(function: Any) -> bool:
     """Is it a method of an object, or has its closure a module? It would keep that alive, and may
     read its parameters."""
-    cells = [cell for cell in getattr(function, "__closure__", None) or () if is_filled(cell)]
-    return is_a(function, MethodType) or any(is_a(c.cell_contents, nn.Module) for c in cells)
+    held = map(contents, getattr(function, "__closure__", None) or ())
+    return is_a(function, MethodType) or any(is_a(each, nn.Module) for each in held)
 
 
 def _methods(kind: type) -> dict[str, Any]:

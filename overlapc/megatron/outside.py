@@ -29,6 +29,7 @@ from overlapc.errors import CaptureError
 from overlapc.passes.held import CONTAINERS, held_in, is_a, is_looked_into, value_of
 from overlapc.passes.module_state import classes_of, members_of
 from overlapc.passes.nodes import is_random
+from overlapc.passes.reached import contents
 
 # Nothing that a model caches is in these.
 _OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton"}
@@ -103,7 +104,7 @@ class _Outside:
                 is_own = kind.__module__ == namespace.get("__name__")
                 left += vars(kind).values() if is_own else ()
         for method in _methods(model):
-            left += [cell.cell_contents for cell in method.__closure__ or () if is_filled(cell)]
+            left += map(contents, method.__closure__ or ())
         while left and len(seen) < _MOST + len(own):
             each = left.pop()
             if id(each) in seen or (is_a(each, _LOOKED) and len(each) >= _MOST):
@@ -146,13 +147,6 @@ def _is_scripts(value: Any) -> bool:
     file = getattr(sys.modules.get(where), "__file__", None) or ""
     scripts = where == "__main__" or (file and not file.startswith(_INSTALLED))
     return bool(scripts) and where.partition(".")[0] not in (*_OTHERS, "megatron")
-
-
-def is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _names_in(namespace: dict[str, Any]) -> Callable[[], bool]:

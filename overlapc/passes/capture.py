@@ -15,8 +15,9 @@ from overlapc.layers import slices_now
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.collectives import Raw
 from overlapc.passes.means import Weighing
+from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
-from overlapc.passes.trace import Captured, trace_joint
+from overlapc.passes.trace import Captured, changed_inputs, trace_joint
 
 
 def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
@@ -26,10 +27,11 @@ def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
     tensors, at least one of which requires a gradient. Raw collectives of `torch.distributed`, also
     asynchronous ones, become functional ones. A module that cannot be traced becomes one op.
     """
-    return Opaques(model).traced(lambda: _captured(model, args, kwargs))
+    opaques = Opaques(model)
+    return opaques.traced(lambda: _captured(model, args, kwargs, opaques))
 
 
-def _captured(model: torch.nn.Module, args: Any, kwargs: Any) -> Captured:
+def _captured(model: torch.nn.Module, args: Any, kwargs: Any, opaques: Opaques) -> Captured:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -38,7 +40,7 @@ def _captured(model: torch.nn.Module, args: Any, kwargs: Any) -> Captured:
     from torch.fx.traceback import preserve_node_meta
 
     model = without_ties(model)
-    given = [*tree_leaves((args, kwargs)), *model.parameters(), *model.buffers()]
+    given = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
     with contextlib.ExitStack() as stack, preserve_node_meta(), _named_modules(model):
         if not are_fake(given):  # a plan made on fake tensors runs elsewhere
             stack.enter_context(as_eager())
@@ -64,6 +66,9 @@ def _captured(model: torch.nn.Module, args: Any, kwargs: Any) -> Captured:
         metadata = exported._aot_state.fw_metadata
         static = tuple(getattr(metadata, "static_input_indices", ()))
         count = sum(1 for _ in exported.params_spec) + sum(1 for _ in exported.buffers_spec)
+        changed = changed_inputs(joint)
+        pairs = zip(primal_nodes(joint), given, strict=False)
+        opaques.refuse_changes([tensor for node, tensor in pairs if node.name in changed])
         return trace_joint(
             joint, num_fwd_outputs=_forward_outputs(joint), static_inputs=static or range(count)
         )

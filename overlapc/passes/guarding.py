@@ -107,14 +107,27 @@ def hands_on() -> bool:
         for guard in output.guards
         if not _asks_whether_free(guard)
     )
-    for held in effects.id_to_variable.values():
-        if not isinstance(held.mutation_type, (AttributeMutationExisting, ValueMutationExisting)):
-            continue
-        if effects.is_modified(held):
-            names = effects.store_attr_mutations.get(held)
-            if not names or any(re.search(rf"\b{re.escape(name)}\b", read) for name in names):
-                return True
+    for held in _changed_objects().values():
+        names = effects.store_attr_mutations.get(held)
+        if not names or any(re.search(rf"\b{re.escape(name)}\b", read) for name in names):
+            return True
     return bool(output.random_calls)
+
+
+def changed_objects() -> set[int]:
+    """Within a backend of `torch.compile`: the ids of the Python objects that the function
+    changes."""
+    return set(_changed_objects())
+
+
+def _changed_objects() -> dict[int, VariableTracker]:
+    effects = InstructionTranslator.current_tx().output.side_effects
+    kinds = (AttributeMutationExisting, ValueMutationExisting)
+    return {
+        number: held
+        for number, held in effects.id_to_variable.items()
+        if isinstance(held.mutation_type, kinds) and effects.is_modified(held)
+    }
 
 
 def _asks_whether_free(guard: Guard) -> bool:

@@ -35,7 +35,7 @@ from overlapc.layers import as_here, slices_now
 from overlapc.passes.aot import as_boxed, export, lasting, metas_of, views_of, without_backward
 from overlapc.passes.as_eager import CAPTURE, as_eager, undivided
 from overlapc.passes.differences import asked, differences
-from overlapc.passes.guarding import guarding, hands_on
+from overlapc.passes.guarding import changed_objects, guarding, hands_on
 from overlapc.passes.in_dynamo import collectives_in_graphs
 from overlapc.passes.keeping import detach_kept, with_history
 from overlapc.passes.marks import calls_of, marks_of
@@ -43,7 +43,7 @@ from overlapc.passes.means import weigh_means
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.stubs import never, stubs
-from overlapc.passes.trace import Captured, trace_joint
+from overlapc.passes.trace import Captured, changed_inputs, trace_joint
 from overlapc.passes.untraced import SwitchedOff, refuse_switched_off, untraced
 from overlapc.passes.watched import watched
 
@@ -124,6 +124,12 @@ class Joint:
         state = dict(zip(self.inputs, inner, strict=True))
         leaves = self.leaves.items()
         return state | {owner_of(name): leaf.owner(flat, state, kept) for name, leaf in leaves}
+
+    def changed(self) -> list[Tensor]:
+        """The arguments that the model writes to, during `adopt`."""
+        names = changed_inputs(self.captured.joint)
+        pairs = zip(self.inputs, self.places, strict=True)
+        return [self.arguments[place] for name, place in pairs if name in names]
 
 
 def owner_of(name: str) -> str:
@@ -219,6 +225,7 @@ class Traced:
             joint = _described(captured, marks_of(graph), views_of(exported), metas_of(exported))
             joint.hands_on, joint.weighs, joint.as_called = has_order, weighs, self._here
             joint.arguments, joint.calls = arguments, calls_of(graph)
+            self.opaques.refuse_changes(joint.changed(), changed)
             run, joint.arguments = self._adopt(joint), ()
             return captured
 
@@ -239,6 +246,7 @@ class Traced:
         refuse_subclasses(arguments)
         self.differences += differences(graph)
         unreturned = detach_kept(graph, marks_of(graph)) if self._ours else ()
+        changed = changed_objects()
         has_order, weighs = hands_on(), weigh_means(graph, slices_now(), self.differences)
         drawn = inductor_config.patch(fallback_random=True)
         with drawn, as_eager(arguments), contextlib.ExitStack() as stack:

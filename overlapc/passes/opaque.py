@@ -31,6 +31,7 @@ from overlapc.passes.opaque_calls import (
     Like,
     autocast_now,
     eagerly,
+    has_ties,
     learn,
     modes_of,
     open_size,
@@ -105,13 +106,11 @@ def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
 def _forward_like(number: int, tensors: list[Tensor]) -> list[Tensor]:
     known = _by_number[number]
     learned, size = known.learned, known.call.size(tensors)
-    made = [like.made(tensors[0].device, size) for like in learned.results]
+    made = [like.made(size) for like in learned.results]
     return [*made, torch.empty(learned.held(size), dtype=torch.uint8)]
 
 
-def _backward(
-    number: int, handle: Tensor, gradients: list[Tensor | None], device: torch.device
-) -> list[Tensor]:
+def _backward(number: int, handle: Tensor, gradients: list[Tensor | None]) -> list[Tensor]:
     known, graph = _by_number[number], handle.overlapc_graph  # type: ignore[attr-defined]
     given = [(e, g) for e, g in zip(graph.results, gradients, strict=True) if g is not None]
     pairs = zip(graph.inputs, known.learned.gradients, strict=True)
@@ -137,16 +136,14 @@ def _backward(
     return _apart(made, [gradient for _, gradient in given])
 
 
-def _backward_like(
-    number: int, handle: Tensor, gradients: list[Tensor | None], device: torch.device
-) -> list[Tensor]:
+def _backward_like(number: int, handle: Tensor, gradients: list[Tensor | None]) -> list[Tensor]:
     learned = _by_number[number].learned
     pairs = [(g, like.sizes) for g, like in zip(gradients, learned.results, strict=True)]
     sizes = [g.shape[s.index(None)] for g, s in pairs if g is not None and None in s]
     likes = [like for like in learned.gradients if like is not None]
     if not sizes and any(None in like.sizes for like in likes):
         raise CaptureError("no gradient of its results has the data-dependent size")
-    return [like.made(device, sizes[0] if sizes else None) for like in likes]
+    return [like.made(sizes[0] if sizes else None) for like in likes]
 
 
 def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -168,7 +165,7 @@ def _define(name: str, schema: str, run: Any, like: Any, *tags: torch.Tag) -> An
 
 
 _FORWARD = "(int number, Tensor[] tensors) -> Tensor[]"
-_BACKWARD = "(int number, Tensor handle, Tensor?[] gradients, Device device) -> Tensor[]"
+_BACKWARD = "(int number, Tensor handle, Tensor?[] gradients) -> Tensor[]"
 _forward_op = _define("opaque_forward", _FORWARD, _forward, _forward_like)
 _random_op = _define(
     "opaque_forward_random",
@@ -188,7 +185,7 @@ class _Traced(torch.autograd.Function):
         learned = _by_number[number].learned
         op = _random_op if learned.draws else _forward_op
         *results, handle = op(number, list(tensors))
-        ctx.number, ctx.device = number, tensors[0].device
+        ctx.number = number
         ctx.save_for_backward(handle)
         ctx.set_materialize_grads(False)
         pairs = zip(results, learned.grows, strict=True)
@@ -204,7 +201,7 @@ class _Traced(torch.autograd.Function):
         some = sum(gradient is not None for gradient in given) < sum(learned.grows)
         if some and not learned.alike:
             raise CaptureError("only some of its results get gradients, and reach other inputs")
-        found = iter(_backward_op(ctx.number, handle, given, ctx.device))
+        found = iter(_backward_op(ctx.number, handle, given))
         return None, *(None if like is None else next(found) for like in learned.gradients)
 
 
@@ -244,7 +241,7 @@ def called(
     key = _trace, function, *given
     known = _known.setdefault(module, {})
     if key not in known:
-        how = spec, plain, places, [*named], needs, autocast, modes, opened
+        how = spec, plain, places, [*named], needs, autocast, modes, has_ties(module), opened
         call = Call(weakref.ref(module), function, *how)
         known[key] = Opaque(call, learn(call, tensors, lasting))
         _by_number[call.number] = known[key]

@@ -26,7 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
-from overlapc.passes.held import CONTAINERS, held_in, value_of
+from overlapc.passes.held import held_by, random_restores, value_of
 from overlapc.passes.module_state import PLAIN
 from overlapc.passes.shared_changes import replaced
 
@@ -51,24 +51,29 @@ class Like:
     sizes: tuple[int | None, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     requires_grad: bool
 
     @staticmethod
     def of(tensor: Tensor) -> Like:
-        return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+        kind = tensor.dtype, tensor.device, tensor.requires_grad
+        return Like(tuple(tensor.shape), tensor.stride(), *kind)
 
     def shape(self, size: Any) -> tuple[Any, ...]:
         return tuple(size if each is None else each for each in self.sizes)
 
-    def made(self, device: torch.device, size: Any) -> Tensor:
+    def made(self, size: Any) -> Tensor:
         """One without values; its open size is `size`."""
+        kind: Any = {"dtype": self.dtype, "device": self.device}
         if None in self.sizes:
-            return torch.empty(self.shape(size), dtype=self.dtype, device=device)
-        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
+            return torch.empty(self.shape(size), **kind)
+        return torch.empty_strided(self.sizes, self.strides, **kind)
 
     def fits(self, tensor: Tensor, size: Any) -> bool:
-        found = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-        return found == (self.shape(size), self.dtype, self.requires_grad)
+        if None in self.sizes and not tensor.is_contiguous():
+            return False
+        strides = tensor.stride() if None in self.sizes else self.strides
+        return Like.of(tensor) == replace(self, sizes=self.shape(size), strides=strides)
 
 
 @dataclass
@@ -111,6 +116,7 @@ class Call:
     needs: list[bool]  # does a tensor require a gradient?
     autocast: tuple[Any, ...]
     modes: list[bool]  # of its modules, in which it was tried out: do they train?
+    ties: bool  # has the module a parameter or buffer under several names?
     open: tuple[int, int] | None  # tensor and dimension of an open size
     number: int = field(default_factory=_numbers.__next__)
 
@@ -152,8 +158,16 @@ class Call:
         for place, tensor in zip(self.places, inputs, strict=False):
             leaves[place] = tensor
         args, kwargs = (leaves, {}) if self.is_flat else tree_unflatten(leaves, self.spec)
-        with eagerly(), _autocast(*self.autocast), _with(module, swapped):
+        with eagerly(), _autocast(*self.autocast), self._with(swapped):
             return self.function(module, *args, **kwargs), inputs
+
+    def _with(self, swapped: dict[str, Tensor]) -> AbstractContextManager[Any]:
+        """Put these in the place of the module's tensors, also by other names of the same."""
+        if not swapped:
+            return _NOTHING
+        ties, module = self.ties, self.module()
+        assert module is not None
+        return _reparametrize_module(module, swapped, tie_weights=ties, stack_weights=ties)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -194,8 +208,12 @@ def _autocast(device: str, *settings: Any) -> AbstractContextManager[Any]:
     return _NOTHING if settings == autocast_now(device) else torch.autocast(device, *settings)
 
 
-def _with(module: nn.Module, swapped: dict[str, Tensor]) -> AbstractContextManager[Any]:
-    return _reparametrize_module(module, swapped) if swapped else _NOTHING
+def has_ties(module: nn.Module) -> bool:
+    """Has it a parameter or buffer under several names?"""
+    return any(
+        len([*named()]) < len([*named(remove_duplicate=False)])
+        for named in (module.named_parameters, module.named_buffers)
+    )
 
 
 @contextlib.contextmanager
@@ -256,7 +274,7 @@ def _at_any(one: Any, other: Any, tried: tuple[int, ...]) -> Any:
     if isinstance(one, Like) and isinstance(other, Like) and len(one.sizes) == len(other.sizes):
         pairs = zip(one.sizes, other.sizes, strict=True)
         sizes = tuple(None if pair == tried else pair[0] for pair in pairs)
-        found = Like(sizes, (), one.dtype, one.requires_grad)
+        found = replace(one, sizes=sizes, strides=())
         same = replace(found, sizes=found.shape(tried[1])) == replace(other, strides=())
         if same and _is_contiguous(one) and _is_contiguous(other):
             return found
@@ -264,7 +282,7 @@ def _at_any(one: Any, other: Any, tried: tuple[int, ...]) -> Any:
 
 
 def _is_contiguous(like: Like) -> bool:
-    return like.made(torch.device("meta"), None).is_contiguous()
+    return replace(like, device=torch.device("meta")).made(None).is_contiguous()
 
 
 def _learned(
@@ -393,13 +411,15 @@ def _made_up(tensor: Tensor, size: int) -> Tensor:
 def _unchanged(module: nn.Module, lasting: Mapping[str, Tensor]) -> Iterator[None]:
     """Refuse a module whose state changes in the block, and restore that state."""
     attributes = {each: dict(vars(each)) for each in module.modules()}
-    containers = [
-        (name, held_in(value))
-        for before in attributes.values()
-        for name, value in before.items()
-        if isinstance(value, CONTAINERS)
-    ]
-    values = [value_of(tensor) for tensor in lasting.values()]
+    seen: dict[int, Any] = {id(each): each for each in (*attributes, *lasting.values())}
+    containers, others = [], []
+    for before in attributes.values():
+        for name, value in before.items():
+            tensors, restores = held_by([value], seen)
+            containers += [(name, restore) for restore in restores]
+            others += [each for each in tensors if type(each) is Tensor]
+    values = [value_of(tensor) for tensor in (*lasting.values(), *others)]
+    numbers = random_restores()
     try:
         yield
     finally:
@@ -411,7 +431,10 @@ def _unchanged(module: nn.Module, lasting: Mapping[str, Tensor]) -> Iterator[Non
             now.update(before)
         changed += [name for name, restore in containers if restore()]
         written = [restore() for restore in values]
+        drawn = [restore() for restore in numbers]
+    if any(drawn):
+        raise CaptureError("it draws from Python's or NumPy's random, and might run twice")
     if changed:
         raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
     if any(written):
-        raise CaptureError("it changes a parameter or buffer, and might run twice")
+        raise CaptureError("it changes a tensor that it holds, and might run twice")

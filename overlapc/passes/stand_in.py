@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +26,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
+from overlapc.passes.held import is_a
+from overlapc.passes.module_state import attributes_of, hooks_of, members_of
 from overlapc.passes.opaque import begin_trace, called
 from overlapc.passes.opaque_calls import tensors_of
+from overlapc.passes.reached import reached
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -41,6 +45,7 @@ _OF_VALUES = (
 # Dynamo's words for functions unknown to it; everything else that stops it is the model's code.
 _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
 _COMPILED = "trace a dynamo-optimized function"  # torch's words for what torch.compile made
+_TRACED = (FunctionalTensor, FakeTensor)
 _numbers = itertools.count()
 # By number, during a trace: the module, its forward, that forward as a function of the module, its
 # parameters and buffers, and the plain attributes of its modules.
@@ -48,13 +53,44 @@ _standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor], Attri
 
 
 @torch._dynamo.allow_in_graph
-def _entered(number: int, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+def _entered(number: int, state: str, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """(Dynamo guards the `state`.)"""
     module, original, function, lasting, attributes = _standing[number]
     tensors = [*tree_leaves((args, kwargs)), *named.values()]
-    if any(isinstance(t, (FunctionalTensor, FakeTensor)) for t in tensors):
+    if any(isinstance(t, _TRACED) for t in tensors):
+        for owner, name, _ in attributes:
+            if isinstance(owner[name], _TRACED) and owner[name]._version:
+                raise CaptureError(f"it has a tensor {name!r}, which the model changes")
         with placed(attributes):  # where a trace may have put others
             return called(module, function, lasting, named, args, kwargs)
     return original(*args, **kwargs)
+
+
+class _State:
+    """A number of the Python state that opaque modules have, which no trace sees."""
+
+    def __init__(self) -> None:
+        self.number = ""
+        self._known: dict[Any, tuple[str, list[Any]]] = {}
+
+    def look(self, modules: Iterable[nn.Module]) -> None:
+        found: list[Any] = []
+        held: list[Any] = []  # keeps objects alive, so that ids stay unique
+        for each in modules:
+            members = members_of(each)
+            found += [tuple(hooks_of(members)), *attributes_of(members, held).items()]
+        self.number, _ = self._known.setdefault(tuple(found), (str(len(self._known)), held))
+
+
+@dataclass(frozen=True)
+class _Original:
+    """The forward that a module has without its stand-in, as a function of the module."""
+
+    number: int
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        standing = _standing.get(self.number)
+        return (module.forward if standing is None else standing[1])(*args, **kwargs)
 
 
 class Opaques:
@@ -63,6 +99,7 @@ class Opaques:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._forwards: dict[nn.Module, tuple[int, Forward]] = {}
+        self._state = _State()
         self.reasons: list[str] = []
 
     def traced(self, trace: Callable[[], T]) -> T:
@@ -90,8 +127,30 @@ class Opaques:
                 for module in found:
                     self._add(module, reason.strip().splitlines()[0])
 
+    def refuse_changes(self, tensors: Iterable[Tensor], objects: Collection[int] = ()) -> None:
+        """While modules are traced, raise if an opaque one may read, beside its parameters and
+        buffers, a tensor or an object that the model changes: it would not see the change."""
+        changed = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for module, (number, _) in self._forwards.items() if changed or objects else ():
+            _, original, _, lasting, _ = _standing[number]
+            found = reached([module, original])
+            for each in lasting.values():
+                found.pop(id(each), None)
+            read = [each for each in found.values() if is_a(each, (Tensor, nn.Parameter))]
+            for what, is_read in (
+                ("a tensor", any(each.untyped_storage()._cdata in changed for each in read)),
+                ("an object", not found.keys().isdisjoint(objects)),
+            ):
+                if is_read:
+                    name = type(module).__name__
+                    raise CaptureError(
+                        f"a {name}, which runs as one op, may read {what} that the model changes; "
+                        "expected its own parameters and buffers alone"
+                    )
+
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:
+        self._state.look(self._forwards)
         with contextlib.ExitStack() as stack:
             for module, (number, forward) in self._forwards.items():
                 stack.enter_context(_stood_in(module, number, forward))
@@ -99,7 +158,7 @@ class Opaques:
 
     def _add(self, module: nn.Module, reason: str) -> None:
         number = next(_numbers)
-        self._forwards[module] = number, _forward_of(module, number)
+        self._forwards[module] = number, _forward_of(module, number, self._state)
         name = next(name for name, each in self._model.named_modules() if each is module)
         self.reasons.append(f"{name} ({type(module).__name__}): {reason}")
 
@@ -110,9 +169,9 @@ def _after(reasons: list[str], error: CaptureError) -> CaptureError:
     return CaptureError(f"no trace enters {why}; nor does it run as one op: {error.reason}")
 
 
-def _forward_of(module: nn.Module, number: int) -> Forward:
+def _forward_of(module: nn.Module, number: int, state: _State) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _entered(number, tensors_of(module), args, kwargs)
+        return _entered(number, state.number, tensors_of(module), args, kwargs)
 
     return forward
 
@@ -120,12 +179,8 @@ def _forward_of(module: nn.Module, number: int) -> Forward:
 @contextlib.contextmanager
 def _stood_in(module: nn.Module, number: int, forward: Forward) -> Iterator[None]:
     original, own = module.forward, vars(module).get("forward")
-
-    def unbound(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
     lasting = tensors_of(module)
-    function = getattr(original, "__func__", unbound)
+    function = _Original(number)
     attributes = [
         (vars(each), name, value)
         for each in module.modules()
