@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
-from overlapc.passes.module_state import PLAIN
+from overlapc.passes.module_state import PLAIN, Watch
 from overlapc.passes.opaque_calls import (
     Call,
     Learned,
@@ -33,8 +33,8 @@ from overlapc.passes.opaque_calls import (
     eagerly,
     has_ties,
     learn,
-    modes_of,
     open_size,
+    state_of,
 )
 
 _library = torch.library.Library("overlapc", "FRAGMENT")
@@ -66,10 +66,10 @@ _trace = 0  # its number
 
 
 def _run(known: Opaque, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Run the call. No guard sees whether its modules train: where they did not when it was tried
-    out, or the other way round, it may draw or write nothing new, since it might run twice."""
+    """Run the call. Where modes or attributes are others than when it was tried out, it may draw or
+    write nothing new, since it might run twice."""
     call, module = known.call, known.call.module()
-    if module is None or modes_of(module) == call.modes:
+    if module is None or call.state == state_of(module, call.watch):
         return call.run(tensors)
     before, versions = random_states(), [tensor._version for tensor in tensors]
     made = call.run(tensors)
@@ -77,8 +77,8 @@ def _run(known: Opaque, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
     if draws or [tensor._version for tensor in tensors] != versions:
         raise OverlapcError(
             f"a {type(module).__name__}, which runs as one op, draws random numbers or changes a "
-            "buffer in this mode, and did not in that of the first step (training, evaluation); "
-            "expected one mode: set it before the first step, or make another TrainStep for each"
+            "buffer, and did not when it was tried out, in another mode (training, evaluation) or "
+            "with other attributes; expected the same: set them before the first step"
         )
     return made
 
@@ -220,6 +220,7 @@ def called(
     named: Mapping[str, Tensor],
     args: Any,
     kwargs: Any,
+    watch: Watch | None = None,
 ) -> Any:
     """Runs in the place of a `function` of a module and its arguments while it is traced: of the
     module's forward, or of a method. `lasting` are its parameters and buffers; `named` are the
@@ -236,12 +237,12 @@ def called(
     autocast = (device, *autocast_now(device))
     opened = open_size(tensors)
     shapes = [(t.dtype, t.device, _known_sizes(t), t.stride()) for t in tensors]
-    modes = modes_of(module)
-    given = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast
+    state = state_of(module, watch)
+    given = str(spec), repr(plain), repr(shapes), repr(state), repr(needs), autocast
     key = _trace, function, *given
     known = _known.setdefault(module, {})
     if key not in known:
-        how = spec, plain, places, [*named], needs, autocast, modes, has_ties(module), opened
+        how = spec, plain, places, [*named], needs, autocast, state, watch, has_ties(module), opened
         call = Call(weakref.ref(module), function, *how)
         known[key] = Opaque(call, learn(call, tensors, lasting))
         _by_number[call.number] = known[key]

@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
 from overlapc.passes.held import held_by, random_restores, value_of
-from overlapc.passes.module_state import PLAIN
+from overlapc.passes.module_state import PLAIN, Watch
 from overlapc.passes.shared_changes import replaced
 
 # These are off while an op runs, but on where its module runs.
@@ -115,7 +115,8 @@ class Call:
     names: list[str]
     needs: list[bool]  # does a tensor require a gradient?
     autocast: tuple[Any, ...]
-    modes: list[bool]  # of its modules, in which it was tried out: do they train?
+    state: Any  # `state_of` the module when it was tried out
+    watch: Watch | None
     ties: bool  # has the module a parameter or buffer under several names?
     open: tuple[int, int] | None  # tensor and dimension of an open size
     number: int = field(default_factory=_numbers.__next__)
@@ -175,9 +176,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def modes_of(module: nn.Module) -> list[bool]:
-    """Which of its modules train."""
-    return [each.training for each in module.modules()]
+def state_of(module: nn.Module, watch: Watch | None) -> Any:
+    """Which of its modules train, and a number of the rest if that is watched."""
+    return [each.training for each in module.modules()], None if watch is None else watch.number
 
 
 def open_size(tensors: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import is_a
-from overlapc.passes.module_state import attributes_of, hooks_of, members_of
+from overlapc.passes.module_state import Watch
 from overlapc.passes.opaque import begin_trace, called
 from overlapc.passes.opaque_calls import tensors_of
 from overlapc.passes.reached import reached
+from overlapc.passes.storages import storage_of
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -45,41 +46,36 @@ _OF_VALUES = (
 # Dynamo's words for functions unknown to it; everything else that stops it is the model's code.
 _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
 _COMPILED = "trace a dynamo-optimized function"  # torch's words for what torch.compile made
-_TRACED = (FunctionalTensor, FakeTensor)
 _numbers = itertools.count()
-# By number, during a trace: the module, its forward, that forward as a function of the module, its
-# parameters and buffers, and the plain attributes of its modules.
-_standing: dict[int, tuple[nn.Module, Forward, Forward, dict[str, Tensor], Attributes]] = {}
+
+
+@dataclass
+class _Standing:
+    """What a trace needs of a module that has a stand-in."""
+
+    module: nn.Module
+    original: Forward
+    lasting: dict[str, Tensor]  # parameters and buffers
+    attributes: Attributes  # plain ones of its modules
+    watch: Watch
+
+
+_standing: dict[int, _Standing] = {}  # by number, during a trace
 
 
 @torch._dynamo.allow_in_graph
-def _entered(number: int, state: str, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """(Dynamo guards the `state`.)"""
-    module, original, function, lasting, attributes = _standing[number]
+def _entered(number: int, kind: str, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """(Dynamo guards the `kind` of state.)"""
+    one = _standing[number]
     tensors = [*tree_leaves((args, kwargs)), *named.values()]
-    if any(isinstance(t, _TRACED) for t in tensors):
-        for owner, name, _ in attributes:
-            if isinstance(owner[name], _TRACED) and owner[name]._version:
-                raise CaptureError(f"it has a tensor {name!r}, which the model changes")
-        with placed(attributes):  # where a trace may have put others
-            return called(module, function, lasting, named, args, kwargs)
-    return original(*args, **kwargs)
-
-
-class _State:
-    """A number of the Python state that opaque modules have, which no trace sees."""
-
-    def __init__(self) -> None:
-        self.number = ""
-        self._known: dict[Any, tuple[str, list[Any]]] = {}
-
-    def look(self, modules: Iterable[nn.Module]) -> None:
-        found: list[Any] = []
-        held: list[Any] = []  # keeps objects alive, so that ids stay unique
-        for each in modules:
-            members = members_of(each)
-            found += [tuple(hooks_of(members)), *attributes_of(members, held).items()]
-        self.number, _ = self._known.setdefault(tuple(found), (str(len(self._known)), held))
+    if not any(isinstance(t, (FunctionalTensor, FakeTensor)) for t in tensors):
+        return one.original(*args, **kwargs)
+    for owner, name, _ in one.attributes:
+        if isinstance(owner[name], FunctionalTensor) and owner[name]._version:
+            raise CaptureError(f"it has a tensor {name!r}, which the model changes")
+    with placed(one.attributes):  # where a trace may have put others
+        function = _Original(number)
+        return called(one.module, function, one.lasting, named, args, kwargs, one.watch)
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ class _Original:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         standing = _standing.get(self.number)
-        return (module.forward if standing is None else standing[1])(*args, **kwargs)
+        return (module.forward if standing is None else standing.original)(*args, **kwargs)
 
 
 class Opaques:
@@ -99,7 +95,7 @@ class Opaques:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._forwards: dict[nn.Module, tuple[int, Forward]] = {}
-        self._state = _State()
+        self._watch = Watch()
         self.reasons: list[str] = []
 
     def traced(self, trace: Callable[[], T]) -> T:
@@ -130,15 +126,14 @@ class Opaques:
     def refuse_changes(self, tensors: Iterable[Tensor], objects: Collection[int] = ()) -> None:
         """While modules are traced, raise if an opaque one may read, beside its parameters and
         buffers, a tensor or an object that the model changes: it would not see the change."""
-        changed = {tensor.untyped_storage()._cdata for tensor in tensors}
+        changed = {storage_of(tensor) for tensor in tensors} - {None}
         for module, (number, _) in self._forwards.items() if changed or objects else ():
-            _, original, _, lasting, _ = _standing[number]
-            found = reached([module, original])
-            for each in lasting.values():
+            found = reached([module, _standing[number].original])
+            for each in _standing[number].lasting.values():
                 found.pop(id(each), None)
-            read = [each for each in found.values() if is_a(each, (Tensor, nn.Parameter))]
+            read = {storage_of(each) for each in found.values() if is_a(each, Tensor)}
             for what, is_read in (
-                ("a tensor", any(each.untyped_storage()._cdata in changed for each in read)),
+                ("a tensor", not read.isdisjoint(changed)),
                 ("an object", not found.keys().isdisjoint(objects)),
             ):
                 if is_read:
@@ -150,15 +145,15 @@ class Opaques:
 
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:
-        self._state.look(self._forwards)
+        self._watch.look(self._forwards)
         with contextlib.ExitStack() as stack:
             for module, (number, forward) in self._forwards.items():
-                stack.enter_context(_stood_in(module, number, forward))
+                stack.enter_context(_stood_in(module, number, forward, self._watch))
             yield
 
     def _add(self, module: nn.Module, reason: str) -> None:
         number = next(_numbers)
-        self._forwards[module] = number, _forward_of(module, number, self._state)
+        self._forwards[module] = number, _forward_of(module, number, self._watch)
         name = next(name for name, each in self._model.named_modules() if each is module)
         self.reasons.append(f"{name} ({type(module).__name__}): {reason}")
 
@@ -169,25 +164,24 @@ def _after(reasons: list[str], error: CaptureError) -> CaptureError:
     return CaptureError(f"no trace enters {why}; nor does it run as one op: {error.reason}")
 
 
-def _forward_of(module: nn.Module, number: int, state: _State) -> Forward:
+def _forward_of(module: nn.Module, number: int, watch: Watch) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _entered(number, state.number, tensors_of(module), args, kwargs)
+        return _entered(number, watch.kind, tensors_of(module), args, kwargs)
 
     return forward
 
 
 @contextlib.contextmanager
-def _stood_in(module: nn.Module, number: int, forward: Forward) -> Iterator[None]:
-    original, own = module.forward, vars(module).get("forward")
-    lasting = tensors_of(module)
-    function = _Original(number)
+def _stood_in(module: nn.Module, number: int, forward: Forward, watch: Watch) -> Iterator[None]:
+    own = vars(module).get("forward")
     attributes = [
         (vars(each), name, value)
         for each in module.modules()
         for name, value in vars(each).items()
         if isinstance(value, Tensor)
     ]
-    _standing[number] = module, original, function, lasting, attributes
+    lasting = tensors_of(module)
+    _standing[number] = _Standing(module, module.forward, lasting, attributes, watch)
     vars(module)["forward"] = forward
     try:
         yield

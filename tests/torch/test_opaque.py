@@ -311,5 +311,5 @@ def test_a_kernel_that_draws_in_another_mode_alone_is_an_error_there() -> None:
     planned = plan(captured_quietly(model), Options(**ESTIMATE))
     forward, _ = rewrite(planned.captured, planned.report.plan)
     model.kernel.train()
-    with pytest.raises(OverlapcError, match="draws random numbers or changes a buffer in this"):
+    with pytest.raises(OverlapcError, match="draws random numbers or changes a buffer, and"):
         forward([*model.parameters(), x])

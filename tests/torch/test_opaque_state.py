@@ -89,6 +89,39 @@ def test_a_change_between_steps_is_seen(change: Callable[[Any], None]) -> None:
         assert found is expected is None or torch.equal(found, expected)
 
 
+def test_numbers_and_tensors_may_change_at_each_step_without_a_new_trace() -> None:
+    torch.manual_seed(0)
+    model = Around(Scaled().eval(), lambda result: result)
+    model.kernel.mask = torch.ones(WIDTH)
+    twin = copy.deepcopy(model)
+    step = TrainStep(model, **ESTIMATE)
+    reports = []
+    for i in range(4):
+        for each in (model, twin):
+            each.kernel.factor, each.kernel.mask = 1.0 + i, torch.full((WIDTH,), float(i))
+        assert torch.equal(step([randn(4, WIDTH)])[0], twin(randn(4, WIDTH)))
+        reports.append(step.report)
+    assert all(each is reports[0] is not None for each in reports)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return foreign(nn.functional.dropout(x, self.chance) if self.chance else x)
+
+
+def test_a_number_that_makes_a_kernel_draw_is_an_error() -> None:
+    model = Around(Drops(), lambda result: result)
+    step = TrainStep(model, **ESTIMATE)
+    step([randn(4, WIDTH)])
+    model.kernel.chance = 0.5
+    with pytest.raises(OverlapcError, match="a Drops, which runs as one op, draws random numbers"):
+        step([randn(4, WIDTH)])
+
+
 SHARED = torch.ones(WIDTH)
 
 
