@@ -67,7 +67,8 @@ def _captured(model: torch.nn.Module, args: Any, kwargs: Any, opaques: Opaques) 
         static = tuple(getattr(metadata, "static_input_indices", ()))
         count = sum(1 for _ in exported.params_spec) + sum(1 for _ in exported.buffers_spec)
         changed = changed_inputs(joint)
-        pairs = zip(primal_nodes(joint), given, strict=False)
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        pairs = zip(primal_nodes(joint), tensors, strict=False)
         opaques.refuse_changes([tensor for node, tensor in pairs if node.name in changed])
         return trace_joint(
             joint, num_fwd_outputs=_forward_outputs(joint), static_inputs=static or range(count)

@@ -39,7 +39,7 @@ from torch._dynamo.variables.base import (
 )
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.misc import RandomVariable
+from torch._dynamo.variables.misc import NewGlobalVariable, PythonModuleVariable, RandomVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
@@ -114,10 +114,16 @@ def hands_on() -> bool:
     return bool(output.random_calls)
 
 
-def changed_objects() -> set[int]:
-    """Within a backend of `torch.compile`: the ids of the Python objects that the function
-    changes."""
-    return set(_changed_objects())
+def changed_objects() -> set[int | str]:
+    """Within a backend of `torch.compile`: the ids of the Python objects that the function changes,
+    and the names of globals and of what modules hold."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found: set[int | str] = set()
+    for number, held in _changed_objects().items():
+        found.add(number)
+        if isinstance(held, (NewGlobalVariable, PythonModuleVariable)):
+            found |= set(effects.store_attr_mutations.get(held, ()))
+    return found
 
 
 def _changed_objects() -> dict[int, VariableTracker]:

@@ -4,22 +4,25 @@ return puts it back, and returns whether it was anything else by then."""
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 CONTAINERS = (dict, list, deque, set)
 Restore = Callable[[], bool]
 # These are not looked into. (Of a number of a tensor's, Dynamo does not know whether it is one.)
 _WHOLE = (Tensor, int, float, complex, str, type, ModuleType, FunctionType, MethodType)
-# Nor objects of these packages, but for modules: those of `logging` remember what they let through.
-_OTHERS = ("torch", "builtins", "numpy", "logging")
+# Nor objects of these packages, but for modules: loggers remember what they let through, and others
+# threads that live.
+_PLAIN = (str, bytes, int, float, complex, type(None))
+_OTHERS = ("torch", "builtins", "numpy", "logging", "threading", "concurrent", "multiprocessing")
 
 
 def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -126,26 +129,120 @@ def held_by(
     return tensors, restores
 
 
+def restore_of(value: Any) -> Restore | None:
+    """What puts back all that an object itself holds; None of one that holds nothing."""
+    if is_a(value, (Tensor, nn.Parameter)):
+        return value_of(value) if type(value) in (Tensor, nn.Parameter) else None
+    if is_a(value, CONTAINERS):
+        return held_in(value)
+    if (found := generator(value)) is not None:
+        return _drawn_from(*found)
+    if is_a(value, np.ndarray):
+        return _array(value)
+    if is_a(value, type):
+        names = [name for name, each in vars(value).items() if is_a(each, _PLAIN)]
+        return names_of(vars(value), names, partial(setattr, value))
+    slots = slots_of(value)
+    if not is_looked_into(value):
+        return _slots(value, slots) if slots else None
+    return _both(held_in(vars(value)), _slots(value, slots)) if slots else held_in(vars(value))
+
+
+def names_of(
+    namespace: Mapping[str, Any],
+    names: Iterable[str],
+    put: Callable[[str, Any], None] | None = None,
+) -> Restore:
+    """Of these names in a namespace: the same objects. `put` is how to set one."""
+    before = {name: namespace[name] for name in names if name in namespace}
+    put = put or cast(dict[str, Any], namespace).__setitem__
+
+    def restore() -> bool:
+        changed = [name for name, value in before.items() if namespace.get(name) is not value]
+        for name in changed:
+            put(name, before[name])
+        return bool(changed)
+
+    return restore
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes that its classes have given a place of their own."""
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            name = f"_{kind.__name__.lstrip('_')}{name}" if private else name
+            if is_a(vars(kind).get(name), MemberDescriptorType) and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _slots(value: Any, before: dict[str, Any]) -> Restore:
+    def restore() -> bool:
+        now = slots_of(value)
+        if now.keys() == before.keys() and all(now[name] is before[name] for name in now):
+            return False
+        for name in now.keys() - before.keys():
+            object.__delattr__(value, name)
+        for name, each in before.items():
+            object.__setattr__(value, name, each)
+        return True
+
+    return restore
+
+
+def _both(one: Restore, other: Restore) -> Restore:
+    def restore() -> bool:
+        return any([one(), other()])
+
+    return restore
+
+
+def _array(value: np.ndarray[Any, Any]) -> Restore:
+    before = value.copy()
+
+    def restore() -> bool:
+        if before.dtype.hasobject or value.tobytes() == before.tobytes():
+            return False
+        value[...] = before
+        return True
+
+    return restore
+
+
 def generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to read and how to write the state of a random generator of Python's or NumPy's; None of
-    any other object."""
+    """How to read and how to write the state of a random generator of Python's, NumPy's or torch's;
+    None of any other object."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
-    if numpy := sys.modules.get("numpy"):
-        if isinstance(value, numpy.random.RandomState):
-            return value.get_state, value.set_state
-        if isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            return lambda: bits.state, partial(setattr, bits, "state")
+    if isinstance(value, np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return lambda: bits.state, partial(setattr, bits, "state")
+    if isinstance(value, torch.Generator):
+        return partial(_torchs, value), partial(_set_torchs, value)
     return None
+
+
+def _torchs(value: torch.Generator) -> list[int]:
+    with _disable_current_modes():
+        return value.get_state().tolist()  # type: ignore[no-any-return]
+
+
+def _set_torchs(value: torch.Generator, state: list[int]) -> None:
+    with _disable_current_modes():
+        value.set_state(torch.tensor(state, dtype=torch.uint8))
 
 
 def random_restores() -> list[Restore]:
     """Of Python's and NumPy's own generators."""
-    restores = [_drawn_from(random.getstate, random.setstate)]
-    if numpy := sys.modules.get("numpy"):
-        restores.append(_drawn_from(numpy.random.get_state, numpy.random.set_state))
-    return restores
+    return [
+        _drawn_from(random.getstate, random.setstate),
+        _drawn_from(np.random.get_state, np.random.set_state),
+    ]
 
 
 def _drawn_from(read: Callable[[], Any], write: Callable[[Any], Any]) -> Restore:

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, fx, nn
@@ -42,7 +43,7 @@ from overlapc.passes.marks import calls_of, marks_of
 from overlapc.passes.means import weigh_means
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
-from overlapc.passes.stubs import never, stubs
+from overlapc.passes.stubs import Weakly, never, stubs
 from overlapc.passes.trace import Captured, changed_inputs, trace_joint
 from overlapc.passes.untraced import SwitchedOff, refuse_switched_off, untraced
 from overlapc.passes.watched import watched
@@ -170,7 +171,8 @@ class Traced:
     ) -> None:
         self._adopt, self._alone, self._ours = adopt, alone, ours
         self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
-        self._compiled = torch.compile(_of_its_own(function), backend=self._begin, fullgraph=True)
+        backend = Weakly(WeakMethod(self._begin))
+        self._compiled = torch.compile(_of_its_own(function), backend=backend, fullgraph=True)
         self.ran = False
         self._here = as_here()  # of the last call
         self.differences: list[str] = []  # lines whose trace may differ from eager

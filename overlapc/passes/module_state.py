@@ -4,8 +4,8 @@ equal compute alike."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 SIMPLE = {type(None), bool, int, float, str}
-_NUMBERS = {int, float}
 INTERNAL = set(vars(nn.Module())) - {"training"}  # attributes that PyTorch gives every module
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -75,99 +74,61 @@ def hooks_of(members: Members) -> list[int]:
     return hooks
 
 
-@dataclass
-class Describer:
-    """How values are described: plain ones by value, functions by id, tensors by a number among
-    the `inputs` or else by id. Attributes and fields called one of `unread` are left out. In a
-    rough description numbers and tensors are of one kind or of another."""
-
-    unread: Collection[str] = ()
-    inputs: Mapping[int, int] = field(default_factory=dict)  # by a tensor's id
-    roughly: bool = False
-    held: list[Any] = field(default_factory=list)  # described by id: kept, so that ids stay unique
-
-    def said_of(self, value: Any, depth: int = 0) -> Any:
-        """Also of what containers hold, and dataclasses, declared or not; None of other objects."""
-        if isinstance(value, nn.Module) or depth > _DEEPEST:
-            return None
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if self.roughly and type(value) in _NUMBERS:
-            return type(value)
-        if type(value) in SIMPLE or isinstance(value, (*PLAIN, np.generic, slice, range)):
-            return repr(value)
-        if not self.roughly and is_plain(value):
-            return repr(value)
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return str(value.dtype), value.shape, None if self.roughly else hash(value.tobytes())
-        if callable(value):
-            self.held.append(value)
-            return id(value)
-        if is_dataclass(value):
-            declared = {each.name: getattr(value, each.name, None) for each in fields(value)}
-            value = {
-                name: each
-                for name, each in (declared | getattr(value, "__dict__", {})).items()
-                if name not in self.unread
-            }
-        if isinstance(value, Mapping):
-            value = [part for pair in value.items() for part in pair]
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return tuple(self.said_of(each, depth + 1) for each in value)
-        return None
-
-    def _tensor(self, value: Tensor) -> Any:
-        if self.roughly:
-            return value.dtype, tuple(value.shape), str(value.device), value.requires_grad
-        self.held.append(value)
-        return id(value)
-
-
-def attributes_of(members: Members, describer: Describer) -> dict[str, Any]:
-    """Return what is said of the attributes of modules and of their classes, by name."""
-    found = _of_classes(members, describer)
+def attributes_of(
+    members: Members,
+    held: list[Any],
+    inputs: Mapping[int, int] | None = None,
+    unread: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return attributes of modules and of their classes under their names: plain ones by value,
+    tensors and functions by id. Objects given by id are added to `held`, except tensors that have a
+    number among the `inputs`. Attributes and fields called one of `unread` are left out."""
+    found = _of_classes(members, held, unread)
     configs: dict[int, str] = {}
-    unread, inputs, roughly = describer.unread, describer.inputs, describer.roughly
     for path, each in zip(members.paths, members.modules, strict=True):
         begin = f"{path}." if path else ""
         for name, value in vars(each).items():
             if name in INTERNAL or name in unread:
                 continue
-            if type(value) in SIMPLE and not roughly:
+            if type(value) in SIMPLE:
                 found[begin + name] = repr(value)
-            elif id(value) in inputs:
-                found[begin + name] = "input", inputs[id(value)]
+            elif id(value) in (inputs or {}):
+                found[begin + name] = "input", (inputs or {})[id(value)]
             elif is_dataclass(value) and not isinstance(value, type):
                 if id(value) not in configs:
-                    configs[id(value)] = repr(describer.said_of(value))
+                    configs[id(value)] = repr(_described(value, held, unread))
                 found[begin + name] = configs[id(value)]
-            elif (said := describer.said_of(value)) is not None:
+            elif (said := _described(value, held, unread)) is not None:
                 found[begin + name] = said
     return found
 
 
-class Watch:
-    """The state of modules that no trace enters. Where it is of another `kind` they are traced
-    anew; `number` is another for each state, though only numbers or tensors are others."""
-
-    def __init__(self) -> None:
-        self.kind, self.number = "", 0
-        self._last: Any = None
-        self._kinds: dict[Any, tuple[str, list[Any]]] = {}
-
-    def look(self, modules: Collection[nn.Module]) -> None:
-        members = [members_of(each) for each in modules]
-        exactly = _state_of(members, False)
-        if self._last is None or exactly[0] != self._last[0]:
-            self._last, (kind, held) = exactly, _state_of(members, True)
-            self.number += 1
-            self.kind, _ = self._kinds.setdefault(kind, (str(len(self._kinds)), held))
-
-
-def _state_of(parts: Sequence[Members], roughly: bool) -> tuple[Any, list[Any]]:
-    describer = Describer(roughly=roughly)
-    said = [(tuple(hooks_of(each)), *attributes_of(each, describer).items()) for each in parts]
-    return tuple(said), describer.held
+def _described(value: Any, held: list[Any], unread: Collection[str], depth: int = 0) -> Any:
+    """What a plain value is, what containers and dataclasses hold, declared or not, and which
+    object a tensor or function is; None of other objects."""
+    if isinstance(value, nn.Module) or depth > _DEEPEST:
+        return None
+    if type(value) in SIMPLE:
+        return repr(value)
+    if is_plain(value) or isinstance(value, (np.generic, slice, range)):
+        return repr(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return str(value.dtype), value.shape, hash(value.tobytes())
+    if isinstance(value, Tensor) or callable(value):
+        held.append(value)
+        return id(value)
+    if is_dataclass(value):
+        declared = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        value = {
+            name: each
+            for name, each in (declared | getattr(value, "__dict__", {})).items()
+            if name not in unread
+        }
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(_described(each, held, unread, depth + 1) for each in value)
+    return None
 
 
 def classes_of(members: Members) -> list[type]:
@@ -177,7 +138,7 @@ def classes_of(members: Members) -> list[type]:
     return list(found)
 
 
-def _of_classes(members: Members, describer: Describer) -> dict[str, Any]:
+def _of_classes(members: Members, held: list[Any], unread: Collection[str]) -> dict[str, Any]:
     """What classes hold: plain values, and methods by id. (Two classes may have one name.)"""
     found: dict[str, Any] = {}
     for kind in classes_of(members):
@@ -186,10 +147,10 @@ def _of_classes(members: Members, describer: Describer) -> dict[str, Any]:
                 continue
             key = f"{kind.__qualname__}.{name}"
             if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
-                describer.held.append(value)
+                held.append(value)
                 found[key] = (*found.get(key, ()), id(value))
                 continue
-            said = None if name.startswith("__") else describer.said_of(value)
+            said = None if name.startswith("__") else _described(value, held, unread)
             if said is not None:
                 found[key] = (*found.get(key, ()), said)
     return found

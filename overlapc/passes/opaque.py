@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
-from overlapc.passes.module_state import PLAIN, Watch
+from overlapc.passes.module_state import PLAIN
 from overlapc.passes.opaque_calls import (
     Call,
     Learned,
@@ -33,9 +33,10 @@ from overlapc.passes.opaque_calls import (
     eagerly,
     has_ties,
     learn,
+    modes_of,
     open_size,
-    state_of,
 )
+from overlapc.passes.reached import Reached
 
 _library = torch.library.Library("overlapc", "FRAGMENT")
 
@@ -66,10 +67,10 @@ _trace = 0  # its number
 
 
 def _run(known: Opaque, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Run the call. Where modes or attributes are others than when it was tried out, it may draw or
-    write nothing new, since it might run twice."""
+    """Run the call. It may draw or write nothing that it did not when it was tried out, since it
+    might run twice. (A mode, an attribute, or a helper's may be another by now.)"""
     call, module = known.call, known.call.module()
-    if module is None or call.state == state_of(module, call.watch):
+    if module is None or (not call.whole and modes_of(module) == call.modes):
         return call.run(tensors)
     before, versions = random_states(), [tensor._version for tensor in tensors]
     made = call.run(tensors)
@@ -78,7 +79,8 @@ def _run(known: Opaque, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
         raise OverlapcError(
             f"a {type(module).__name__}, which runs as one op, draws random numbers or changes a "
             "buffer, and did not when it was tried out, in another mode (training, evaluation) or "
-            "with other attributes; expected the same: set them before the first step"
+            "with other attributes; expected the same: set them before the first step, or make "
+            "another TrainStep for each"
         )
     return made
 
@@ -220,12 +222,13 @@ def called(
     named: Mapping[str, Tensor],
     args: Any,
     kwargs: Any,
-    watch: Watch | None = None,
+    forward: Callable[..., Any] | None = None,
 ) -> Any:
     """Runs in the place of a `function` of a module and its arguments while it is traced: of the
     module's forward, or of a method. `lasting` are its parameters and buffers; `named` are the
-    traced tensors in their places. What was learned in an earlier trace is learned anew, since the
-    module may have changed."""
+    traced tensors in their places. The `forward` of a whole module, if it is one, is what it has
+    when nothing is traced. What was learned in an earlier trace is learned anew, since the module
+    may have changed."""
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [*(leaves[place] for place in places), *named.values()]
@@ -237,14 +240,15 @@ def called(
     autocast = (device, *autocast_now(device))
     opened = open_size(tensors)
     shapes = [(t.dtype, t.device, _known_sizes(t), t.stride()) for t in tensors]
-    state = state_of(module, watch)
-    given = str(spec), repr(plain), repr(shapes), repr(state), repr(needs), autocast
+    modes, whole = modes_of(module), forward is not None
+    given = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast
     key = _trace, function, *given
     known = _known.setdefault(module, {})
     if key not in known:
-        how = spec, plain, places, [*named], needs, autocast, state, watch, has_ties(module), opened
+        how = spec, plain, places, [*named], needs, autocast, modes, whole, has_ties(module), opened
         call = Call(weakref.ref(module), function, *how)
-        known[key] = Opaque(call, learn(call, tensors, lasting))
+        reached = Reached([module, forward] if whole else [])
+        known[key] = Opaque(call, learn(call, tensors, lasting, reached))
         _by_number[call.number] = known[key]
     learned = known[key].learned
     results = iter(_Traced.apply(known[key].call.number, *tensors))

@@ -26,9 +26,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
-from overlapc.passes.held import held_by, random_restores, value_of
-from overlapc.passes.module_state import PLAIN, Watch
+from overlapc.passes.module_state import PLAIN
+from overlapc.passes.reached import Reached
 from overlapc.passes.shared_changes import replaced
+from overlapc.passes.unchanged import unchanged
 
 # These are off while an op runs, but on where its module runs.
 _AUTOGRAD = (
@@ -115,8 +116,8 @@ class Call:
     names: list[str]
     needs: list[bool]  # does a tensor require a gradient?
     autocast: tuple[Any, ...]
-    state: Any  # `state_of` the module when it was tried out
-    watch: Watch | None
+    modes: list[bool]  # of its modules, in which it was tried out: do they train?
+    whole: bool  # a whole module, of whose state nothing else takes care?
     ties: bool  # has the module a parameter or buffer under several names?
     open: tuple[int, int] | None  # tensor and dimension of an open size
     number: int = field(default_factory=_numbers.__next__)
@@ -133,8 +134,9 @@ class Call:
 
     def otherwise(self, what: str) -> OverlapcError:
         return OverlapcError(
-            f"a {type(self.module()).__name__}, which runs as one op, {what} than it did on "
-            "noise; expected what it computes not to depend on values: make it traceable"
+            f"a {type(self.module()).__name__}, which runs as one op, {what} than it did when it "
+            "was tried out on noise; expected that to depend neither on values nor on attributes "
+            "that change: make it traceable, or set these before the first step"
         )
 
     def run(
@@ -176,9 +178,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def state_of(module: nn.Module, watch: Watch | None) -> Any:
-    """Which of its modules train, and a number of the rest if that is watched."""
-    return [each.training for each in module.modules()], None if watch is None else watch.number
+def modes_of(module: nn.Module) -> list[bool]:
+    """Which of its modules train."""
+    return [each.training for each in module.modules()]
 
 
 def open_size(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
@@ -241,11 +243,13 @@ def learned_within(make: Callable[[], AbstractContextManager[None]]) -> Iterator
         _around.remove(make)
 
 
-def learn(call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor]) -> Learned:
+def learn(
+    call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor], reached: Reached
+) -> Learned:
     """Run the module, forward and backward, on noise."""
     if call.open is None:
-        return _learned(call, tensors, lasting, 0)
-    few, more, most = (_learned(call, tensors, lasting, size) for size in _OPEN)
+        return _learned(call, tensors, lasting, reached, 0)
+    few, more, most = (_learned(call, tensors, lasting, reached, size) for size in _OPEN)
     found = _at_any_size(few, more, _OPEN[:2])
     if found != _at_any_size(more, most, _OPEN[1:]):
         raise CaptureError(_GROWS)
@@ -287,7 +291,11 @@ def _is_contiguous(like: Like) -> bool:
 
 
 def _learned(
-    call: Call, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor], size: int
+    call: Call,
+    tensors: Sequence[Tensor],
+    lasting: Mapping[str, Tensor],
+    reached: Reached,
+    size: int,
 ) -> Learned:
     module = call.module()
     assert module is not None
@@ -296,7 +304,7 @@ def _learned(
         replaced(_symbolic_trace, "_is_fx_tracing_flag", False),  # else torch.compile refuses
         torch._C._DisablePythonDispatcher(),  # else it compiles once more when the op runs
         torch.random.fork_rng(),
-        _unchanged(module, lasting),
+        unchanged(module, lasting, reached),
         contextlib.ExitStack() as stack,
     ):
         for make in _around:
@@ -406,36 +414,3 @@ def _made_up(tensor: Tensor, size: int) -> Tensor:
     strides, device = tensor.stride(), tensor.device
     new = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
     return new.normal_() if tensor.is_floating_point() else new.zero_()
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module, lasting: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse a module whose state changes in the block, and restore that state."""
-    attributes = {each: dict(vars(each)) for each in module.modules()}
-    seen: dict[int, Any] = {id(each): each for each in (*attributes, *lasting.values())}
-    containers, others = [], []
-    for before in attributes.values():
-        for name, value in before.items():
-            tensors, restores = held_by([value], seen)
-            containers += [(name, restore) for restore in restores]
-            others += [each for each in tensors if type(each) is Tensor]
-    values = [value_of(tensor) for tensor in (*lasting.values(), *others)]
-    numbers = random_restores()
-    try:
-        yield
-    finally:
-        changed = []
-        for each, before in attributes.items():
-            now = vars(each)
-            changed += [name for name in now if before.get(name, now) is not now[name]]
-            now.clear()
-            now.update(before)
-        changed += [name for name, restore in containers if restore()]
-        written = [restore() for restore in values]
-        drawn = [restore() for restore in numbers]
-    if any(drawn):
-        raise CaptureError("it draws from Python's or NumPy's random, and might run twice")
-    if changed:
-        raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
-    if any(written):
-        raise CaptureError("it changes a tensor that it holds, and might run twice")

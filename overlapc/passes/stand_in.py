@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -27,11 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import is_a
-from overlapc.passes.module_state import Watch
+from overlapc.passes.module_state import INTERNAL, hooks_of, members_of
 from overlapc.passes.opaque import begin_trace, called
 from overlapc.passes.opaque_calls import tensors_of
-from overlapc.passes.reached import reached
-from overlapc.passes.storages import storage_of
+from overlapc.passes.reached import Reached, memory_of
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -46,7 +46,7 @@ _OF_VALUES = (
 # Dynamo's words for functions unknown to it; everything else that stops it is the model's code.
 _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
 _COMPILED = "trace a dynamo-optimized function"  # torch's words for what torch.compile made
-_numbers = itertools.count()
+_keys = map(str, itertools.count())  # ints would be symbols, where Dynamo traces again
 
 
 @dataclass
@@ -57,16 +57,15 @@ class _Standing:
     original: Forward
     lasting: dict[str, Tensor]  # parameters and buffers
     attributes: Attributes  # plain ones of its modules
-    watch: Watch
 
 
-_standing: dict[int, _Standing] = {}  # by number, during a trace
+_standing: dict[str, _Standing] = {}  # by key, during a trace
 
 
 @torch._dynamo.allow_in_graph
-def _entered(number: int, kind: str, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """(Dynamo guards the `kind` of state.)"""
-    one = _standing[number]
+def _entered(key: str, kind: str, named: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """(Dynamo guards the `kind`.)"""
+    one = _standing[key]
     tensors = [*tree_leaves((args, kwargs)), *named.values()]
     if not any(isinstance(t, (FunctionalTensor, FakeTensor)) for t in tensors):
         return one.original(*args, **kwargs)
@@ -74,18 +73,45 @@ def _entered(number: int, kind: str, named: dict[str, Tensor], args: Any, kwargs
         if isinstance(owner[name], FunctionalTensor) and owner[name]._version:
             raise CaptureError(f"it has a tensor {name!r}, which the model changes")
     with placed(one.attributes):  # where a trace may have put others
-        function = _Original(number)
-        return called(one.module, function, one.lasting, named, args, kwargs, one.watch)
+        function = _Original(key)
+        return called(one.module, function, one.lasting, named, args, kwargs, one.original)
+
+
+class _Watch:
+    """`kind` tells what opaque modules consist of, which no trace sees. Another makes a new trace;
+    attributes that change do not, for an op runs the module as it is."""
+
+    def __init__(self) -> None:
+        self.kind = ""
+        self._kinds: dict[Any, tuple[str, Any]] = {}
+
+    def look(self, modules: Iterable[nn.Module]) -> None:
+        members = [members_of(each) for each in modules]
+        parts = [each for one in members for each in one.modules]
+        forwards = [vars(each).get("forward") for each in parts]
+        found = (
+            tuple([id(type(each)) for each in parts]),
+            tuple(map(id, forwards)),
+            tuple([_switches_of(each) for each in parts]),
+            tuple([tuple(hooks_of(each)) for each in members]),
+        )
+        # What is described by its id is kept, so that ids stay unique.
+        self.kind, _ = self._kinds.setdefault(found, (str(len(self._kinds)), forwards))
+
+
+def _switches_of(module: nn.Module) -> tuple[Any, ...]:
+    switches = vars(module).items()
+    return tuple([item for item in switches if type(item[1]) is bool and item[0] not in INTERNAL])
 
 
 @dataclass(frozen=True)
 class _Original:
     """The forward that a module has without its stand-in, as a function of the module."""
 
-    number: int
+    key: str
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        standing = _standing.get(self.number)
+        standing = _standing.get(self.key)
         return (module.forward if standing is None else standing.original)(*args, **kwargs)
 
 
@@ -94,8 +120,8 @@ class Opaques:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._forwards: dict[nn.Module, tuple[int, Forward]] = {}
-        self._watch = Watch()
+        self._forwards: dict[nn.Module, tuple[str, Forward]] = {}
+        self._watch = _Watch()
         self.reasons: list[str] = []
 
     def traced(self, trace: Callable[[], T]) -> T:
@@ -123,18 +149,21 @@ class Opaques:
                 for module in found:
                     self._add(module, reason.strip().splitlines()[0])
 
-    def refuse_changes(self, tensors: Iterable[Tensor], objects: Collection[int] = ()) -> None:
+    def refuse_changes(
+        self, tensors: Iterable[Tensor], objects: Collection[int | str] = ()
+    ) -> None:
         """While modules are traced, raise if an opaque one may read, beside its parameters and
-        buffers, a tensor or an object that the model changes: it would not see the change."""
-        changed = {storage_of(tensor) for tensor in tensors} - {None}
-        for module, (number, _) in self._forwards.items() if changed or objects else ():
-            found = reached([module, _standing[number].original])
-            for each in _standing[number].lasting.values():
-                found.pop(id(each), None)
-            read = {storage_of(each) for each in found.values() if is_a(each, Tensor)}
+        buffers, a tensor that the model changes, an object with one of these ids or a global with
+        one of these names: it would not see the change."""
+        changed = [memory_of(tensor) for tensor in tensors]
+        for module, (key, _) in self._forwards.items() if changed or objects else ():
+            own = [at for each in module.modules() for at in (each._parameters, each._buffers)]
+            found = Reached([module, _standing[key].original], own)
+            read = [memory_of(o) for o in found.objects.values() if is_a(o, (Tensor, np.ndarray))]
+            names = {name for _, each in found.globals.values() for name in each}
             for what, is_read in (
-                ("a tensor", not read.isdisjoint(changed)),
-                ("an object", not found.keys().isdisjoint(objects)),
+                ("a tensor", any(_overlap(one, other) for one in read for other in changed)),
+                ("an object", not (found.objects.keys() | names).isdisjoint(objects)),
             ):
                 if is_read:
                     name = type(module).__name__
@@ -147,15 +176,19 @@ class Opaques:
     def _standing_in(self) -> Iterator[None]:
         self._watch.look(self._forwards)
         with contextlib.ExitStack() as stack:
-            for module, (number, forward) in self._forwards.items():
-                stack.enter_context(_stood_in(module, number, forward, self._watch))
+            for module, (key, forward) in self._forwards.items():
+                stack.enter_context(_stood_in(module, key, forward))
             yield
 
     def _add(self, module: nn.Module, reason: str) -> None:
-        number = next(_numbers)
-        self._forwards[module] = number, _forward_of(module, number, self._watch)
+        key = next(_keys)
+        self._forwards[module] = key, _forward_of(module, key, self._watch)
         name = next(name for name, each in self._model.named_modules() if each is module)
         self.reasons.append(f"{name} ({type(module).__name__}): {reason}")
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _after(reasons: list[str], error: CaptureError) -> CaptureError:
@@ -164,15 +197,15 @@ def _after(reasons: list[str], error: CaptureError) -> CaptureError:
     return CaptureError(f"no trace enters {why}; nor does it run as one op: {error.reason}")
 
 
-def _forward_of(module: nn.Module, number: int, watch: Watch) -> Forward:
+def _forward_of(module: nn.Module, key: str, watch: _Watch) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _entered(number, watch.kind, tensors_of(module), args, kwargs)
+        return _entered(key, watch.kind, tensors_of(module), args, kwargs)
 
     return forward
 
 
 @contextlib.contextmanager
-def _stood_in(module: nn.Module, number: int, forward: Forward, watch: Watch) -> Iterator[None]:
+def _stood_in(module: nn.Module, key: str, forward: Forward) -> Iterator[None]:
     own = vars(module).get("forward")
     attributes = [
         (vars(each), name, value)
@@ -181,12 +214,12 @@ def _stood_in(module: nn.Module, number: int, forward: Forward, watch: Watch) ->
         if isinstance(value, Tensor)
     ]
     lasting = tensors_of(module)
-    _standing[number] = _Standing(module, module.forward, lasting, attributes, watch)
+    _standing[key] = _Standing(module, module.forward, lasting, attributes)
     vars(module)["forward"] = forward
     try:
         yield
     finally:
-        del _standing[number], vars(module)["forward"]
+        del _standing[key], vars(module)["forward"]
         if own is not None:
             vars(module)["forward"] = own
 

@@ -76,9 +76,3 @@ def tensors_of(val: Any) -> list[torch.Tensor]:
     if isinstance(val, (tuple, list)):
         return [t for item in val for t in tensors_of(item)]
     return []
-
-
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """What all views of a tensor have in common."""
-    strided = tensor.layout == torch.strided
-    return tensor.untyped_storage()._cdata if strided else None

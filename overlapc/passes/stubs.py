@@ -6,13 +6,29 @@ graph's inputs and outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 from torch import fx
 
 from overlapc.errors import OverlapcError
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured
+
+
+@dataclass(frozen=True)
+class Weakly:
+    """Calls a method of an object that it does not keep alive: PyTorch keeps the backend of each
+    call that it could not compile."""
+
+    method: WeakMethod[Callable[..., Any]]
+
+    def __call__(self, *args: Any) -> Any:
+        method = self.method()
+        assert method is not None
+        return method(*args)
 
 
 def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:

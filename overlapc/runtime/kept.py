@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import OptionError
 from overlapc.passes.joint import Joint, is_gradient
 from overlapc.passes.nodes import is_random, primal_nodes
-from overlapc.passes.storages import storage_of
-from overlapc.runtime.objects import alike, inside
+from overlapc.runtime.objects import alike, inside, storage_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _INTERNAL = set(vars(nn.Module()))

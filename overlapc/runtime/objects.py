@@ -149,6 +149,12 @@ def detached(results: Any, but: Tensor | None = None, by: Tensor | None = None) 
     return tree_unflatten(found, spec)
 
 
+def storage_of(tensor: Tensor) -> int | None:
+    """What all views of a tensor have in common."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else None
+
+
 def _parts(what: Any) -> list[tuple[str, Any]] | None:
     """The parts of a container or object with the step to each; None for anything else."""
     parts: list[tuple[str, Any]] = []

@@ -30,7 +30,6 @@ from overlapc.layers import sliced
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Run, Stop, Traced, capture_as_called, owner_of
 from overlapc.passes.parts import parameter_gradients
-from overlapc.passes.storages import storage_of
 from overlapc.passes.switches import changed, switches
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
@@ -39,7 +38,7 @@ from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import untraced
 from overlapc.runtime.given import Given, alike
-from overlapc.runtime.objects import batch_in_objects, is_held, rebuilt
+from overlapc.runtime.objects import batch_in_objects, is_held, rebuilt, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
