@@ -204,6 +204,10 @@ class Traced:
                     raise
                 raise untraced(error) from error
 
+    def _adopted(self, joint: Joint) -> Run:
+        self.opaques.refuse_changes(joint.changed(), changed_objects())
+        return self._adopt(joint)
+
     def _begin(self, graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
         """The backend of `torch.compile`."""
         run: Run | None = None
@@ -227,8 +231,7 @@ class Traced:
             joint = _described(captured, marks_of(graph), views_of(exported), metas_of(exported))
             joint.hands_on, joint.weighs, joint.as_called = has_order, weighs, self._here
             joint.arguments, joint.calls = arguments, calls_of(graph)
-            self.opaques.refuse_changes(joint.changed(), changed)
-            run, joint.arguments = self._adopt(joint), ()
+            run, joint.arguments = self._adopted(joint), ()
             return captured
 
         def runs(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
@@ -248,7 +251,6 @@ class Traced:
         refuse_subclasses(arguments)
         self.differences += differences(graph)
         unreturned = detach_kept(graph, marks_of(graph)) if self._ours else ()
-        changed = changed_objects()
         has_order, weighs = hands_on(), weigh_means(graph, slices_now(), self.differences)
         drawn = inductor_config.patch(fallback_random=True)
         with drawn, as_eager(arguments), contextlib.ExitStack() as stack:

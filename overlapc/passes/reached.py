@@ -27,6 +27,7 @@ _OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "triton", "overlapc"}
 _LOOKED = {"types", "collections", "argparse"}
 _ANY = {"getattr", "vars", "__dict__", "eval", "exec", "globals", "locals", "attrgetter"}
 _MOST = 200_000  # objects
+_LruCache = type(functools.lru_cache(lambda: None))
 _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
@@ -99,7 +100,7 @@ class Reached:
                 but = _UNCALLED if issubclass(value, nn.Module) else ()
                 yield from value.__bases__
                 yield from self._attributes({k: v for k, v in vars(value).items() if k not in but})
-        elif "__wrapped__" in getattr(value, "__dict__", ()):  # a cache
+        elif is_a(value, _LruCache):
             yield value.__wrapped__
         elif is_a(value, (*CONTAINERS, tuple, frozenset)):
             yield from value.values() if is_a(value, dict) else value
