@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 CONTAINERS = (dict, list, deque, set)
+PLAIN = (str, bytes, int, float, complex, type(None))
 Restore = Callable[[], bool]
 # These are not looked into. (Of a number of a tensor's, Dynamo does not know whether it is one.)
 _WHOLE = (Tensor, int, float, complex, str, type, ModuleType, FunctionType, MethodType)
 # Nor objects of these packages, but for modules: loggers remember what they let through, and others
 # threads that live.
-_PLAIN = (str, bytes, int, float, complex, type(None))
 _OTHERS = ("torch", "builtins", "numpy", "logging", "threading", "concurrent", "multiprocessing")
 
 
@@ -101,14 +101,12 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return not strided or torch.equal(one, other)
 
 
-def held_by(
-    objects: Iterable[Any], seen: dict[int, Any] | None = None
-) -> tuple[list[Tensor], list[Restore]]:
+def held_by(objects: Iterable[Any]) -> tuple[list[Tensor], list[Restore]]:
     """Find the tensors in these objects' attributes and their containers, and what puts these back
-    as they are now. What was `seen` is passed over."""
+    as they are now."""
     tensors: list[Tensor] = []
     restores: list[Restore] = []
-    seen = {} if seen is None else seen
+    seen: dict[int, Any] = {}
     left: list[Any] = [*objects]
     while left:
         value = left.pop()
@@ -140,10 +138,10 @@ def restore_of(value: Any) -> Restore | None:
     if is_a(value, np.ndarray):
         return _array(value)
     if is_a(value, type):
-        names = [name for name, each in vars(value).items() if is_a(each, _PLAIN)]
+        names = [name for name, each in vars(value).items() if is_a(each, PLAIN)]
         return names_of(vars(value), names, partial(setattr, value))
     slots = slots_of(value)
-    if not is_looked_into(value):
+    if not is_looked_into(value) or not is_a(vars(value), dict):  # a list[int]'s are its class's
         return _slots(value, slots) if slots else None
     return _both(held_in(vars(value)), _slots(value, slots)) if slots else held_in(vars(value))
 

@@ -1,4 +1,4 @@
-"""`reached` finds what code may read beside its arguments: what closures hold, the globals that it
+"""`Reached` finds what code may read beside its arguments: what closures hold, the globals that it
 names, and of objects the attributes that it names."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overlapc.errors import CaptureError
-from overlapc.passes.held import CONTAINERS, generator, is_a, is_looked_into, slots_of
+from overlapc.passes.held import CONTAINERS, PLAIN, generator, is_a, is_looked_into, slots_of
 from overlapc.passes.module_state import INTERNAL
 
 # What a model changes is not in the code and classes of these packages, nor in the standard
@@ -28,7 +28,6 @@ _LOOKED = {"types", "collections", "argparse"}
 _ANY = {"getattr", "vars", "__dict__", "eval", "exec", "globals", "locals", "attrgetter"}
 _MOST = 200_000  # objects
 _LruCache = type(functools.lru_cache(lambda: None))
-_PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 # Beside what code names, PyTorch calls these, and Python what begins with two underscores.
@@ -60,20 +59,21 @@ class Reached:
             self._walk()
             for module in self._modules:
                 found = self._named.intersection(vars(module))
-                new = [vars(module)[name] for name in found]
-                self._left += [each for each in new if id(each) not in self.objects]
-            self._left = [each for each in self._left if not is_a(each, _PLAIN)]
+                self._left += filter(self._is_new, [vars(module)[name] for name in found])
 
     def _walk(self) -> None:
         while self._left:
             value = self._left.pop()
-            number = id(value)
-            if is_a(value, _PLAIN) or number in self.objects or number in self._but:
+            if not self._is_new(value):
                 continue
-            self.objects[number] = value
+            self.objects[id(value)] = value
             if len(self.objects) > _MOST:
                 raise CaptureError(f"it may read more than {_MOST:,} objects")
             self._left += self._parts(value)
+
+    def _is_new(self, value: Any) -> bool:
+        known = id(value) in self.objects or id(value) in self._but
+        return not known and not is_a(value, PLAIN)
 
     def _parts(self, value: Any) -> Iterator[Any]:
         if is_a(value, (Tensor, np.ndarray)) or generator(value) is not None:

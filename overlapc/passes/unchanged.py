@@ -18,9 +18,13 @@ def unchanged(module: nn.Module, lasting: Mapping[str, Tensor], reached: Reached
     attributes = {each: dict(vars(each)) for each in module.modules()}
     own = {id(each) for each in (*attributes, *lasting.values())}
     values = [value_of(tensor) for tensor in lasting.values()]
-    others = [each for number, each in reached.objects.items() if number not in own]
-    restores = [restore for each in others if (restore := restore_of(each)) is not None]
-    restores += [names_of(*each) for each in reached.globals.values()]
+    names = {id(value): name for before in attributes.values() for name, value in before.items()}
+    restores = [
+        (names.get(number, ""), restore)
+        for number, each in reached.objects.items()
+        if number not in own and (restore := restore_of(each)) is not None
+    ]
+    restores += [("", names_of(*each)) for each in reached.globals.values()]
     numbers = random_restores()
     try:
         yield
@@ -32,7 +36,8 @@ def unchanged(module: nn.Module, lasting: Mapping[str, Tensor], reached: Reached
             now.clear()
             now.update(before)
         written = [restore() for restore in values]
-        held = [restore() for restore in restores]
+        held = [name for name, restore in restores if restore()]
+        changed += filter(None, held)
         drawn = [restore() for restore in numbers]
     if any(drawn):
         raise CaptureError("it draws from Python's or NumPy's random, and might run twice")
@@ -40,5 +45,5 @@ def unchanged(module: nn.Module, lasting: Mapping[str, Tensor], reached: Reached
         raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
     if any(written):
         raise CaptureError("it changes a parameter or buffer, and might run twice")
-    if any(held):
+    if held:
         raise CaptureError("it changes what it holds, or what its code names, and might run twice")

@@ -90,14 +90,14 @@ def _numpys(_: Any, y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (_counts, "changes what it holds"),
+        (_counts, "changes its attribute 'helper'"),
         (_adds, "changes what it holds"),
         (_appends, "changes what it holds"),
-        (_counts_in_a_slot, "changes what it holds"),
+        (_counts_in_a_slot, "changes its attribute 'slotted'"),
         (_counts_in_its_class, "changes what it holds"),
         (_counts_in_a_global, "changes what it holds, or what its code names"),
-        (_writes_to_an_array, "changes what it holds"),
-        (_draws_from_its_own, "changes what it holds"),
+        (_writes_to_an_array, "changes its attribute 'array'"),
+        (_draws_from_its_own, "changes its attribute 'generator'"),
         (_draws_from_a_global, "changes what it holds, or what its code names"),
         (_pythons, "draws from Python's or NumPy's"),
         (_numpys, "draws from Python's or NumPy's"),
