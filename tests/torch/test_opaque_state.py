@@ -34,10 +34,9 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.drop, self.factor = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), 2.0
-        self.settings, self.kind = Settings(), list[int]
+        self.settings = Settings()
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.kind
         return foreign(self.drop(self.linear(x)) + self.settings.shift) * self.factor
 
 

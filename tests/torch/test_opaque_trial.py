@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from overlapc.errors import CaptureError
 from overlapc.passes.capture import capture
+from overlapc.passes.held import restore_of
 from tests.torch.exact import randn
 from tests.torch.test_opaque import WIDTH, Around, Numpy
 from tests.torch.test_opaque_state import Slotted
@@ -117,3 +118,7 @@ def states_of(kernel: Any) -> list[Any]:
     calls = kernel.helper.calls, kernel.slotted.calls, Remembers.calls, CALLS
     own = kernel.generator.get_state().tolist(), kernel.array.tolist(), str(kernel.tensors)
     return [*generators, *calls, *own]
+
+
+def test_a_generic_type_holds_nothing() -> None:
+    assert restore_of(list[int]) is None
