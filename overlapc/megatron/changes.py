@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from overlapc.errors import CaptureError
 from overlapc.megatron.state import UNREAD
 from overlapc.passes.held import generator
-from overlapc.passes.module_state import attributes_of, classes_of, is_plain, members_of
+from overlapc.passes.module_state import Describer, attributes_of, classes_of, is_plain, members_of
 from overlapc.passes.shared_changes import replaced
 from overlapc.runtime.snapshot import holding_the_same
 
@@ -32,10 +32,10 @@ _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 def refused(model: nn.Module, who: str) -> Iterator[None]:
     """Raise a CaptureError if the block changes attributes, parameters or buffers of modules, or
     draws from random states that are not torch's."""
-    held: list[Any] = []  # keeps objects alive, so that ids stay unique
-    before, drawn = _known(model, held), _drawn(model)
+    describer = Describer(UNREAD)
+    before, drawn = _known(model, describer), _drawn(model)
     yield
-    after = _known(model, held)
+    after = _known(model, describer)
     for name in sorted(before.keys() | after.keys()):  # all ranks name the same
         if before.get(name) != after.get(name):
             raise CaptureError(f"{who} changes the attribute {name}, and a graph would not")
@@ -122,11 +122,11 @@ def restored(model: nn.Module) -> Iterator[None]:
                     setattr(kind, name, value)
 
 
-def _known(model: nn.Module, held: list[Any]) -> dict[str, Any]:
-    found = attributes_of(members_of(model), held, unread=UNREAD)
+def _known(model: nn.Module, describer: Describer) -> dict[str, Any]:
+    found = attributes_of(members_of(model), describer)
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
-            held.append(tensor)
+            describer.held.append(tensor)
             found[name] = id(tensor)
     return found
 

@@ -25,6 +25,7 @@ from overlapc.megatron.planned import Call, Planned
 from overlapc.megatron.planning import Planning, Step
 from overlapc.megatron.state import (
     EACH_TIME,
+    UNREAD,
     as_trained,
     modes_of,
     state_of,
@@ -32,7 +33,7 @@ from overlapc.megatron.state import (
     unplanned,
 )
 from overlapc.megatron.waits import Waits
-from overlapc.passes.module_state import members_of
+from overlapc.passes.module_state import Describer, members_of
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
 from overlapc.runtime.slices import SlicedFlight
@@ -201,13 +202,20 @@ class Chunk:
         self._changed = False
         members = members_of(self.module)
         self._attributes = tensors_of(members)
-        state, held = state_of(members, self._attributes)
-        self._state, _ = self._planning.states.setdefault(state, (state, held))
+        state, describer = state_of(members, self._attributes)
+        self._state, _ = self._planning.states.setdefault(state, (state, describer.held))
+        self._mutable = [*describer.mutable.values()]
+        self._contents = self._said()
         alone = [places[0] for places in self._attributes if not places[1:]]
         self._places = {(id(owner), name) for owner, name in alone}
-        self._inside = set(map(id, members.modules))
+        self._inside = set(map(id, [*members.modules, *describer.others]))
         self._lasting = members.lasting
         self._planning.lasting = self._lasting
+
+    def _said(self) -> list[Any]:
+        """What is in the containers and configurations that its modules have: no attribute is set
+        where one of these changes."""
+        return [*map(Describer(UNREAD).said_of, self._mutable)]
 
     def notice(self, module: nn.Module, name: str, value: Any) -> None:
         """An attribute was set within a step. (A tensor in a known place is another input.)"""
@@ -256,7 +264,8 @@ class Chunk:
                 self.why_plain.append(why)
                 warnings.warn(_PLAIN.format(why), RuntimeWarning, stacklevel=2)
             return self._plainly(args, kwargs)
-        if self._changed or [*map(id, members.lasting)] != [*map(id, self._lasting)]:
+        same = [*map(id, members.lasting)] == [*map(id, self._lasting)]
+        if self._changed or not same or self._said() != self._contents:
             self._look()
         call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
         step = self._step.lag, self._step.in_flight

@@ -21,10 +21,9 @@ from torch.fx import _symbolic_trace
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import answers, is_a
-from overlapc.passes.module_state import classes_of, members_of
+from overlapc.passes.module_state import classes_of, contents, members_of
 from overlapc.passes.opaque import called
 from overlapc.passes.opaque_calls import learned_within, tensors_of
-from overlapc.passes.reached import contents
 from overlapc.passes.shared_changes import replaced
 
 _UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given

@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import CONTAINERS, held_in, is_a, is_looked_into, value_of
-from overlapc.passes.module_state import classes_of, members_of
+from overlapc.passes.module_state import classes_of, contents, members_of
 from overlapc.passes.nodes import is_random
-from overlapc.passes.reached import contents
 
 # Nothing that a model caches is in these.
 _OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton"}

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlapc.passes.module_state import INTERNAL, SIMPLE, Members, attributes_of, hooks_of
+from overlapc.passes.module_state import (
+    INTERNAL,
+    SIMPLE,
+    Describer,
+    Members,
+    attributes_of,
+    hooks_of,
+)
 from overlapc.passes.shared_changes import replaced
 
 # Set by Megatron for each microbatch; only kernels outside of traces read them.
@@ -79,16 +86,17 @@ def as_trained(parameters: Sequence[Tensor], modes: Any) -> Iterator[None]:
         set_to(flags)
 
 
-def state_of(members: Members, inputs: Sequence[Places]) -> tuple[State, list[Any]]:
-    """Return modules, parameters, hooks and attributes as a key, and the objects whose ids are in
-    the key: while these live, no other object has their ids. `inputs` are its `tensors_of`."""
-    held: list[Any] = [*members.lasting, *members.modules]
-    hooks = hooks_of(members)
-    ids = tuple(map(id, held))
-    of_tensors = tuple([(t.dtype, tuple(t.shape), str(t.device)) for t in members.lasting])
+def state_of(members: Members, inputs: Sequence[Places]) -> tuple[State, Describer]:
+    """Return modules, parameters, hooks and attributes as a key, and what described them. It keeps
+    the objects whose ids are in the key: while these live, no other object has their ids. `inputs`
+    are its `tensors_of`."""
     numbers = {id(owner[name]): i for i, [(owner, name), *_] in enumerate(inputs)}
-    attributes = tuple(attributes_of(members, held, numbers, UNREAD).items())
-    return State((ids, of_tensors, tuple(hooks), attributes)), held
+    describer = Describer(UNREAD, numbers, [*members.lasting, *members.modules])
+    hooks = hooks_of(members)
+    ids = tuple(map(id, describer.held))
+    of_tensors = tuple([(t.dtype, tuple(t.shape), str(t.device)) for t in members.lasting])
+    attributes = tuple(attributes_of(members, describer).items())
+    return State((ids, of_tensors, tuple(hooks), attributes)), describer
 
 
 def changed_between(one: Any, other: Any) -> list[str]:

@@ -4,8 +4,12 @@ equal compute alike."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass
+import functools
+import numbers
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +19,8 @@ from torch import Tensor, nn
 PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 SIMPLE = {type(None), bool, int, float, str}
 INTERNAL = set(vars(nn.Module())) - {"training"}  # attributes that PyTorch gives every module
+_PLAIN = (numbers.Number, np.generic, bytes, bytearray, slice, range)  # `repr` tells these, too
+_MUTABLE = (dict, list, set, deque, bytearray, np.ndarray)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DEEPEST = 4  # containers in containers that are looked into
@@ -74,17 +80,86 @@ def hooks_of(members: Members) -> list[int]:
     return hooks
 
 
-def attributes_of(
-    members: Members,
-    held: list[Any],
-    inputs: Mapping[int, int] | None = None,
-    unread: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return attributes of modules and of their classes under their names: plain ones by value,
-    tensors and functions by id. Objects given by id are added to `held`, except tensors that have a
-    number among the `inputs`. Attributes and fields called one of `unread` are left out."""
-    found = _of_classes(members, held, unread)
+@dataclass
+class Describer:
+    """Describes values: plain ones by value, tensors and functions by id, with what closures hold,
+    tensors among the `inputs` by their number there. Attributes and fields called one of `unread`
+    are left out."""
+
+    unread: Collection[str] = ()
+    inputs: Mapping[int, int] = field(default_factory=dict)  # by a tensor's id
+    held: list[Any] = field(default_factory=list)  # described by id: kept, so that ids stay unique
+    others: list[nn.Module] = field(default_factory=list)  # modules that values hold
+    mutable: dict[int, Any] = field(default_factory=dict)  # containers and dataclasses, by id
+
+    def said_of(self, value: Any, depth: int = 0) -> Any:
+        """Also of what containers and dataclasses hold, declared or not; None of other objects."""
+        if type(value) in SIMPLE:
+            return repr(value)
+        if depth > _DEEPEST:
+            return None
+        if isinstance(value, nn.Module):
+            self.others.append(value)
+            return self._named(value)
+        if is_plain(value) or isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return str(value.dtype), value.shape, hash(value.tobytes())
+        if isinstance(value, Tensor):
+            return self._named(value)
+        parts = self._parts(value)
+        name = self._named(value) if callable(value) else None
+        return name if parts is None else (name, *[self.said_of(each, depth + 1) for each in parts])
+
+    def _named(self, value: Any) -> int:
+        self.held.append(value)
+        return id(value)
+
+    def _parts(self, value: Any) -> Iterable[Any] | None:
+        """What an object consists of; None if that is not asked."""
+        if is_dataclass(value) and not isinstance(value, type):
+            declared = {each.name: getattr(value, each.name, None) for each in fields(value)}
+            found = (declared | getattr(value, "__dict__", {})).items()
+            return [part for pair in found if pair[0] not in self.unread for part in pair]
+        if isinstance(value, functools.partial):
+            return value.func, value.args, value.keywords
+        if isinstance(value, MethodType):
+            return [value.__self__] if isinstance(value.__self__, nn.Module) else None
+        if isinstance(value, FunctionType):
+            return [contents(cell) for cell in value.__closure__ or ()]
+        if isinstance(value, Mapping):
+            return [part for pair in value.items() for part in pair]
+        if isinstance(value, np.ndarray):
+            return value.ravel().tolist()  # type: ignore[no-any-return]
+        return value if isinstance(value, (list, tuple, set, frozenset, deque)) else None
+
+
+def attributes_of(members: Members, describer: Describer) -> dict[str, Any]:
+    """Return what is said of the attributes of modules, of their classes, and of the modules that
+    attributes hold, by name."""
+    found: dict[str, Any] = {}
+    seen = {id(each) for each in members.modules}
+    while True:
+        for name, said in _of_classes(members, describer).items():
+            found[name] = (*found.get(name, ()), *said)
+        found |= _of_modules(members, describer)
+        others = {id(each): each for each in describer.others if id(each) not in seen}
+        if not others:
+            return found
+        parts = [members_of(each) for each in others.values()]
+        fresh = {id(m): m for one in parts for m in one.modules if id(m) not in seen}
+        kinds = [type(each).__name__ for each in fresh.values()]
+        paths = [f"held {kind} {len(seen) + i}" for i, kind in enumerate(kinds)]
+        members = Members([*fresh.values()], paths, [], [])
+        found |= {f"{paths[0]} hooks": tuple(hooks_of(members))}
+        describer.others += fresh.values()
+        seen |= fresh.keys()
+
+
+def _of_modules(members: Members, describer: Describer) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     configs: dict[int, str] = {}
+    unread, inputs = describer.unread, describer.inputs
     for path, each in zip(members.paths, members.modules, strict=True):
         begin = f"{path}." if path else ""
         for name, value in vars(each).items():
@@ -92,43 +167,26 @@ def attributes_of(
                 continue
             if type(value) in SIMPLE:
                 found[begin + name] = repr(value)
-            elif id(value) in (inputs or {}):
-                found[begin + name] = "input", (inputs or {})[id(value)]
+            elif id(value) in inputs:
+                found[begin + name] = "input", inputs[id(value)]
             elif is_dataclass(value) and not isinstance(value, type):
                 if id(value) not in configs:
-                    configs[id(value)] = repr(_described(value, held, unread))
+                    configs[id(value)] = repr(describer.said_of(value))
+                    describer.mutable[id(value)] = value
                 found[begin + name] = configs[id(value)]
-            elif (said := _described(value, held, unread)) is not None:
+            elif (said := describer.said_of(value)) is not None:
                 found[begin + name] = said
+                if isinstance(value, _MUTABLE):
+                    describer.mutable[id(value)] = value
     return found
 
 
-def _described(value: Any, held: list[Any], unread: Collection[str], depth: int = 0) -> Any:
-    """What a plain value is, what containers and dataclasses hold, declared or not, and which
-    object a tensor or function is; None of other objects."""
-    if isinstance(value, nn.Module) or depth > _DEEPEST:
+def contents(cell: Any) -> Any:
+    """What a cell of a closure holds; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
         return None
-    if type(value) in SIMPLE:
-        return repr(value)
-    if is_plain(value) or isinstance(value, (np.generic, slice, range)):
-        return repr(value)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return str(value.dtype), value.shape, hash(value.tobytes())
-    if isinstance(value, Tensor) or callable(value):
-        held.append(value)
-        return id(value)
-    if is_dataclass(value):
-        declared = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        value = {
-            name: each
-            for name, each in (declared | getattr(value, "__dict__", {})).items()
-            if name not in unread
-        }
-    if isinstance(value, Mapping):
-        value = [part for pair in value.items() for part in pair]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(_described(each, held, unread, depth + 1) for each in value)
-    return None
 
 
 def classes_of(members: Members) -> list[type]:
@@ -138,7 +196,7 @@ def classes_of(members: Members) -> list[type]:
     return list(found)
 
 
-def _of_classes(members: Members, held: list[Any], unread: Collection[str]) -> dict[str, Any]:
+def _of_classes(members: Members, describer: Describer) -> dict[str, Any]:
     """What classes hold: plain values, and methods by id. (Two classes may have one name.)"""
     found: dict[str, Any] = {}
     for kind in classes_of(members):
@@ -147,10 +205,10 @@ def _of_classes(members: Members, held: list[Any], unread: Collection[str]) -> d
                 continue
             key = f"{kind.__qualname__}.{name}"
             if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
-                held.append(value)
+                describer.held.append(value)
                 found[key] = (*found.get(key, ()), id(value))
                 continue
-            said = None if name.startswith("__") else _described(value, held, unread)
+            said = None if name.startswith("__") else describer.said_of(value)
             if said is not None:
                 found[key] = (*found.get(key, ()), said)
     return found

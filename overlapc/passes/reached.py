@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import CONTAINERS, PLAIN, generator, is_a, is_looked_into, slots_of
-from overlapc.passes.module_state import INTERNAL
+from overlapc.passes.module_state import INTERNAL, contents
 
 # What a model changes is not in the code and classes of these packages, nor in the standard
 # library's objects but for these.
@@ -156,14 +156,6 @@ def names_in(code: CodeType) -> Names:
 
 def _is_of(module: Any, packages: Collection[str] = _OTHERS) -> bool:
     return str(module).partition(".")[0] in packages
-
-
-def contents(cell: Any) -> Any:
-    """What a cell of a closure holds; None if it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def memory_of(value: Any) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import is_a
-from overlapc.passes.module_state import INTERNAL, hooks_of, members_of
+from overlapc.passes.module_state import INTERNAL, Members, hooks_of, members_of
 from overlapc.passes.opaque import begin_trace, called
 from overlapc.passes.opaque_calls import tensors_of
 from overlapc.passes.reached import Reached, memory_of
@@ -46,6 +46,7 @@ _OF_VALUES = (
 # Dynamo's words for functions unknown to it; everything else that stops it is the model's code.
 _FOREIGN = ("torch.compiler.disable()", "likely a C extension")
 _COMPILED = "trace a dynamo-optimized function"  # torch's words for what torch.compile made
+_COMPILED_CALL = "_compiled_call_impl"  # of a module whose method `compile` was called
 _keys = map(str, itertools.count())  # ints would be symbols, where Dynamo traces again
 
 
@@ -55,6 +56,8 @@ class _Standing:
 
     module: nn.Module
     original: Forward
+    stand_in: Forward
+    compiled: bool  # by its method `compile`? It is called in the place of `forward` then
     lasting: dict[str, Tensor]  # parameters and buffers
     attributes: Attributes  # plain ones of its modules
 
@@ -73,7 +76,7 @@ def _entered(key: str, kind: str, named: dict[str, Tensor], args: Any, kwargs: A
         if isinstance(owner[name], FunctionalTensor) and owner[name]._version:
             raise CaptureError(f"it has a tensor {name!r}, which the model changes")
     with placed(one.attributes):  # where a trace may have put others
-        function = _Original(key)
+        function = _Original(key, one.compiled)
         return called(one.module, function, one.lasting, named, args, kwargs, one.original)
 
 
@@ -109,10 +112,20 @@ class _Original:
     """The forward that a module has without its stand-in, as a function of the module."""
 
     key: str
+    compiled: bool
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         standing = _standing.get(self.key)
-        return (module.forward if standing is None else standing.original)(*args, **kwargs)
+        if standing is None:
+            compiled = vars(module).get(_COMPILED_CALL) if self.compiled else None
+            return (compiled or module.forward)(*args, **kwargs)
+        if not self.compiled:
+            return standing.original(*args, **kwargs)
+        del vars(module)["forward"]  # which the compiled code calls
+        try:
+            return standing.original(*args, **kwargs)
+        finally:
+            vars(module)["forward"] = standing.stand_in
 
 
 class Opaques:
@@ -120,7 +133,7 @@ class Opaques:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._forwards: dict[nn.Module, tuple[str, Forward]] = {}
+        self._forwards: dict[nn.Module, tuple[str, Forward, bool]] = {}
         self._watch = _Watch()
         self.reasons: list[str] = []
 
@@ -144,10 +157,11 @@ class Opaques:
                         raise _after(reasons, error) from error
                     raise
                 reason = str(error.reason if _by_dynamo(error) else error.__cause__)
-                if _COMPILED in reason:
+                compiled = _COMPILED in reason
+                if compiled:
                     reason = "it runs what torch.compile made"
                 for module in found:
-                    self._add(module, reason.strip().splitlines()[0])
+                    self._add(module, reason.strip().splitlines()[0], compiled)
 
     def refuse_changes(
         self, tensors: Iterable[Tensor], objects: Collection[int | str] = ()
@@ -156,7 +170,7 @@ class Opaques:
         buffers, a tensor that the model changes, an object with one of these ids or a global with
         one of these names: it would not see the change."""
         changed = [memory_of(tensor) for tensor in tensors]
-        for module, (key, _) in self._forwards.items() if changed or objects else ():
+        for module, (key, *_) in self._forwards.items() if changed or objects else ():
             own = [at for each in module.modules() for at in (each._parameters, each._buffers)]
             found = Reached([module, _standing[key].original], own)
             read = [memory_of(o) for o in found.objects.values() if is_a(o, (Tensor, np.ndarray))]
@@ -176,13 +190,14 @@ class Opaques:
     def _standing_in(self) -> Iterator[None]:
         self._watch.look(self._forwards)
         with contextlib.ExitStack() as stack:
-            for module, (key, forward) in self._forwards.items():
-                stack.enter_context(_stood_in(module, key, forward))
+            for module, each in self._forwards.items():
+                stack.enter_context(_stood_in(module, *each))
             yield
 
-    def _add(self, module: nn.Module, reason: str) -> None:
-        key = next(_keys)
-        self._forwards[module] = key, _forward_of(module, key, self._watch)
+    def _add(self, module: nn.Module, reason: str, compiled: bool) -> None:
+        key, members = next(_keys), Members([module], [""], [], [])
+        compiled &= bool(vars(module).get(_COMPILED_CALL)) and not any(hooks_of(members))
+        self._forwards[module] = key, _forward_of(module, key, self._watch), compiled
         name = next(name for name, each in self._model.named_modules() if each is module)
         self.reasons.append(f"{name} ({type(module).__name__}): {reason}")
 
@@ -205,8 +220,9 @@ def _forward_of(module: nn.Module, key: str, watch: _Watch) -> Forward:
 
 
 @contextlib.contextmanager
-def _stood_in(module: nn.Module, key: str, forward: Forward) -> Iterator[None]:
-    own = vars(module).get("forward")
+def _stood_in(module: nn.Module, key: str, forward: Forward, compiled: bool) -> Iterator[None]:
+    names = ("forward", _COMPILED_CALL) if compiled else ("forward",)
+    own = {name: vars(module).get(name) for name in names}
     attributes = [
         (vars(each), name, value)
         for each in module.modules()
@@ -214,14 +230,18 @@ def _stood_in(module: nn.Module, key: str, forward: Forward) -> Iterator[None]:
         if isinstance(value, Tensor)
     ]
     lasting = tensors_of(module)
-    _standing[key] = _Standing(module, module.forward, lasting, attributes)
-    vars(module)["forward"] = forward
+    original = own[_COMPILED_CALL] if compiled else module.forward
+    assert original is not None
+    _standing[key] = _Standing(module, original, forward, compiled, lasting, attributes)
+    vars(module).update(dict.fromkeys(names), forward=forward)
     try:
         yield
     finally:
-        del _standing[key], vars(module)["forward"]
-        if own is not None:
-            vars(module)["forward"] = own
+        del _standing[key]
+        for name, value in own.items():
+            del vars(module)[name]
+            if value is not None:
+                vars(module)[name] = value
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import math
 import operator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import ModuleType
 
 import highspy
 import pulp
@@ -33,6 +34,14 @@ from overlapc.simulate import peak_bytes
 from overlapc.solvers.blocks import Repetition, repetition
 from overlapc.solvers.choice import Choice, Needs, on_demand
 from overlapc.solvers.constants import EXPOSED, FEW, GAP, SECONDS
+
+# PuLP keeps the errors of solvers that are not there, and these the frames of its importer, with
+# whatever model is in them.
+for _module in [each for each in vars(pulp.apis).values() if isinstance(each, ModuleType)]:
+    for _solver in [each for each in vars(_module).values() if isinstance(each, type)]:
+        for _error in vars(_solver).values():
+            if isinstance(_error, BaseException):
+                _error.__traceback__ = _error.__context__ = None
 
 _STEPS = 20  # steps of the search for the room with which a choice fits
 # HiGHS's heuristics that solve programs of their own take half of the time.

@@ -3,6 +3,8 @@ what changes between steps is traced again."""
 
 from __future__ import annotations
 
+import collections
+import decimal
 import functools
 import itertools
 import random
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.stand_in import _after
@@ -247,6 +250,72 @@ def _other_dtype(model: Any, number: int) -> None:
         model.double()
 
 
+def around(drop: nn.Module) -> Callable[..., Any]:
+    return lambda out: drop(out)
+
+
+def held(module: Any, out: torch.Tensor) -> torch.Tensor:
+    out = module.drops[0](out)
+    for each in module.pair:
+        out = each(out)
+    result: torch.Tensor = module.function(module.named["leaky"](out))
+    return result
+
+
+def _other_held(model: Any, number: int) -> None:
+    model.drops[0].p = (0.1, 0.3, 0.3)[number]
+    model.pair[0].train(number != 1)
+    model.named["leaky"].negative_slope = 0.1 + number
+    model.function.__closure__[0].cell_contents.p = (0.3, 0.3, 0.6)[number]
+
+
+def valued(module: Any, out: torch.Tensor) -> torch.Tensor:
+    values = module.values
+    out = out * abs(values["complex"]) * float(values["decimal"]) * values["deque"][-1]
+    out = out * values["bytes"][0] * values["array"][0] * values["called"].factor
+    result: torch.Tensor = out * values["partial"]() * module.closure()
+    return result
+
+
+@dataclass
+class Called:
+    factor: float
+
+    def __call__(self) -> float:
+        return self.factor
+
+
+def _other_values(model: Any, number: int) -> None:
+    """Each in place."""
+    if not hasattr(model, "values"):
+        count = 1.0
+
+        def closure(more: float = 0.0) -> float:
+            nonlocal count
+            count += more
+            return count
+
+        model.closure = closure
+        model.values = {
+            "deque": collections.deque([1.0]),
+            "bytes": bytearray([1]),
+            "array": np.array([1.0], dtype=object),
+            "called": Called(1.0),
+            "partial": functools.partial(lambda by: by, by=1.0),
+        }
+    values = model.values
+    values["complex"], values["decimal"] = complex(number, 1), decimal.Decimal(number + 1)
+    values["deque"].append(number + 1.0)
+    values["bytes"][0] = values["array"][0] = number + 1
+    values["called"].factor = values["partial"].keywords["by"] = number + 1.0
+    model.closure(number)
+
+
+def within(module: Any, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = out * module.parts["scale"] * module.config.factor
+    return result
+
+
 # What a forward does, and how the warning names it; "" if the chunk is planned.
 CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "buffer": (replaced, "forward changes the attribute seen"),
@@ -276,6 +345,9 @@ CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
     "opaque buffer": (averaged, "it changes a parameter or buffer, and might run twice"),
     "opaque list": (logged, "it changes its attribute 'log', and might run twice"),
     "plain scale": (plainly_scaled, ""),
+    "held": (held, ""),
+    "values": (valued, ""),
+    "within": (within, ""),
 }
 BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "config": _other_config,
@@ -284,6 +356,8 @@ BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "contained": _other_parts,
     "dtype": _other_dtype,
     "plain scale": _other_number,
+    "held": _other_held,
+    "values": _other_values,
 }
 
 
@@ -314,6 +388,8 @@ def changing(trained: Trained, then: Callable[..., Any]) -> type:
     model.averaging = Averaging()
     model.log, model.backwards = [], 0
     model.dice = random.Random(3)
+    model.drops, model.pair = [nn.Dropout(0.1)], (nn.Dropout(0.2), nn.LeakyReLU(0.5))
+    model.named, model.function = {"leaky": nn.LeakyReLU(0.1)}, around(nn.Dropout(0.3))
     model.mask, model.listed, model.current_microbatch = None, [model.output_layer.weight], 0
     return kind
 
@@ -331,6 +407,13 @@ def trains(trained: Trained, kind: Any, name: str) -> list[dict[str, Any]]:
                 model.shared = torch.tensor(3.0)
 
         with_masks(trained, set_both)
+    if name == "within":
+        model, model.parts = trained.models[0], {"scale": 1.0}
+
+        def set_parts(number: int) -> None:
+            model.parts["scale"], model.config.factor = 1.0 + number % 2, 1.0 + number % 3
+
+        with_masks(trained, set_parts)
     if name == "masked":
         with_masks(trained, lambda number: torch.tensor(1.0 + number) if number % 3 else None)
     for number in range(3):

@@ -219,6 +219,9 @@ def not_found() -> dict[str, tuple[type, Steps | None]]:
         def forward(self, x: Tensor, **more: Any) -> Any:
             return super().forward(self.inner(x), **more)
 
+    class Around(Configured):
+        """Its inner module is compiled in place."""
+
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.config.scaled(x)
@@ -228,6 +231,15 @@ def not_found() -> dict[str, tuple[type, Steps | None]]:
         if number == 0:
             mlp.inner = Inner()
             mlp.inner.config = Frozen(jit_fuser(torch.tanh))
+
+    class Tanh(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh()
+
+    def compile_in_place(mlp: Any, number: int) -> None:
+        if number == 0:
+            mlp.inner = Tanh()
+            mlp.inner.compile(backend=cpu.kernels)
 
     class Writing(MLP):  # type: ignore[misc]
         @jit_fuser  # type: ignore[untyped-decorator]
@@ -244,6 +256,7 @@ def not_found() -> dict[str, tuple[type, Steps | None]]:
         "closure over a parameter": (Holding, hold),
         "changes an argument": (Writing, None),
         "in a frozen configuration": (Configured, configure),
+        "by a module's method": (Around, compile_in_place),
     }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from random import Random
+from types import ModuleType
 
+import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,3 +187,12 @@ def test_the_budget_that_checkmate_names_works(problem, percent):
         solve(replace(problem, budget_bytes=budget), "checkmate")
     except Infeasible as error:
         solve(replace(problem, budget_bytes=error.smallest_bytes), "checkmate")
+
+
+def test_no_error_of_pulps_keeps_the_frames_of_its_importer() -> None:
+    modules = [each for each in vars(pulp.apis).values() if isinstance(each, ModuleType)]
+    solvers = [each for module in modules for each in vars(module).values()]
+    held = [each for one in solvers if isinstance(one, type) for each in vars(one).values()]
+    errors = [each for each in held if isinstance(each, BaseException)]
+    assert errors
+    assert all(error.__traceback__ is error.__context__ is None for error in errors)
