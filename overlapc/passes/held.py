@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 CONTAINERS = (dict, list, deque, set)
 PLAIN = (str, bytes, int, float, complex, type(None))
+_NONE = object()  # where there is no object
 Restore = Callable[[], bool]
 # These are not looked into. (Of a number of a tensor's, Dynamo does not know whether it is one.)
 _WHOLE = (Tensor, int, float, complex, str, type, ModuleType, FunctionType, MethodType)
@@ -151,14 +152,19 @@ def names_of(
     names: Iterable[str],
     put: Callable[[str, Any], None] | None = None,
 ) -> Restore:
-    """Of these names in a namespace: the same objects. `put` is how to set one."""
-    before = {name: namespace[name] for name in names if name in namespace}
-    put = put or cast(dict[str, Any], namespace).__setitem__
+    """Of these names in a namespace: the same objects, or none. `put` is how to set one of a class,
+    whose names all have an object."""
+    before = {name: namespace.get(name, _NONE) for name in names}
 
     def restore() -> bool:
-        changed = [name for name, value in before.items() if namespace.get(name) is not value]
-        for name in changed:
-            put(name, before[name])
+        changed = [each for each in before.items() if namespace.get(each[0], _NONE) is not each[1]]
+        for name, value in changed:
+            if put is not None:
+                put(name, value)
+            elif value is _NONE:
+                del cast(dict[str, Any], namespace)[name]
+            else:
+                cast(dict[str, Any], namespace)[name] = value
         return bool(changed)
 
     return restore

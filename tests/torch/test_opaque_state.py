@@ -61,7 +61,7 @@ def _hooks(module: Any) -> None:
 
 
 def steps_of(model: nn.Module, change: Callable[[Any], None], planned: bool) -> list[Any]:
-    """Losses and gradients of two steps, with a change of the kernel between them."""
+    """Losses and gradients of three steps, with a change of the kernel before the second."""
     torch.manual_seed(3)
     step = TrainStep(model, **ESTIMATE) if planned else None
     found: list[Any] = []

@@ -68,6 +68,11 @@ def _counts_in_a_global(module: Any, _: Tensor) -> None:
     CALLS += 1
 
 
+def _makes_a_global(module: Any, _: Tensor) -> None:
+    global MADE
+    MADE = 1  # type: ignore[name-defined]
+
+
 def _writes_to_an_array(module: Any, _: Tensor) -> None:
     module.array += 1
 
@@ -97,6 +102,7 @@ def _numpys(_: Any, y: Tensor) -> None:
         (_counts_in_a_slot, "changes its attribute 'slotted'"),
         (_counts_in_its_class, "changes what it holds"),
         (_counts_in_a_global, "changes what it holds, or what its code names"),
+        (_makes_a_global, "changes what it holds, or what its code names"),
         (_writes_to_an_array, "changes its attribute 'array'"),
         (_draws_from_its_own, "changes its attribute 'generator'"),
         (_draws_from_a_global, "changes what it holds, or what its code names"),
@@ -115,7 +121,7 @@ def test_what_it_changes_on_noise_is_refused_and_put_back(how: Any, message: str
 def states_of(kernel: Any) -> list[Any]:
     """All that a kernel may change."""
     generators = repr(np.random.get_state()), repr(DRAWS.bit_generator.state), random.getstate()
-    calls = kernel.helper.calls, kernel.slotted.calls, Remembers.calls, CALLS
+    calls = kernel.helper.calls, kernel.slotted.calls, Remembers.calls, CALLS, "MADE" in globals()
     own = kernel.generator.get_state().tolist(), kernel.array.tolist(), str(kernel.tensors)
     return [*generators, *calls, *own]
 
