@@ -112,12 +112,13 @@ def is_total(node: fx.Node) -> bool:
 
 
 def is_folded_getitem(node: fx.Node) -> bool:
-    """Is the node a getitem that names one output of a multi-output op?"""
+    """Is the node a getitem that names one output of a multi-output op? (A kernel that is written
+    in Triton has a dict of outputs.)"""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
         and isinstance(node.args[0], fx.Node)
-        and isinstance(node.args[0].meta.get("val"), (tuple, list))
+        and isinstance(node.args[0].meta.get("val"), (tuple, list, dict))
     )
 
 
@@ -180,6 +181,8 @@ def _describe(val: Any, symbols: dict[str, str]) -> str:
         return f"{dtype}[{','.join(_dimension(s, symbols) for s in val.shape)}]"
     if isinstance(val, (tuple, list)):
         return f"({' '.join(_describe(v, symbols) for v in val)})"
+    if isinstance(val, dict):
+        return f"({' '.join(f'{name}: {_describe(v, symbols)}' for name, v in val.items())})"
     if isinstance(val, (torch.SymInt, int)):
         return "int"
     return type(val).__name__

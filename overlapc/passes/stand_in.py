@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError
 from overlapc.passes.held import is_a
 from overlapc.passes.module_state import INTERNAL, Members, hooks_of, members_of
+from overlapc.passes.nodes import module_of
 from overlapc.passes.opaque import begin_trace, called
 from overlapc.passes.opaque_calls import tensors_of
 from overlapc.passes.reached import Reached, memory_of
@@ -44,7 +46,13 @@ _OF_VALUES = (
     GuardOnDataDependentSymNode,
 )
 # Dynamo's words for functions unknown to it; everything else that stops it is the model's code.
-_FOREIGN = ("torch.compiler.disable()", "likely a C extension")
+_DISABLED = "torch.compiler.disable()"
+_FOREIGN = (
+    _DISABLED,
+    "likely a C extension",
+    "no fake impl registered",  # of an op, so that nothing says which shapes it returns
+    "does not support running with fake tensors",
+)
 _COMPILED = "trace a dynamo-optimized function"  # torch's words for what torch.compile made
 _COMPILED_CALL = "_compiled_call_impl"  # of a module whose method `compile` was called
 _keys = map(str, itertools.count())  # ints would be symbols, where Dynamo traces again
@@ -156,7 +164,7 @@ class Opaques:
                     if reasons := self.reasons[before:]:
                         raise _after(reasons, error) from error
                     raise
-                reason = str(error.reason if _by_dynamo(error) else error.__cause__)
+                reason = str(error.reason if _by_dynamo(error) else _reason_of(error))
                 compiled = _COMPILED in reason
                 if compiled:
                     reason = "it runs what torch.compile made"
@@ -259,11 +267,13 @@ def placed(attributes: Attributes) -> Iterator[None]:
 
 def _entered_last(model: nn.Module, error: CaptureError) -> list[nn.Module]:
     """The innermost module that was running when the error came up, if it is a small part of the
-    model. From Dynamo only its code is known, which several modules may share."""
+    model. From Dynamo only its code is known, which several modules may share. Where Dynamo's graph
+    is traced, the node that runs names the module."""
     foreign = not _by_dynamo(error) or any(words in error.reason for words in _FOREIGN)
-    if isinstance(error.__cause__, _OF_VALUES) or not foreign:
+    if isinstance(_reason_of(error), _OF_VALUES) or not foreign:
         return []
-    counts = {module: sum(p.numel() for p in module.parameters()) for module in model.modules()}
+    named = dict(model.named_modules())
+    counts = {each: sum(p.numel() for p in each.parameters()) for each in named.values()}
     cause: BaseException | None = error
     found: list[nn.Module] = []
     while cause is not None:
@@ -272,15 +282,30 @@ def _entered_last(model: nn.Module, error: CaptureError) -> list[nn.Module]:
             running = step.tb_frame.f_locals.get("self")
             if isinstance(running, nn.Module) and running in counts:
                 found = [running]
+            elif isinstance(node := step.tb_frame.f_locals.get("node"), fx.Node):
+                found = [module for name, module in named.items() if name == module_of(node)]
             step = step.tb_next
         for frame in getattr(cause, "real_stack", None) or ():
             found = [module for module in counts if _runs(module, frame)] or found
         cause = cause.__cause__
+    if _DISABLED in error.reason:  # a function that is called in the last frame: a forward?
+        found = [module for module in counts if _is_disabled(module, error.reason)] or found
     return [module for module in found if 2 * counts[module] <= counts[model]]
 
 
+def _is_disabled(module: nn.Module, reason: str) -> bool:
+    """Whether this module's forward is the disabled function that Dynamo names."""
+    disabled = getattr(module.forward, "_torchdynamo_disable", False)
+    return disabled and f"<function {module.forward.__qualname__}" in reason
+
+
+def _reason_of(error: CaptureError) -> BaseException | None:
+    cause = error.__cause__
+    return cause.inner_exception if isinstance(cause, BackendCompilerFailed) else cause
+
+
 def _by_dynamo(error: CaptureError) -> bool:
-    return hasattr(error.__cause__, "real_stack")
+    return hasattr(_reason_of(error), "real_stack")
 
 
 def _runs(module: nn.Module, frame: traceback.FrameSummary) -> bool:

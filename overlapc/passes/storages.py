@@ -73,6 +73,8 @@ def same_storage(a: fx.Node, b: fx.Node) -> bool:
 def tensors_of(val: Any) -> list[torch.Tensor]:
     if isinstance(val, torch.Tensor):
         return [val]
+    if isinstance(val, dict):
+        val = list(val.values())
     if isinstance(val, (tuple, list)):
         return [t for item in val for t in tensors_of(item)]
     return []

@@ -8,7 +8,7 @@ op, except that `getitem` is folded into the op it takes from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.fx.graph import _Namespace
 
 from overlapc.errors import CaptureError
 from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
+from overlapc.passes.launches import write_into_new
 from overlapc.passes.nodes import (
     group_of,
     input_kinds,
@@ -56,13 +57,17 @@ def trace_joint(
     static_inputs: Iterable[int] = (),
     stage: int = 0,
     sizes: Mapping[str, int] | None = None,
+    by_inductor: bool = False,
 ) -> Captured:
     """Return the Trace of a joint graph.
 
     `static_inputs` are the positions of primals that are parameters or buffers: their gradients
-    are weight gradients. `sizes` overrides the storage bytes of values (as measured).
+    are weight gradients. `sizes` overrides the storage bytes of values (as measured). Inductor,
+    which knows the launch of a kernel, removes needless copies itself.
     """
     static_inputs = tuple(static_inputs)
+    if not by_inductor:
+        write_into_new(joint)
     _leave_changed_parameters(joint, num_fwd_outputs, static_inputs)
     _results_first(joint, num_fwd_outputs)
     number_ops(joint)
@@ -99,16 +104,25 @@ def trace_joint(
         )
     results = joint.graph.find_nodes(op="output")[0].args[0]
     outputs = dict.fromkeys(n.name for n in results if isinstance(n, fx.Node))
-    modules = {node.name: path for node in joint.graph.nodes if (path := module_of(node))}
-    modules = {op.name: modules[op.name] for op in ops if op.name in modules}
     known_values = tuple(values.found.values())
     kinds = input_kinds(joint, num_fwd_outputs, static_inputs)
-    trace = Trace(tuple(ops), known_values, tuple(inputs), tuple(outputs), kinds, modules)
+    paths = _modules_of(joint, ops)
+    trace = Trace(tuple(ops), known_values, tuple(inputs), tuple(outputs), kinds, paths)
+    _validate(trace)
+    return Captured(joint, trace, num_fwd_outputs, static_inputs)
+
+
+def _validate(trace: Trace) -> None:
     try:
         validate_trace(trace)
     except Exception as error:
         raise CaptureError(str(error)) from error
-    return Captured(joint, trace, num_fwd_outputs, static_inputs)
+
+
+def _modules_of(joint: fx.GraphModule, ops: Sequence[Op]) -> dict[str, str]:
+    """The modules that ops belong to, where known, by the op's name."""
+    paths = {node.name: path for node in joint.graph.nodes if (path := module_of(node))}
+    return {op.name: paths[op.name] for op in ops if op.name in paths}
 
 
 @dataclass

@@ -235,7 +235,12 @@ class Partition:
         **partition_options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         static = tuple(static_lifetime_input_indices or ())
-        captured = trace_joint(joint, num_fwd_outputs, inner_places(joint, static))
+        captured = trace_joint(
+            joint,
+            num_fwd_outputs,
+            inner_places(joint, static),
+            by_inductor=self.backend.options.backend == "inductor",
+        )
 
         def emit(plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
             return rewrite(
