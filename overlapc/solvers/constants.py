@@ -17,7 +17,7 @@ LARGE = 1500  # from so many ops on fewer plans are tried, since each takes long
 SMALL = 64  # up to so many ops HEU tries the same budgets for every budget
 SEARCHED = 28  # up to so many ops OPT goes through all plans
 AT_BOUND = 1 + 1e-4  # times the bound: a plan so close to it ends the search
-NEAR = 1.02  # times the bound: merged microbatches so close to it are not searched twice
+NEAR = 1.05  # times the bound of one by one: merged microbatches so close are not searched twice
 GAP = 0.002  # relative gap at which a program's solution counts as optimal
 SECONDS = 2.0  # time limit of one program, which usually takes hundredths
 
