@@ -192,7 +192,8 @@ class Traced:
                 inner = error.inner_exception
                 if isinstance(inner, (OverlapcError, Stop)):
                     raise inner from None
-                raise CaptureError(f"{type(inner).__name__}: {inner}") from error
+                said = (str(inner).strip() or "unknown").splitlines()[0]
+                raise CaptureError(f"{type(inner).__name__}: {said}") from error
             except FailOnRecompileLimitHit as error:
                 raise CaptureError(f"it has become another graph {RECOMPILES} times") from error
             except (TorchDynamoException, GuardOnDataDependentSymNode) as error:

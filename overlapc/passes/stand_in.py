@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -68,6 +69,7 @@ class _Standing:
     compiled: bool  # by its method `compile`? It is called in the place of `forward` then
     lasting: dict[str, Tensor]  # parameters and buffers
     attributes: Attributes  # plain ones of its modules
+    entered: bool = False
 
 
 _standing: dict[str, _Standing] = {}  # by key, during a trace
@@ -80,6 +82,7 @@ def _entered(key: str, kind: str, named: dict[str, Tensor], args: Any, kwargs: A
     tensors = [*tree_leaves((args, kwargs)), *named.values()]
     if not any(isinstance(t, (FunctionalTensor, FakeTensor)) for t in tensors):
         return one.original(*args, **kwargs)
+    one.entered = True
     for owner, name, _ in one.attributes:
         if isinstance(owner[name], FunctionalTensor) and owner[name]._version:
             raise CaptureError(f"it has a tensor {name!r}, which the model changes")
@@ -143,25 +146,32 @@ class Opaques:
         self._model = model
         self._forwards: dict[nn.Module, tuple[str, Forward, bool]] = {}
         self._watch = _Watch()
-        self.reasons: list[str] = []
+        self._reasons: dict[nn.Module, str] = {}
+        self._entered: dict[nn.Module, None] = {}
+
+    @property
+    def reasons(self) -> list[str]:
+        """Those of the modules that run."""
+        return [reason for module, reason in self._reasons.items() if module in self._entered]
 
     def traced(self, trace: Callable[[], T]) -> T:
         """Return what `trace` returns, which traces the model. A module that cannot be traced is
         opaque from then on."""
         begin_trace()
-        before = len(self.reasons)
+        told, before = self.reasons, len(self._reasons)
         while True:
             try:
                 with self._standing_in():
                     traced = trace()
-                for reason in self.reasons[before:]:
+                    self._note_entered()
+                for reason in [reason for reason in self.reasons if reason not in told]:
                     what = f"overlapc runs as one op, by its own autograd, {reason}"
                     warnings.warn(what, RuntimeWarning, stacklevel=3)
                 return traced
             except CaptureError as error:
-                found = [m for m in _entered_last(self._model, error) if m not in self._forwards]
+                found = _entered_last(self._model, error, self._forwards)
                 if not found:
-                    if reasons := self.reasons[before:]:
+                    if reasons := list(self._reasons.values())[before:]:
                         raise _after(reasons, error) from error
                     raise
                 reason = str(error.reason if _by_dynamo(error) else _reason_of(error))
@@ -202,12 +212,17 @@ class Opaques:
                 stack.enter_context(_stood_in(module, *each))
             yield
 
+    def _note_entered(self) -> None:
+        for module, (key, *_) in self._forwards.items():
+            if _standing[key].entered:
+                self._entered[module] = None
+
     def _add(self, module: nn.Module, reason: str, compiled: bool) -> None:
         key, members = next(_keys), Members([module], [""], [], [])
         compiled &= bool(vars(module).get(_COMPILED_CALL)) and not any(hooks_of(members))
         self._forwards[module] = key, _forward_of(module, key, self._watch), compiled
         name = next(name for name, each in self._model.named_modules() if each is module)
-        self.reasons.append(f"{name} ({type(module).__name__}): {reason}")
+        self._reasons[module] = f"{name} ({type(module).__name__}): {reason}"
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
@@ -265,14 +280,16 @@ def placed(attributes: Attributes) -> Iterator[None]:
             owner[name] = value
 
 
-def _entered_last(model: nn.Module, error: CaptureError) -> list[nn.Module]:
+def _entered_last(
+    model: nn.Module, error: CaptureError, known: Collection[nn.Module]
+) -> list[nn.Module]:
     """The innermost module that was running when the error came up, if it is a small part of the
-    model. From Dynamo only its code is known, which several modules may share. Where Dynamo's graph
-    is traced, the node that runs names the module."""
+    model and is not `known`. From Dynamo only its code is known, which several modules may share.
+    Where Dynamo's graph is traced, the node that runs names the module."""
     foreign = not _by_dynamo(error) or any(words in error.reason for words in _FOREIGN)
     if isinstance(_reason_of(error), _OF_VALUES) or not foreign:
         return []
-    named = dict(model.named_modules())
+    named = dict(model.named_modules(remove_duplicate=False))
     counts = {each: sum(p.numel() for p in each.parameters()) for each in named.values()}
     cause: BaseException | None = error
     found: list[nn.Module] = []
@@ -289,14 +306,17 @@ def _entered_last(model: nn.Module, error: CaptureError) -> list[nn.Module]:
             found = [module for module in counts if _runs(module, frame)] or found
         cause = cause.__cause__
     if _DISABLED in error.reason:  # a function that is called in the last frame: a forward?
-        found = [module for module in counts if _is_disabled(module, error.reason)] or found
-    return [module for module in found if 2 * counts[module] <= counts[model]]
+        disabled = [module for module in counts if _is_disabled(module, error.reason)]
+        found = [module for module in disabled if module not in known] or found
+    small = [module for module in found if 2 * counts[module] <= counts[model]]
+    return [module for module in small if module not in known]
 
 
 def _is_disabled(module: nn.Module, reason: str) -> bool:
     """Whether this module's forward is the disabled function that Dynamo names."""
     disabled = getattr(module.forward, "_torchdynamo_disable", False)
-    return disabled and f"<function {module.forward.__qualname__}" in reason
+    name = re.escape(module.forward.__qualname__) if disabled else ""
+    return disabled and re.search(rf"<function {name}(>| at )", reason) is not None
 
 
 def _reason_of(error: CaptureError) -> BaseException | None:

@@ -62,12 +62,10 @@ def trace_joint(
     """Return the Trace of a joint graph.
 
     `static_inputs` are the positions of primals that are parameters or buffers: their gradients
-    are weight gradients. `sizes` overrides the storage bytes of values (as measured). Inductor,
-    which knows the launch of a kernel, removes needless copies itself.
+    are weight gradients. `sizes` overrides the storage bytes of values (as measured).
     """
     static_inputs = tuple(static_inputs)
-    if not by_inductor:
-        write_into_new(joint)
+    write_into_new(joint, by_inductor)
     _leave_changed_parameters(joint, num_fwd_outputs, static_inputs)
     _results_first(joint, num_fwd_outputs)
     number_ops(joint)
