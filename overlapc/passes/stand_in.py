@@ -292,6 +292,7 @@ def _entered_last(
     named = dict(model.named_modules(remove_duplicate=False))
     counts = {each: sum(p.numel() for p in each.parameters()) for each in named.values()}
     cause: BaseException | None = error
+    in_graph = isinstance(error.__cause__, BackendCompilerFailed)
     found: list[nn.Module] = []
     while cause is not None:
         step = cause.__traceback__
@@ -299,7 +300,7 @@ def _entered_last(
             running = step.tb_frame.f_locals.get("self")
             if isinstance(running, nn.Module) and running in counts:
                 found = [running]
-            elif isinstance(node := step.tb_frame.f_locals.get("node"), fx.Node):
+            elif in_graph and isinstance(node := step.tb_frame.f_locals.get("node"), fx.Node):
                 found = [module for name, module in named.items() if name == module_of(node)]
             step = step.tb_next
         for frame in getattr(cause, "real_stack", None) or ():
