@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError
 from overlapc.passes.places import is_models
 from overlapc.passes.shared_changes import Shared, replaced
+from overlapc.passes.storages import may_overlap
 
 functional = torch.ops._c10d_functional
 
@@ -164,7 +165,7 @@ class Raw(TorchDispatchMode):
         tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
         for flight in self._flights:
             known = [*flight.targets, *(flight.sources if writes else ())]
-            if any(_overlap(tensor, other) for tensor in tensors for other in known):
+            if any(may_overlap(tensor, other) for tensor in tensors for other in known):
                 raise CaptureError(
                     f"{op} {'writes' if writes else 'reads'} a tensor that dist.{flight.name} "
                     f"({flight.line}) may still be using, expected work.wait() before it",
@@ -417,18 +418,3 @@ def _line() -> str:
     while frame.f_back is not None and not is_models(frame.f_code.co_filename):
         frame = frame.f_back
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """May the memory ranges of the two tensors, first to last element, overlap?"""
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
-        return False
-    (begin, end), (start, stop) = _extent(one), _extent(other)
-    return begin < stop and start < end
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    size = tensor.element_size()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    length = 1 + sum((rows - 1) * stride for rows, stride in steps) if tensor.numel() else 0
-    return tensor.storage_offset() * size, (tensor.storage_offset() + length) * size

@@ -23,6 +23,7 @@ from torch._prims_common import clone_preserve_strides
 
 from overlapc.errors import CaptureError
 from overlapc.passes.nodes import line_of
+from overlapc.passes.storages import extent, may_overlap
 
 aten = torch.ops.aten
 _NEW = {
@@ -99,26 +100,15 @@ def _overlap(one: Any, other: Any) -> bool:
     if one is other or not all(isinstance(node, fx.Node) for node in (one, other)):
         return False
     a, b = one.meta.get("val"), other.meta.get("val")
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return False
-    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not may_overlap(a, b):
         return False
     places = [n for t in (a, b) for n in (t.storage_offset(), *t.shape, *t.stride())]
-    if any(type(n) is not int for n in places) or a.dtype != b.dtype:
+    end = max(extent(a)[1], extent(b)[1]) // a.element_size()
+    if any(type(n) is not int for n in places) or a.dtype != b.dtype or end > _MANY:
         return True  # for all that is known
-    end = max(t.storage_offset() + _extent(t) for t in (a, b))
-    if end > _MANY:
-        return True
     seen = np.zeros(end, dtype=bool)
     _part(seen, a)[...] = True
     return bool(_part(seen, b).any())
-
-
-def _extent(tensor: Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps)
 
 
 def _part(whole: Any, tensor: Tensor) -> Any:

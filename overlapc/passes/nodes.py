@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.partitioners import is_sym_node
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 from overlapc.errors import CaptureError
 from overlapc.ir import Kind
@@ -172,7 +173,18 @@ def signature_of(node: fx.Node, symbols: dict[str, str]) -> str:
     is_op = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
     # The text of a plain function holds its address, which differs from process to process.
     target = str(node.target) if is_op else fx.node._get_qualified_name(node.target)
-    return f"{target} {given} > {_describe(node.meta.get('val'), symbols)}"
+    return f"{target}{_kernel_of(node)} {given} > {_describe(node.meta.get('val'), symbols)}"
+
+
+def _kernel_of(node: fx.Node) -> str:
+    """The kernel, written in Triton, that a node launches: another one takes another time."""
+    if "kernel_idx" not in node.kwargs:
+        return ""
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    while hasattr(kernel, "fn"):  # within its decorators
+        kernel = kernel.fn
+    name = getattr(kernel, "__qualname__", type(kernel).__qualname__)
+    return f" {kernel.__module__}.{name}"
 
 
 def _describe(val: Any, symbols: dict[str, str]) -> str:

@@ -78,3 +78,19 @@ def tensors_of(val: Any) -> list[torch.Tensor]:
     if isinstance(val, (tuple, list)):
         return [t for item in val for t in tensors_of(item)]
     return []
+
+
+def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """May the memory ranges of the two tensors, first to last element, overlap?"""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    (begin, end), (start, stop) = extent(one), extent(other)
+    return begin < stop and start < end
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage, from and to, among which the tensor's are."""
+    size = tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    length = 1 + sum((rows - 1) * stride for rows, stride in steps) if tensor.numel() else 0
+    return tensor.storage_offset() * size, (tensor.storage_offset() + length) * size

@@ -234,6 +234,22 @@ class ChangesAll(ChangesPart):
         return y
 
 
+class ChangesMore(Changes):
+    pass
+
+
+_CHANGES_MORE = ChangesMore()
+
+
+class Twice(ChangesPart):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: slice, second: slice) -> Tensor:
+        y = x.clone()
+        for kernel in (_CHANGES, _CHANGES_MORE):
+            changed_by(kernel, x=y[first], out=y[second])
+        return y
+
+
 class Parts(nn.Module):
     def __init__(self, how: Any, *parts: slice) -> None:
         super().__init__()
@@ -254,6 +270,16 @@ def test_a_kernel_may_get_one_tensor_twice_or_parts_of_one(how: Any, parts: Any)
     forward, _ = rewrite(planned.captured, planned.report.plan)
     with torch.no_grad():
         assert torch.equal(forward([*model.parameters(), x])[0], model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_launches_of_two_kernels_are_two_kinds_of_op() -> None:
+    """Their costs are measured, and cached, apart."""
+    model = nn.Sequential(Parts(Twice, slice(0, 2), slice(2, 4)))
+    trace = capture(model, randn(4, WIDTH)).trace
+    launches = [op.signature for op in trace.ops if "Changes" in op.signature]
+    assert [len(launches), len(set(launches))] == [2, 2]
+    assert sum(f"{__name__}.ChangesMore " in signature for signature in launches) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*")
