@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from overlapc.errors import OptionError
 from overlapc.ir import COMPUTE, Cost, Op, Problem, Role, Value
@@ -38,15 +39,29 @@ class Cut:
     problem: Problem
     nodes: Sequence[Node]
 
+    @cached_property
+    def apart(self) -> frozenset[int]:
+        """The places of ops that are in pieces."""
+        return frozenset(node.place for node in self.nodes if node.piece >= 0)
+
     def between(self, first: int, end: int) -> list[Node]:
         """The ops of these places."""
         return [node for node in self.nodes if first <= node.place < end]
 
 
-def in_ranges(problem: Problem, slices: Mapping[int, Problem], ranges: Iterable[Range]) -> Cut:
+def in_ranges(
+    problem: Problem,
+    slices: Mapping[int, Problem],
+    ranges: Iterable[Range],
+    copy_ns_per_kib: float = 0,
+) -> Cut:
     """Cut each of the ranges into its pieces. `slices` has, for each number of pieces, the problem
-    of one of them. What does not get smaller with the batch, and weight gradients, stay whole."""
-    cutting = _Cutting(problem, slices, ranges)
+    of one of them. What does not get smaller with the batch, and weight gradients, stay whole.
+
+    What pieces of a range read from before it is split for them, and what is read behind it is
+    joined from them; each is a copy of the whole, at so many nanoseconds for each KiB. Without a
+    price pieces read parts of what is whole."""
+    cutting = _Cutting(problem, slices, ranges, copy_ns_per_kib)
     for place, op in enumerate(problem.trace.ops):
         cutting.take(op, place)
     return cutting.done()
@@ -56,12 +71,17 @@ class _Cutting:
     """The ops and values so far of a problem whose ranges are cut."""
 
     def __init__(
-        self, problem: Problem, slices: Mapping[int, Problem], ranges: Iterable[Range]
+        self,
+        problem: Problem,
+        slices: Mapping[int, Problem],
+        ranges: Iterable[Range],
+        copy_ns_per_kib: float,
     ) -> None:
-        self.problem, self.slices = problem, slices
+        self.problem, self.slices, self.copy_ns_per_kib = problem, slices, copy_ns_per_kib
         trace = problem.trace
         self.range_of = {place: each for each in ranges for place in range(each.first, each.end)}
         self.place_of = {op.name: place for place, op in enumerate(trace.ops)}
+        self.moving = {*trace.of_kind("batch", "gradient")}  # what depends on the batch
         self.pieces = self.cuttable()
         self.roots: dict[str, str] = {}  # storage -> the op that makes it
         for op in trace.ops:
@@ -69,13 +89,13 @@ class _Cutting:
                 self.roots.setdefault(trace.value[name].storage, op.name)
         self.values = dict(trace.value)
         self.joined: dict[str, list[str]] = {}  # storage -> what was joined on it
+        self.split: dict[tuple[str, int], str] = {}  # storage, first place -> its parts there
         self.nodes: list[Node] = []
         self.costs: dict[str, Cost] = {}
 
     def cuttable(self) -> dict[int, int]:
         """The places of ops that are cut -> into how many pieces."""
-        trace = self.problem.trace
-        moving = {*trace.of_kind("batch", "gradient")}
+        trace, moving = self.problem.trace, self.moving
         found: dict[int, int] = {}
         for place, op in enumerate(trace.ops):
             if moving.isdisjoint(op.inputs):
@@ -114,8 +134,10 @@ class _Cutting:
             return
         trace = self.problem.trace
         makers = {v: trace.value[v].producer for v in op.inputs}
+        whole = [v for v in op.inputs if not self.beside(makers[v], place)]
+        parts = {v: self.parts_of(v, op, place) for v in whole}
         for k in range(count):
-            given = [at(v, k) if self.beside(makers[v], place) else v for v in op.inputs]
+            given = [parts.get(v) or at(v, k) for v in op.inputs]
             made = tuple(self.piece_of(v, place, k).name for v in op.outputs)
             copy = replace(op, name=at(op.name, k), inputs=tuple(given), outputs=made, random=False)
             self.add(copy, place, k, self.slices[count].cost(op.name))
@@ -140,6 +162,23 @@ class _Cutting:
         self.values[found.name] = found
         return found
 
+    def parts_of(self, name: str, op: Op, place: int) -> str:
+        """A copy of a value of the batch for the pieces of the range of that place to read."""
+        if not self.copy_ns_per_kib or name not in self.moving:
+            return name
+        value = self.values[name]
+        key = value.storage, self.range_of[place].first
+        if key not in self.split:
+            made = self.split[key] = f"{name}_parts_{key[1]}"
+            role: Role = "forward" if op.is_forward else "input_grad"
+            split = Op(f"{made}_split", role, COMPUTE, op.piece, (name,), (made,), "split")
+            self.add(split, place, -1, self.copying(value))
+            self.values[made] = Value(made, value.bytes, made, split.name)
+        return self.split[key]
+
+    def copying(self, value: Value) -> Cost:
+        return Cost(round(value.bytes * self.copy_ns_per_kib / 1024))
+
     def join(self, op: Op, name: str, place: int, count: int) -> None:
         """Make one value of its pieces, on the storage of what was joined there before."""
         before = self.joined.setdefault(self.values[name].storage, [])
@@ -147,7 +186,7 @@ class _Cutting:
         before.append(name)
         role: Role = "forward" if op.is_forward else "input_grad"
         join = Op(f"{name}_joined", role, COMPUTE, op.piece, given, (name,), "join")
-        self.add(join, place, -1, Cost())
+        self.add(join, place, -1, Cost() if given[count:] else self.copying(self.values[name]))
         self.values[name] = replace(self.values[name], producer=join.name)
 
     def done(self) -> Cut:

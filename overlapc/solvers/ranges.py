@@ -4,10 +4,11 @@
                 weight gradients into windows of the backward, which stays whole
     experts     Tutel's and FasterMoE's: from all-to-all to all-to-all, forward and backward
 
-Pieces of a range pass their results on as parts of one tensor, which costs nothing here; a range
-ends when all its pieces have. Costs of pieces are those of a smaller batch's trace, whose ops have
-the same names. Neither knows of memory, so their plans save everything and may take more than the
-budget.
+A range ends when all its pieces have. What its pieces read is split for them before, and what is
+read behind it, in the backward too, is joined from them, at a price for each KiB: Lancet's own code
+puts a split and a concatenation there, which copy, and counts what they were measured to take.
+Costs of pieces are those of a smaller batch's trace, whose ops have the same names. Neither knows
+of memory, so their plans save everything and may take more than the budget.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from overlapc.check import check
-from overlapc.ir import Plan, Problem
+from overlapc.ir import Plan, Problem, Trace
 from overlapc.ranges import Cut, Node, Range, in_ranges
 from overlapc.simulate import step_ns
 from overlapc.solvers import baselines
@@ -93,11 +94,13 @@ def _by_turns(problem: Problem, nodes: Sequence[Node], how: str) -> tuple[str, .
 # --------------------------------------------------------------------------- Lancet
 
 
-def program(problem: Problem, slices: Mapping[int, Problem]) -> tuple[Problem, Plan]:
+def program(
+    problem: Problem, slices: Mapping[int, Problem], copy_ns_per_kib: float = 0
+) -> tuple[Problem, Plan]:
     """Lancet's: `T(n) = min over i of T(i) + min over k of P(i, n, k)`, in groups of ops."""
     borders = groups(problem)
-    ranges = best_ranges(problem, slices, borders, 2 * (1 + GROUPS))
-    cut = in_ranges(problem, slices, ranges)
+    ranges = best_ranges(problem, slices, borders, 2 * (1 + GROUPS), copy_ns_per_kib)
+    cut = in_ranges(problem, slices, ranges, copy_ns_per_kib)
     plan = baselines.lancet(replace(problem, budget_bytes=None))
     back = plan.order[borders[-1] :]
     order = tuple(text for each in ranges for text in ordered(cut, each.first, each.end))
@@ -131,19 +134,31 @@ def groups(problem: Problem) -> list[int]:
 
 
 def best_ranges(
-    problem: Problem, slices: Mapping[int, Problem], borders: Sequence[int], longest: int
+    problem: Problem,
+    slices: Mapping[int, Problem],
+    borders: Sequence[int],
+    longest: int,
+    copy_ns_per_kib: float = 0,
 ) -> list[Range]:
     """The ranges, of at most so many groups each, that take least together."""
-    cuts = {k: in_ranges(problem, slices, [Range(0, borders[-1], k)]) for k in slices}
+
+    def cut_all(pieces: int) -> Cut:
+        return in_ranges(problem, slices, [Range(0, borders[-1], pieces)], copy_ns_per_kib)
+
+    cuts = {k: cut_all(k) for k in slices}
     cuts[1] = in_ranges(problem, slices, ())
     known: dict[object, int] = {}
+    forward = problem.trace.ops[: borders[-1]]
+    made = {name: place for place, op in enumerate(forward) for name in op.outputs}
+    read = {name: place for place, op in enumerate(forward) for name in op.inputs}
 
     def least_ns(first: int, end: int, pieces: int) -> int:
         cut = cuts[pieces]
         key = pieces, _shape(cut.problem, cut.between(first, end))
         if key not in known:
             known[key] = took_ns(cut, ordered(cut, first, end))
-        return known[key]
+        crossing = _crossing_bytes(problem.trace, cut, first, end, made, read)
+        return known[key] + round(crossing * copy_ns_per_kib / 1024)
 
     best: list[tuple[int, list[Range]]] = [(0, [])]
     for n in range(1, len(borders)):
@@ -161,6 +176,24 @@ def best_ranges(
             )
         )
     return best[-1][1]
+
+
+def _crossing_bytes(
+    trace: Trace, cut: Cut, first: int, end: int, made: Mapping[str, int], read: Mapping[str, int]
+) -> int:
+    """What pieces between these places read from pieces before, and leave to those behind alone:
+    the forward cut as a whole neither splits nor joins it. `made` and `read` are the places where a
+    value is made, and where the forward reads it last."""
+    crossing: dict[tuple[str, bool], int] = {}
+    for place in cut.apart.intersection(range(first, end)):
+        op = trace.ops[place]
+        joined = cut.problem.trace.value.keys()
+        left = [v for v in op.outputs if read.get(v, 0) >= end and v not in joined]
+        came = [v for v in op.inputs if made.get(v, end) < first and made[v] in cut.apart]
+        for name in (*left, *came):
+            value = trace.value[name]
+            crossing[value.storage, name in left] = value.bytes
+    return sum(crossing.values())
 
 
 def _shape(problem: Problem, nodes: Sequence[Node]) -> object:
@@ -182,13 +215,17 @@ def _shape(problem: Problem, nodes: Sequence[Node]) -> object:
 # --------------------------------------------------------------------------- the experts alone
 
 
-def experts(problem: Problem, slices: Mapping[int, Problem]) -> tuple[Problem, Plan]:
+def experts(
+    problem: Problem, slices: Mapping[int, Problem], copy_ns_per_kib: float = 0
+) -> tuple[Problem, Plan]:
     """The fastest number of pieces, one included, for all MoE layers, forward and backward."""
-    found = [_experts(problem, slices, k) for k in (1, *slices)]
+    found = [_experts(problem, slices, k, copy_ns_per_kib) for k in (1, *slices)]
     return min(found, key=lambda each: step_ns(*each))
 
 
-def _experts(problem: Problem, slices: Mapping[int, Problem], k: int) -> tuple[Problem, Plan]:
+def _experts(
+    problem: Problem, slices: Mapping[int, Problem], k: int, copy_ns_per_kib: float
+) -> tuple[Problem, Plan]:
     trace = problem.trace
     place_of = {op.name: place for place, op in enumerate(trace.ops)}
     exchanges = [op for op in trace.ops if op.role == "start" and "all_to_all" in op.signature]
@@ -198,7 +235,7 @@ def _experts(problem: Problem, slices: Mapping[int, Problem], k: int) -> tuple[P
         for there, back in zip(mine[::2], mine[1::2], strict=False):
             end = place_of[trace.wait_of[back.name]] + 1
             spans.append(Range(place_of[there.name], end, k))
-    cut = in_ranges(problem, slices, spans if k > 1 else ())
+    cut = in_ranges(problem, slices, spans if k > 1 else (), copy_ns_per_kib)
     edges = sorted({0, len(trace.ops), *(edge for s in spans for edge in (s.first, s.end))})
     order = tuple(text for first, end in pairwise(edges) for text in ordered(cut, first, end))
     plan = baselines.none(problem)
@@ -212,7 +249,8 @@ def _plan(problem: Problem, like: Plan, order: tuple[str, ...], solver: str) -> 
     return plan
 
 
-BASELINES: Mapping[str, Callable[[Problem, Mapping[int, Problem]], tuple[Problem, Plan]]] = {
+Baseline = Callable[[Problem, Mapping[int, Problem], float], tuple[Problem, Plan]]
+BASELINES: Mapping[str, Baseline] = {
     "lancet-program": program,
     "experts": experts,
 }
