@@ -30,7 +30,7 @@ from overlapc.profiler.link_model import Collective, Curve, LinkModel
 from overlapc.profiler.slowdown import measure_slowdown
 from overlapc.profiler.together import agree, backend_of, middle_mean, rank_in, ranks_in
 
-__all__ = ["agree_sizes", "as_if_even", "collective_of", "measure_links"]
+__all__ = ["agree_sizes", "as_if_even", "behind_launches", "collective_of", "measure_links"]
 
 _KINDS: tuple[tuple[str, Kind], ...] = (
     ("all_reduce", "all_reduce"),
@@ -129,6 +129,23 @@ def agree_sizes(calls: Iterable[Collective], device: torch.device) -> list[Colle
     return calls
 
 
+def behind_launches(
+    calls: Sequence[Collective],
+    took_ns: Sequence[int],
+    launch_ns: Sequence[int],
+    device: torch.device,
+) -> list[int]:
+    """What is left of the collectives' times when they have been launched, in the mean of the ranks
+    of each group."""
+    left = list(took_ns)
+    for group in dict.fromkeys(call.group for call in calls):
+        mine = [i for i, call in enumerate(calls) if call.group == group]
+        launches = agree([launch_ns[i] for i in mine], "sum", group, device)
+        for i, launch in zip(mine, launches, strict=True):
+            left[i] = max(0, took_ns[i] - launch // ranks_in(group))
+    return left
+
+
 def measure_links(
     calls: Iterable[Collective],
     *,
@@ -141,8 +158,9 @@ def measure_links(
     """Time each collective at its exact size, and at a smaller one, which gives a line.
 
     A figure is the `middle_mean` of at most `repeats` runs on each rank, one right after the other
-    as in a busy step, of which the slowest rank's counts. It begins when the launch has returned,
-    since the launch belongs to the compute lane. `budget_s` limits the whole; when it runs out,
+    as in a busy step, of which the slowest rank's counts. It has the launch in it: gloo may send
+    before a launch has returned, the more the busier the core is, so only both together are the
+    same everywhere (`behind_launches` leaves it out). `budget_s` limits the whole; when it runs out,
     only the largest and the smallest size of each kind are still measured, and those between are
     interpolated. A figure in `cache` is used only if one fresh run of the largest size agrees.
     `beside` names the kind with which the slowdown is measured; by default the one that takes
@@ -251,12 +269,8 @@ class _Links:
         def run() -> int:
             self.clock.ahead()
             begun = self.clock.mark()
-            pending = start()
-            launched = self.clock.mark()
-            wait(pending)
-            # A host has launched it by then; on a device it begins where it is launched.
-            first = begun if self.clock.on_device else launched
-            _, ns = self.clock.read([first, self.clock.mark()])
+            wait(start())
+            _, ns = self.clock.read([begun, self.clock.mark()])
             return ns
 
         return run

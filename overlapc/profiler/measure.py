@@ -26,7 +26,7 @@ from overlapc.passes.trace import Captured
 from overlapc.profiler.cache import Cache, cache_key
 from overlapc.profiler.clock import Clock, conditions_of, section_of
 from overlapc.profiler.link_model import LinkModel
-from overlapc.profiler.links import agree_sizes, measure_links, tensors
+from overlapc.profiler.links import agree_sizes, behind_launches, measure_links, tensors
 from overlapc.profiler.replay import Replay, Step
 from overlapc.profiler.together import agree
 from overlapc.timing import now_ns
@@ -75,8 +75,10 @@ def measure(
             links = links or measure_links(calls, device=replay.device, cache=cache)
     if links is None:
         return Profile(found.costs, Slowdown(), found.conditions), found.sizes
-    for name, call in zip(names, calls, strict=True):
-        found.costs[name] = replace(found.costs[name], comm_ns=links.time_ns(call))
+    took = [links.time_ns(call) for call in calls]
+    launches = [found.costs[name].compute_ns for name in names]
+    for name, ns in zip(names, behind_launches(calls, took, launches, replay.device), strict=True):
+        found.costs[name] = replace(found.costs[name], comm_ns=ns)
     how = {f"links.{key}": text for key, text in links.conditions.items()}
     return Profile(found.costs, links.slowdown, found.conditions | how), found.sizes
 

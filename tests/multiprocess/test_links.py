@@ -17,11 +17,13 @@ from overlapc.emulate.model import Kind
 from overlapc.errors import RankError
 from overlapc.ir import Profile
 from overlapc.passes.capture import capture
+from overlapc.profiler import slowdown
 from overlapc.profiler.cache import Cache
+from overlapc.profiler.clock import Clock
 from overlapc.profiler.link_model import Collective, Curve, LinkModel
-from overlapc.profiler.links import measure_links
+from overlapc.profiler.links import behind_launches, measure_links
 from overlapc.profiler.measure import measure
-from overlapc.profiler.slowdown import _alike, _longest, _of_size, _slowdown
+from overlapc.profiler.slowdown import _alike, _Chain, _longest, _of_size, _slowdown
 from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
@@ -52,8 +54,7 @@ def test_every_kind_takes_what_the_link_takes() -> None:
     assert one == two
     for curve in one.curves:
         expected = LINK.seconds(curve.kind, SIZE, 2) * 1e9
-        # As long as the link takes, less what passes before the launch returns; longer when the
-        # ranks wait for a core.
+        # As long as the link takes; longer when the ranks wait for a core.
         assert 0.7 * expected < curve.time_ns(SIZE) < 2.5 * expected, curve
         assert len(curve.points) == 2  # the size itself and one for the latency
         smaller = LINK.seconds(curve.kind, SIZE // 4, 2) * 1e9
@@ -88,6 +89,10 @@ def groups_and_faults(rank: int, ranks: int) -> tuple[str, LinkModel]:
         Collective(world, "all_reduce", "float32", 1 << 16),
     ]
     model = measure_links(calls, repeats=2, budget_s=1)
+    launches = [40 * (1 + rank), 40 * (1 + rank)]  # 60 in the mean of two ranks
+    left = behind_launches(calls, [100, 100], launches, torch.device("cpu"))
+    assert left == [100 - launches[0], 40]
+    assert behind_launches(calls, [10, 10], launches, torch.device("cpu")) == [0, 0]
 
     kinds: list[Kind] = ["all_reduce"] if rank else ["all_reduce", "broadcast"]
     with pytest.raises(RankError, match="hold different collectives"):
@@ -165,6 +170,36 @@ def test_a_graph_with_collectives_is_measured_in_step() -> None:
     assert one.conditions["passes"] == two.conditions["passes"]
     assert one.conditions["passes"] in [f"median of {passes}" for passes in (3, 4, 5)]
     assert one.slowdown == two.slowdown
+
+
+def test_the_lane_of_a_chain_never_idles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next collective is launched before one is waited for, and none is left."""
+    monkeypatch.setattr(slowdown, "agree", lambda numbers, *_: numbers)
+    told: list[str] = []
+    numbers = iter(range(100))
+
+    def start() -> int:
+        number = next(numbers)
+        told.append(f"start {number}")
+        return number
+
+    clock = Clock(torch.device("cpu"))
+    work = lambda: told.append("work")  # noqa: E731
+    chain = _Chain("group", clock, start, lambda k: told.append(f"wait {k}"), work)
+    worked_ns, rest_ns = chain.run()
+    assert worked_ns >= 0
+    assert rest_ns >= 0
+    expected = ["start 0"]
+    for k in range(5):
+        expected += [f"start {k + 1}"] * (k < 4) + ["work", f"wait {k}"]
+    assert told == expected
+    told.clear()
+    chain.run(traffic=False)
+    assert told == ["work"] * 5
+    told.clear()
+    chain.run(compute=False)
+    assert "work" not in told
+    assert len(told) == 10
 
 
 def test_slowdowns_from_four_times() -> None:
