@@ -80,10 +80,12 @@ def peak_bytes(problem: Problem, plan: Plan) -> int:
     return max(memory_curve(problem, plan), default=0)
 
 
-def step_ns(problem: Problem, plan: Plan) -> int:
-    """Compute only the step time of `simulate`, on one rank: for solvers, which ask it often."""
-    costs = [problem.compute_ns[text] for text in plan.order]
-    end_ns, _ = machine.run(_tasks(problem, plan, costs, [problem.profile])[0])
+def step_ns(problem: Problem, plan: Plan, ranks: Sequence[Problem] = ()) -> int:
+    """Compute only the step time of `simulate`: for solvers, which ask it often. `ranks` have the
+    same problem with their own costs; without them one rank has those of the problem."""
+    each = ranks or (problem,)
+    costs = [one.compute_ns[text] for one in each for text in plan.order]
+    end_ns, _ = machine.run(_tasks(problem, plan, costs, [one.profile for one in each])[0])
     return max(end_ns, default=0)
 
 

@@ -2,7 +2,7 @@
 
     forward    inputs -> results, saved values            F
     backward   saved values, tangents -> gradients        R, I and W
-    merged     both, of two microbatches, in one order; `join` makes it, and that of slices
+    merged     both, of two microbatches, in one order; `join` makes it, and those of slices
     pair       two forwards as one graph, and two backwards
     pieces     the backward in three: R (recompute) needs no tangents, and W (only for weight
                gradients) can wait
@@ -126,41 +126,40 @@ def join(
     named: Callable[[str, int], str] | None = None,
     draws: Mapping[str, Draw] | None = None,
     apart: bool = False,
+    states: Sequence[int] | None = None,
 ) -> Part:
     """Join parts of different microbatches, or of the slices of one, to one graph in the order. The
-    graph runs on a state for each part. `named` gives the order's name of an issue of the i-th.
-    Slices, which are not `apart`, ask each other what they counted, and the first draws the random
-    numbers of all (`draws`, by op)."""
+    graph runs on a state for each part, or on these `states`, of which a part takes what an earlier
+    one gives. `named` gives the order's name of an issue of the i-th. Slices, which are not
+    `apart`, ask each other what they counted, and the first draws the random numbers of all
+    (`draws`, by op)."""
+    states = range(len(parts)) if states is None else states
     graph = fx.Graph()
     names: dict[fx.Node, str] = {}
-    takes: list[str] = []
-    gives: list[str] = []
-    results: list[Any] = []
-    copies: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
+    results: dict[tuple[int, str], Any] = {}  # state, name
+    copies: list[dict[fx.Node, Any]] = [{} for _ in parts]
     wholes: dict[str, fx.Node] = {}  # what is drawn for all slices
     draws, slices = draws or {}, named is not None and not apart
-    for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
-        for node in part.module.graph.find_nodes(op="placeholder"):
-            copy[node] = graph.node_copy(node)
-            # All parts read the parameters; one shared name would keep values until the end.
-            copy[node].target = copy[node].name
-        takes += [f"{which}:{name}" for name in part.takes]
-        gives += [f"{which}:{name}" for name in part.gives]
-    for which, (part, copy) in enumerate(zip(parts, copies, strict=True)):
+    takes = _taken(graph, parts, states, copies)
+    for which, (state, part, copy) in enumerate(zip(states, parts, copies, strict=True)):
+        for node, name in zip(_inputs(part), part.takes, strict=True):
+            if node not in copy:  # an earlier part gives it
+                copy[node] = results.pop((state, name))
         for node in part.module.graph.nodes:
             if node.op == "output":
-                results += fx.node.map_arg(node.args[0], copy.__getitem__)
+                given = fx.node.map_arg(node.args[0], copy.__getitem__)
+                results |= {(state, name): one for name, one in zip(part.gives, given, strict=True)}
             elif part.names.get(node) in draws and not is_folded_getitem(node):
                 draw = draws[part.names[node]]
                 if part.names[node] not in wholes:
                     wholes[part.names[node]] = draw.nodes(graph)
                 given = copy[node.args[0]] if draw.is_dropout else None
-                copy[node] = draw.node_of(graph, wholes[part.names[node]], which, given)
+                copy[node] = draw.node_of(graph, wholes[part.names[node]], state, given)
                 copy[node].meta = dict(node.meta)
             elif slices and is_total(node):
                 copy[node] = graph.call_function(summed, (copy[node.args[0]],))
                 copy[node].meta = dict(node.meta)
-            elif slices and which and is_before(node):
+            elif slices and state and is_before(node):
                 copy[node] = _passed_on(
                     graph, parts[which - 1], copies[which - 1], part.names[node]
                 )
@@ -168,16 +167,42 @@ def join(
                 copy[node] = graph.node_copy(node, copy.__getitem__)
             if node in part.names:
                 text = part.names[node]
-                names[copy[node]] = named(text, which) if named else text
+                names[copy[node]] = named(text, state) if named else text
     if slices:
         _read_all(parts, copies)
-    graph.output(tuple(results))
+    graph.output(tuple(results.values()))
     module = fx.GraphModule(_attributes(parts), graph)
     _ordered(module, order, names)
-    return Part(module, tuple(takes), tuple(gives), names)
+    gives = tuple(f"{state}:{name}" for state, name in results)
+    return Part(module, takes, gives, names)
 
 
-def _passed_on(graph: fx.Graph, part: Part, copy: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
+def _inputs(part: Part) -> Sequence[fx.Node]:
+    return list(part.module.graph.find_nodes(op="placeholder"))
+
+
+def _taken(
+    graph: fx.Graph,
+    parts: Sequence[Part],
+    states: Sequence[int],
+    copies: Sequence[dict[fx.Node, Any]],
+) -> tuple[str, ...]:
+    """Enter the inputs of the joined graph, but for what an earlier part of the same state gives;
+    their names."""
+    takes: list[str] = []
+    there: set[tuple[int, str]] = set()
+    for state, part, copy in zip(states, parts, copies, strict=True):
+        for node, name in zip(_inputs(part), part.takes, strict=True):
+            if (state, name) not in there:
+                copy[node] = graph.node_copy(node)
+                # All parts read the parameters; one shared name would keep values until the end.
+                copy[node].target = copy[node].name
+                takes.append(f"{state}:{name}")
+        there |= {(state, name) for name in part.gives}
+    return tuple(takes)
+
+
+def _passed_on(graph: fx.Graph, part: Part, copy: Mapping[fx.Node, Any], name: str) -> fx.Node:
     """What the slice of this part counted at the op of that name, with what came before it."""
     mine = next(node for node, each in part.names.items() if each == name)
     passed = graph.call_function(torch.ops.aten.add.Tensor, (copy[mine.args[0]], copy[mine]))
@@ -185,7 +210,7 @@ def _passed_on(graph: fx.Graph, part: Part, copy: Mapping[fx.Node, fx.Node], nam
     return passed
 
 
-def _read_all(parts: Sequence[Part], copies: Sequence[Mapping[fx.Node, fx.Node]]) -> None:
+def _read_all(parts: Sequence[Part], copies: Sequence[Mapping[fx.Node, Any]]) -> None:
     """Let totals of each slice read what they are of in all slices."""
     given: dict[str, list[fx.Node]] = {}
     totals: list[tuple[str, fx.Node]] = []

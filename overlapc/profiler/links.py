@@ -160,9 +160,9 @@ def measure_links(
     A figure is the `middle_mean` of at most `repeats` runs on each rank, one right after the other
     as in a busy step, of which the slowest rank's counts. It has the launch in it: gloo may send
     before a launch has returned, the more the busier the core is, so only both together are the
-    same everywhere (`behind_launches` leaves it out). `budget_s` limits the whole; when it runs out,
-    only the largest and the smallest size of each kind are still measured, and those between are
-    interpolated. A figure in `cache` is used only if one fresh run of the largest size agrees.
+    same everywhere (`behind_launches` leaves it out). `budget_s` limits the whole; when it runs
+    out, only the largest and the smallest size of each kind are still measured, and those between
+    are interpolated. A figure in `cache` is used only if one fresh run of the largest size agrees.
     `beside` names the kind with which the slowdown is measured; by default the one that takes
     longest in all.
     """
