@@ -165,7 +165,7 @@ def join(
                 )
             elif node.op != "placeholder":
                 copy[node] = graph.node_copy(node, copy.__getitem__)
-            if node in part.names:
+            if node in part.names and node.op != "placeholder":
                 text = part.names[node]
                 names[copy[node]] = named(text, state) if named else text
     if slices:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from overlapc.runtime.exchange import Exchange
 
 _NOTHING_FITS = "infeasible "
+_FEW_RANKS = 4  # that a plan is judged by; each more is as much work again
+_UNLIKE = 0.05  # of a rank's compute, that another takes longer in some ops: more than noise is
 
 
 def agreed(
@@ -160,6 +162,24 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         max(p.slowdown.comm_permille for p in profiles),
     )
     return Profile(costs, slowdown, first.conditions)
+
+
+def unlike_ranks(profiles: Sequence[Profile]) -> list[Profile]:
+    """The few ranks that decide how long a step takes where loads differ by op: the slowest, and
+    those that wait for it here and let it wait there, as ranks with other experts do. None where
+    the slowest rank alone says nearly all."""
+    costs = [[cost.compute_ns for cost in profile.costs.values()] for profile in profiles]
+    slowest = max(range(len(costs)), key=lambda r: sum(costs[r]))
+    found, most = [slowest], costs[slowest]
+    worth = _UNLIKE * sum(most)
+    while len(found) < _FEW_RANKS:
+        both = [list(map(max, most, each)) for each in costs]
+        next_one = max(range(len(costs)), key=lambda r: sum(both[r]))
+        if sum(both[next_one]) - sum(most) <= worth:
+            break
+        found.append(next_one)
+        most = both[next_one]
+    return [profiles[r] for r in found] if len(found) > 1 else []
 
 
 def _pack(profile: Profile, sizes: Mapping[str, int]) -> bytes:

@@ -33,6 +33,7 @@ class TrainingStep:
     slices: int = 1  # slices of a microbatch; the graph is of one
     draws: tuple[str, ...] = ()  # ops whose random numbers slices draw together
     loss: bool = True  # the graph ends in it; the slices of a stage get gradients of their own
+    at_once: bool = False  # slices may begin backwards before the last forward has ended
 
     def microbatch(self, trace: Trace, profile: Profile) -> Problem:
         """The problem of one microbatch, without a budget."""

@@ -17,7 +17,13 @@ from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
 from overlapc.merge import in_pairs, merge, of_slice, one_by_one
-from overlapc.planning.agreement import agreed, decided, merge_profiles, this_rank
+from overlapc.planning.agreement import (
+    agreed,
+    decided,
+    merge_profiles,
+    this_rank,
+    unlike_ranks,
+)
 from overlapc.planning.options import Options
 from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formulate
 from overlapc.planning.report import Report, StepPlan
@@ -33,7 +39,7 @@ from overlapc.solvers import (
     solve,
 )
 from overlapc.solvers.period import Periodic
-from overlapc.solvers.slices import solve_slices
+from overlapc.solvers.slices import across_border, crosses_border, solve_slices
 from overlapc.solvers.step import quick_start, solve_step
 from overlapc.text import format_plan
 
@@ -75,9 +81,12 @@ def plan(
         problem, lone = (replace(each, budget_bytes=budget_bytes) for each in (problem, lone))
     log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
 
+    ranks = [step.microbatch(captured.trace, profile).profile for profile in profiles]
+
     def decide() -> tuple[Plan, ...]:
         if step.slices > 1:
-            return _sliced(problem, lone, options, torch_choices, theirs)
+            unlike = [replace(problem, profile=each) for each in unlike_ranks(ranks)]
+            return _sliced(problem, lone, options, torch_choices, theirs, step.at_once, unlike)
         return _solved(problem, step, options, torch_choices, theirs)
 
     plans = decided(decide, exchange)
@@ -85,7 +94,8 @@ def plan(
         found_by = each.found_by and f", found by {each.found_by}"
         log(1, f"{step.name}: plan of {each.solver}{found_by}")
         log(2, format_plan(each))
-    ranks = [step.microbatch(captured.trace, profile).profile for profile in profiles]
+    if step.at_once and crosses_border(problem, plans[0]):
+        problem = replace(problem, phases=("FIW",))
     report, *roomier = reports(problem, step, plans, ranks, given=bool(options.plans))
     if options.plans and options.memory_budget is not None:
         _warn_of_budget(report)
@@ -155,8 +165,11 @@ def _sliced(
     options: Options,
     choices: Choices,
     theirs: Plan | None = None,
+    at_once: bool = False,
+    ranks: Sequence[Problem] = (),
 ) -> tuple[Plan, ...]:
-    """The plan of all slices of a batch; `lone` is the problem of one slice while all are held."""
+    """The plan of all slices of a batch; `lone` is the problem of one slice while all are held,
+    `ranks` have the costs of ranks whose loads differ."""
     if options.plans:
         return options.plans
     quick = options.solver == "heu"
@@ -170,7 +183,8 @@ def _sliced(
     if options.solver in FIELD:
         return (one_by_one(problem, alone),)
     with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):
-        return (solve_slices(problem, lone, alone, quick, periodic=periodic),)
+        plan = solve_slices(problem, lone, alone, quick, periodic=periodic, ranks=ranks)
+        return (across_border(problem, plan, ranks)[1] if at_once else plan,)
 
 
 def _fitting(

@@ -2,6 +2,8 @@
 
     F of all slices | R, I and W of all slices
 
+`TrainStep` runs both in one go: the first backwards may begin before the last forward has ended.
+
 Each result of the batch is made of its slices' (`Way`): put together along a dimension, or a mean
 over samples, of which the slices' are averaged. Gradients are added up in the order of slices, as
 if slices ran one after the other. That is the uncut step up to rounding if every sample goes its
@@ -26,7 +28,7 @@ from overlapc.merge import at, of_slice
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Stop
 from overlapc.passes.marks import mark
-from overlapc.passes.parts import Parts, cut, join
+from overlapc.passes.parts import Part, Parts, cut, join
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
 from overlapc.runtime.kept import of_parameters
@@ -250,12 +252,19 @@ class SlicedProgram(Program):
             alike = set(other.saved) == set(first.saved)
             alike = alike and set(other.recomputed) == set(first.recomputed)
             each.append(parts if alike else cut(captured, other))
+        forwards, backwards = [one.forward for one in each], [one.backward for one in each]
         beside = Parts(
-            join([one.forward for one in each], plan.order, at, draws),
-            join([one.backward for one in each], plan.order, at),
+            join(forwards, plan.order, at, draws),
+            join(backwards, plan.order, at),
             turns(report.problem.trace, plan.order),
         )
         super().__init__(joint, report, whole=whole, parts=beside)
+        # Forwards and backwards as one graph, where the plan crosses the border between them.
+        self.at_once: Part | None = None
+        if len(report.problem.phases) == 1:
+            states = (*range(self.count), *range(self.count))
+            both = (*forwards, *backwards)
+            self.at_once = join(both, plan.order, at, draws, states=states)
         self.shared = {name: value / self.count for name, value in self.shared.items()}
         self.places, self.tangents = places(joint)
         self._lasting = of_parameters(joint)
@@ -263,6 +272,9 @@ class SlicedProgram(Program):
     def forward(self, states: Sequence[State]) -> dict[str, Sequence[Any]]:
         """Run the forwards; return each result of all slices, which the states no longer hold."""
         self._parts.forward.run(self.shared, *states)
+        return self._results(states)
+
+    def _results(self, states: Sequence[State]) -> dict[str, Sequence[Any]]:
         each = zip(*(Flight(self, state).results() for state in states), strict=True)
         return dict(zip(self.joint.results, each, strict=True))
 
@@ -290,8 +302,14 @@ class SlicedProgram(Program):
 
     def step(self, states: Sequence[State], ways: Sequence[Way]) -> list[Any]:
         """Run forward and backward of all slices; returns the results of the batch."""
-        results = self.forward(states)
-        self.backward(states)
+        if self.at_once is None:
+            results = self.forward(states)
+            self.backward(states)
+            return self.whole(results, ways)
+        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
+            self.at_once.run(self.shared, *states)
+        results = self._results(states)
+        SlicedFlight(self, states).end()
         return self.whole(results, ways)
 
 

@@ -2,6 +2,7 @@
 
     slice_order    an issue order of one phase, slices taking turns
     solve_slices   the best plan for all slices
+    across_border  that plan with backwards that begin before the last forward has ended
 
 A slice runs until it waits for a collective; then another has its turn. What is saved is chosen for
 one slice and alike in all, because slices differ in nothing but the numbers they work on.
@@ -15,9 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from overlapc.check import check
-from overlapc.ir import Plan, Problem
+from overlapc.errors import InvalidPlan
+from overlapc.ir import Plan, Problem, issues
 from overlapc.merge import at, one_by_one
-from overlapc.simulate import memory_curve, step_ns
+from overlapc.simulate import memory_curve, peak_bytes, step_ns
 from overlapc.solvers.bounds import Least
 from overlapc.solvers.choice import Choice, choice_of, plan_of
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, MERGED, OVERSHOOT, RUNGS
@@ -110,15 +112,17 @@ def solve_slices(
     quick: bool = False,
     choices: Sequence[Choice] | None = None,
     periodic: Periodic | None = None,
+    ranks: Sequence[Problem] = (),
 ) -> Plan:
     """The fastest plan found that fits the budget, of slices beside each other. `lone` is the
     problem of a slice that all others are held with, and `alone` a plan of that. `quick`: with
     fewer choices of what to keep, and fewer orders. `choices`: with these alone. `periodic`: what
-    the search for `alone` knows of the slice's period."""
+    the search for `alone` knows of the slice's period. `ranks`: the problem with the costs of
+    ranks whose loads differ, by which plans are then judged."""
     plain = one_by_one(problem, alone)
     if not problem.trace.lanes:
         return plain  # there is nothing to hide
-    search = _SliceSearch(problem, plain)
+    search = _SliceSearch(problem, plain, ranks)
     turns, few, patience = (_FIRST, 1, FEW) if quick else (TURNS, FEW, 2 * RUNGS)
     search.order_forwards(dict.fromkeys((*turns, _CALM)), patience // 2)
     found = list(_choices(lone, alone, quick, periodic)) if choices is None else choices
@@ -127,6 +131,46 @@ def solve_slices(
     effort = f"; of {search.offered} plans"
     check(problem, search.best)
     return replace(search.best, found_by=search.best.found_by + effort)
+
+
+def across_border(
+    problem: Problem, plan: Plan, ranks: Sequence[Problem] = ()
+) -> tuple[Problem, Plan]:
+    """The fastest of the plan and of those in which the first backwards, up to one of their
+    collectives, come before the end of the last slice's forward, from one of its waits on: so the
+    lane does not idle where forward and backward meet. They are plans of a problem of one phase,
+    which is returned with them; if none is faster, the plan with its own problem."""
+    trace, order = problem.trace, plan.order
+    border = sum(op.is_forward for op in trace.ops)
+    role = {text: trace.ops[place].role for text, (place, *_) in trace.numbered.op.items()}
+    piece = {text: trace.ops[place].piece for text, (place, *_) in trace.numbered.op.items()}
+    last = piece[order[border - 1]].microbatch
+    others = [text for text in order[border:] if piece[text].microbatch != last]
+    mine = [text for text in order[:border] if piece[text].microbatch == last]
+    ends = [1 + i for i, text in enumerate(others) if role[text] == "start"][: 2 * FEW]
+    begins = [i for i, text in enumerate(mine) if role[text] == "wait"][-FEW:]
+    one, *each = (replace(p, phases=("FIW",)) for p in (problem, *ranks))
+    best, best_ns = (problem, plan), step_ns(problem, plan, ranks)
+    for begin, end in product(begins, ends):
+        tail, head = dict.fromkeys(mine[begin:]), dict.fromkeys(others[:end])
+        first = [text for text in order[:border] if text not in tail]
+        then = [text for text in order[border:] if text not in head]
+        found = replace(plan, order=(*first, *head, *tail, *then))
+        try:
+            check(one, found)
+        except InvalidPlan:  # what the tail makes is read before, a total say
+            continue
+        took_ns = step_ns(one, found, each)
+        if took_ns < best_ns and peak_bytes(one, found) <= (problem.budget_bytes or NEVER):
+            best, best_ns = (one, found), took_ns
+    return best
+
+
+def crosses_border(problem: Problem, plan: Plan) -> bool:
+    """Does a backward of this plan begin before the last forward has ended?"""
+    forwards = {op.name for op in problem.trace.ops if op.is_forward}
+    made = [name in forwards and not again for name, again in issues(plan.order)]
+    return made != sorted(made, reverse=True)
 
 
 def _choices(
@@ -154,8 +198,8 @@ def _choices(
 class _SliceSearch:
     """The best plan so far, and what it took to find it."""
 
-    def __init__(self, problem: Problem, plain: Plan) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, plain: Plan, ranks: Sequence[Problem]) -> None:
+        self.problem, self.ranks = problem, ranks
         self.slices = 1 + max(op.piece.microbatch for op in problem.trace.ops)
         self.budget = NEVER if problem.budget_bytes is None else problem.budget_bytes
         count = max(1, len(problem.trace.ops))
@@ -166,7 +210,7 @@ class _SliceSearch:
         self.border = sum(op.is_forward for op in problem.trace.ops)
         self.plain = plain.order[: self.border]
         self.forwards = [self.plain]
-        self.best, self.best_ns, self.offered = plain, step_ns(problem, plain), 1
+        self.best, self.best_ns, self.offered = plain, step_ns(problem, plain, ranks), 1
         self.forward = forward_work(problem)
         self.backward: dict[Choice, Work] = {}
         self.tried: dict[tuple[Choice, Style, Turns, float], int] = {}
@@ -176,7 +220,7 @@ class _SliceSearch:
         forwards might."""
         self.effort -= 1
         self.offered += 1
-        found_ns = step_ns(self.problem, plan)
+        found_ns = step_ns(self.problem, plan, self.ranks)
         if found_ns >= below_ns:
             return found_ns, False, False
         curve = memory_curve(self.problem, plan)
@@ -193,7 +237,8 @@ class _SliceSearch:
 
         def took_ns(order: tuple[str, ...]) -> int:
             self.effort -= 1
-            return step_ns(self.problem, replace(self.best, order=order))  # of this phase alone
+            plan = replace(self.best, order=order)  # of this phase alone
+            return step_ns(self.problem, plan, self.ranks)
 
         took = {order: took_ns(order) for order in [*orders, self.plain]}
         best, *_ = self.forwards = sorted(took, key=took.__getitem__)
