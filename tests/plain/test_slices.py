@@ -18,7 +18,14 @@ from overlapc.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulat
 from overlapc.solvers import BASELINES
 from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
 from overlapc.solvers.listing import Style
-from overlapc.solvers.slices import TURNS, Turns, slice_order, solve_slices
+from overlapc.solvers.slices import (
+    TURNS,
+    Turns,
+    across_border,
+    crosses_border,
+    slice_order,
+    solve_slices,
+)
 from overlapc.solvers.work import NEVER, backward_work, forward_work
 from tests.plain.strategies import random_problem
 from tests.plain.tiny import plan_of, tiny
@@ -35,11 +42,14 @@ COPY = """
     """
 
 
-def copied(count: int) -> Problem:
+def one_copy() -> Problem:
     lone = tiny(COPY, outputs="dp")
     kinds = {"p": "parameter", "x": "batch", "g": "gradient"}
-    lone = replace(lone, trace=replace(lone.trace, kinds=kinds))
-    return in_slices(accumulate(lone, ["dp"]), count)
+    return accumulate(replace(lone, trace=replace(lone.trace, kinds=kinds)), ["dp"])
+
+
+def copied(count: int) -> Problem:
+    return in_slices(one_copy(), count)
 
 
 def lone_problem(rng, count: int) -> Problem:
@@ -228,6 +238,59 @@ def test_a_plan_of_slices_is_never_worse_than_one_after_the_other(rng, count, ro
     assert budget is None or peak_bytes(problem, plan) <= budget
     for k in range(count):
         check(lone, of_slice(plan, k, lone.trace.digest))
+
+
+def test_a_backward_begins_before_the_last_forward_has_ended():
+    """The lane idles for `last` and `back`, 20 of 160, where all forwards are done first."""
+    lone = one_copy()
+    costs = {
+        name: replace(cost, comm_ns=3 * cost.comm_ns) for name, cost in lone.profile.costs.items()
+    }
+    problem = in_slices(replace(lone, profile=replace(lone.profile, costs=costs)), 2)
+    forwards = "first@0 gather@0 first@1 gather@1 wait@0 last@0 wait@1 last@1"
+    backwards = "back@0 push@0 back@1 push@1 wait2@0 end@0 dp_add@0 wait2@1 end@1 dp_add@1"
+    plan = plan_of(problem, f"{forwards} {backwards}", "z@0 z@1")
+    assert step_ns(problem, plan) == 160
+    assert not crosses_border(problem, plan)
+    one, crossed = across_border(problem, plan)
+    check(one, crossed)
+    assert one.phases == ("FIW",)
+    assert crosses_border(problem, crossed)
+    assert crossed.order.index("push@0") < crossed.order.index("last@1")
+    assert step_ns(one, crossed) == 140
+    with pytest.raises(InvalidPlan, match="expected the phases F, IW one after the other"):
+        check(problem, crossed)
+    assert across_border(one, crossed) == (one, crossed)  # there is no more to gain
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(2, 3), st.integers(0, 3))
+def test_plans_across_the_border_are_legal_fit_and_are_faster(rng, count, ranks):
+    """Also where ranks have other costs, by which all are then judged."""
+    lone = lone_problem(rng, count)
+    problem = in_slices(replace(lone, in_flight=1), count, draws=draws_of(lone))
+    alone = plan_on_demand(lone, Needs(lone.trace).storages, "none")
+    budget = rng.choice((None, peak_bytes(problem, one_by_one(problem, alone))))
+    problem, lone = (replace(each, budget_bytes=budget) for each in (problem, lone))
+
+    def other() -> Problem:
+        costs = {
+            name: replace(cost, compute_ns=rng.randint(0, 20))
+            for name, cost in problem.profile.costs.items()
+        }
+        return replace(problem, profile=replace(problem.profile, costs=costs))
+
+    each = [other() for _ in range(ranks)]
+    profiles = [one.profile for one in each] or None
+    plan = solve_slices(problem, lone, alone, quick=True, ranks=each)
+    assert step_ns(problem, plan, each) == simulate(problem, plan, profiles).step_ns
+    assert step_ns(problem, plan, each) <= step_ns(problem, one_by_one(problem, alone), each)
+    one, crossed = across_border(problem, plan, each)
+    check(one, crossed)
+    assert (one.phases == ("FIW",)) == crosses_border(problem, crossed) == (crossed != plan)
+    assert budget is None or peak_bytes(one, crossed) <= budget
+    found = simulate(one, crossed, profiles).step_ns
+    assert crossed == plan or found < step_ns(problem, plan, each)
 
 
 @settings(max_examples=30)

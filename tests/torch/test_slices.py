@@ -18,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from overlapc.errors import Infeasible, OptionError
+from overlapc.check import check
+from overlapc.errors import Infeasible, InvalidPlan, OptionError
+from overlapc.ir import Plan, Problem, parse_issue
 from overlapc.layers import before, in_turn, whole
 from overlapc.merge import BEFORE
 from overlapc.profiler.memory import measure_peak
@@ -503,3 +505,70 @@ def test_any_graph_in_slices() -> None:
 
     holds()
     assert seen["beside"] > 0 or seen["examples"] < 50
+
+
+def crossed(problem: Problem, plan: Plan, begin: float, end: float) -> Plan | None:
+    """The plan with that share of the backwards of the first slices before that of the last
+    slice's forward, if that is legal."""
+    piece = {text: problem.trace.op[parse_issue(text)[0]].piece for text in plan.order}
+    border = sum(op.is_forward for op in problem.trace.ops)
+    forwards, backwards = plan.order[:border], plan.order[border:]
+    last = piece[forwards[-1]].microbatch
+    mine = [text for text in forwards if piece[text].microbatch == last]
+    others = [text for text in backwards if piece[text].microbatch != last]
+    tail, head = mine[int(begin * len(mine)) :], others[: 1 + int(end * len(others))]
+    first = [text for text in forwards if text not in tail]
+    then = [text for text in backwards if text not in head]
+    found = replace(plan, order=(*first, *head, *tail, *then))
+    try:
+        check(replace(problem, phases=("FIW",)), found)
+    except InvalidPlan:
+        return None
+    return found
+
+
+@pytest.mark.timeout(1800)
+def test_any_graph_runs_across_the_border_as_well() -> None:
+    """Backwards that begin before the last forward has ended, wherever: as one graph, and bitwise
+    plain accumulation over slices."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=max(5, settings.default.max_examples // 10))
+    @given(
+        recipe=recipes(max_steps=8),
+        slices=st.sampled_from([2, 3]),
+        solver=st.sampled_from(["overlap", "full"]),
+        begin=st.floats(0.0, 0.99),
+        end=st.floats(0.0, 0.99),
+    )
+    def holds(recipe: Recipe, slices: int, solver: str, begin: float, end: float) -> None:
+        torch._dynamo.reset()
+        steps = tuple(step for step in recipe.steps if step.op not in CROSSES)
+        recipe = replace(recipe, steps=steps, input_grad=False)
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            return torch.stack([out.square().mean() for out in model(x)]).sum()
+
+        world = on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
+        x = randn(24, WIDTH)
+        with world, warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            if not steps or not loss(RandomModel(recipe), x).requires_grad:
+                return
+            step = TrainStep(
+                RandomModel(recipe), loss, slices=slices, profile="estimate", solver=solver
+            )
+            try:
+                report = step.plan([(x,)])
+            except Infeasible:
+                return
+            found = crossed(report.problem, report.plan, begin, end)
+            if found is None:
+                return
+            step = assert_exact(lambda: RandomModel(recipe), [(x,)], slices, loss, plan=found)
+        assert step.unchanged == []
+        assert step.report.plan.order == found.order
+        seen["across"] += len(step.report.problem.phases) == 1
+
+    holds()
+    assert seen["across"] > 0
