@@ -54,6 +54,7 @@ class Variant:
     pieces: int
     run: Callable[[], object]
     predicted_ms: float
+    planned_bytes: int
     step_ms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     exposed_ms: list[float] = field(default_factory=list)  # in waits for collectives, by rank
@@ -91,7 +92,8 @@ class Bench:
         twin = overlapc.optimize(self.model, **self.options)
         run = lambda: twin(*self.batch).backward()  # noqa: E731
         run()
-        return Variant(BASE, 1, run, twin.reports[0].timeline.step_ns / 1e6)
+        report = twin.reports[0]
+        return Variant(BASE, 1, run, report.timeline.step_ns / 1e6, report.peak_bytes)
 
     def microbatches(self, count: int, pairs: bool = True) -> Variant:
         def loss(model: nn.Module, *piece: Tensor) -> Tensor:
@@ -103,13 +105,15 @@ class Bench:
         name = f"TrainStep {count}" if pairs else f"no pairs {count}"
         if pairs and step.report.pair is None:
             say(f"{name}: no pairs by plan")
-        return Variant(name, count, lambda: step(pieces), step.report.step_ns / 1e6)
+        report = step.report
+        return Variant(name, count, lambda: step(pieces), report.step_ns / 1e6, report.peak_bytes)
 
     def slices(self, count: int) -> Variant:
         step = overlapc.TrainStep(self.model, slices=count, **self.options)
         step([self.batch])
         run = lambda: step([self.batch])  # noqa: E731
-        return Variant(f"slices {count}", count, run, step.report.step_ns / 1e6)
+        report = step.report
+        return Variant(f"slices {count}", count, run, report.step_ns / 1e6, report.peak_bytes)
 
     def judge(self, variant: Variant) -> None:
         """Fill in all but the times."""
@@ -171,12 +175,13 @@ def print_table(variants: list[Variant]) -> None:
     print("exposed: on the rank that waits least; off: from the gradients of the whole batch")
     print(
         f"{'variant':12} {'step ms':>8} {'predicted':>9} {'vs optimize':>20} {'MiB':>7}"
-        f" {'exposed':>8} {'grads':>6} {'off':>8}"
+        f" {'planned':>7} {'exposed':>8} {'grads':>6} {'off':>8}"
     )
     for v in variants:
         print(
             f"{v.name:12} {statistics.median(v.step_ms):8.0f} {v.predicted_ms:9.0f}"
             f" {ratio(base.step_ms, v.step_ms):>20} {v.peak_bytes / 2**20:7.1f}"
+            f" {v.planned_bytes / 2**20:7.1f}"
             f" {min(v.exposed_ms):8.0f} {'equal' if v.bitwise_equal else 'DIFFER':>6}"
             f" {v.off_whole:8.1e}"
         )
