@@ -43,7 +43,7 @@ from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.simulate import simulate
 from overlapc.solvers import ranges, solve
-from overlapc.solvers.slices import solve_slices
+from overlapc.solvers.slices import across_border, solve_slices
 from overlapc.solvers.step import solve_step
 
 RANKS = 64
@@ -88,10 +88,10 @@ def problem_of(model: str, kind: str, machine: Hardware) -> Problem:
 def sliced(
     model: str, kind: str, machine: Hardware, slices: int, budget: int
 ) -> tuple[Problem, Plan]:
-    """The problem of a batch in slices, and its plan."""
+    """The problem of a batch in slices, and its plan, as `TrainStep` has it."""
     both = formulated(model, kind, machine, slices, slices)
     problem, lone = (replace(each, budget_bytes=budget) for each in both)
-    return problem, solve_slices(problem, lone, solve(lone, "overlap"))
+    return across_border(problem, solve_slices(problem, lone, solve(lone, "overlap")))
 
 
 def exposed_ns(timeline: Timeline) -> int:
