@@ -53,15 +53,15 @@ def in_ranges(
     problem: Problem,
     slices: Mapping[int, Problem],
     ranges: Iterable[Range],
-    copy_ns_per_kib: float = 0,
+    copy_ns_per_byte: float = 0,
 ) -> Cut:
     """Cut each of the ranges into its pieces. `slices` has, for each number of pieces, the problem
     of one of them. What does not get smaller with the batch, and weight gradients, stay whole.
 
     What pieces of a range read from before it is split for them, and what is read behind it is
-    joined from them; each is a copy of the whole, at so many nanoseconds for each KiB. Without a
+    joined from them; each is a copy of the whole, at so many nanoseconds for each byte. Without a
     price pieces read parts of what is whole."""
-    cutting = _Cutting(problem, slices, ranges, copy_ns_per_kib)
+    cutting = _Cutting(problem, slices, ranges, copy_ns_per_byte)
     for place, op in enumerate(problem.trace.ops):
         cutting.take(op, place)
     return cutting.done()
@@ -75,9 +75,9 @@ class _Cutting:
         problem: Problem,
         slices: Mapping[int, Problem],
         ranges: Iterable[Range],
-        copy_ns_per_kib: float,
+        copy_ns_per_byte: float,
     ) -> None:
-        self.problem, self.slices, self.copy_ns_per_kib = problem, slices, copy_ns_per_kib
+        self.problem, self.slices, self.copy_ns_per_byte = problem, slices, copy_ns_per_byte
         trace = problem.trace
         self.range_of = {place: each for each in ranges for place in range(each.first, each.end)}
         self.place_of = {op.name: place for place, op in enumerate(trace.ops)}
@@ -164,7 +164,7 @@ class _Cutting:
 
     def parts_of(self, name: str, op: Op, place: int) -> str:
         """A copy of a value of the batch for the pieces of the range of that place to read."""
-        if not self.copy_ns_per_kib or name not in self.moving:
+        if not self.copy_ns_per_byte or name not in self.moving:
             return name
         value = self.values[name]
         key = value.storage, self.range_of[place].first
@@ -177,7 +177,7 @@ class _Cutting:
         return self.split[key]
 
     def copying(self, value: Value) -> Cost:
-        return Cost(round(value.bytes * self.copy_ns_per_kib / 1024))
+        return Cost(round(value.bytes * self.copy_ns_per_byte))
 
     def join(self, op: Op, name: str, place: int, count: int) -> None:
         """Make one value of its pieces, on the storage of what was joined there before."""

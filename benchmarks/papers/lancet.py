@@ -98,9 +98,9 @@ def exposed_ns(timeline: Timeline) -> int:
     return sum(exposure.exposed_ns for exposure in timeline.exposures)
 
 
-def copy_ns_per_kib(machine: Hardware) -> float:
-    """What it takes to read and write a KiB once."""
-    return 2 * 1024e9 / (machine.memory_bytes_per_s * machine.memory_efficiency)
+def copy_ns_per_byte(machine: Hardware) -> float:
+    """What it takes to read and write a byte once."""
+    return 2e9 / (machine.memory_bytes_per_s * machine.memory_efficiency)
 
 
 def at_once(problem: Problem, plan: Plan) -> Plan:
@@ -146,7 +146,7 @@ def measure(
         found[way] = timeline.step_ns, exposed_ns(timeline)
     pieces = {k: formulated(model, kind, machine, k)[0] for k in PIECES}
     for way, rival in ranges.BASELINES.items():
-        for said, copy_ns in ((way, copy_ns_per_kib(machine)), (f"{way}, free joins", 0.0)):
+        for said, copy_ns in ((way, copy_ns_per_byte(machine)), (f"{way}, free joins", 0.0)):
             timeline = simulate(*rival(problem, pieces, copy_ns))
             found[said] = timeline.step_ns, exposed_ns(timeline)
     plans = solve_step(problem, "heu", lambda: alone, count)

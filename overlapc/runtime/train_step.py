@@ -68,15 +68,14 @@ class TrainStep:
     where that is predicted to be faster within the budget; with `pairs=False` it never is.
 
     With `slices=k` each microbatch is cut into k slices along dimension 0 (`runtime/slices.py`).
-    The forwards of slices hide each other's communication, and so do their backwards. This is for a
-    single batch, which cannot be merged with another. Gradients are bitwise those of
+    They hide each other's communication. This is for a single batch, which cannot be merged with
+    another. Gradients are bitwise those of
 
         for each in slices: (model(*each) / k).backward()
 
     and those of the uncut batch to rounding; a model for which they differ more is refused.
 
-    `slices="auto"` runs a batch whole, or in two or four slices if these are predicted to be faster
-    and are not refused (`runtime/auto.py`).
+    `slices="auto"`: whole, or in 2 or 4 slices if that is predicted to be faster, and not refused.
 
     A model that cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged`
     and `explain()` say what was decided.

@@ -5,7 +5,7 @@
     experts     Tutel's and FasterMoE's: from all-to-all to all-to-all, forward and backward
 
 A range ends when all its pieces have. What its pieces read is split for them before, and what is
-read behind it, in the backward too, is joined from them, at a price for each KiB: Lancet's own code
+read behind it, in the backward too, is joined from them, at a price for each byte: Lancet's code
 puts a split and a concatenation there, which copy, and counts what they were measured to take.
 Costs of pieces are those of a smaller batch's trace, whose ops have the same names. Neither knows
 of memory, so their plans save everything and may take more than the budget.
@@ -95,12 +95,12 @@ def _by_turns(problem: Problem, nodes: Sequence[Node], how: str) -> tuple[str, .
 
 
 def program(
-    problem: Problem, slices: Mapping[int, Problem], copy_ns_per_kib: float = 0
+    problem: Problem, slices: Mapping[int, Problem], copy_ns_per_byte: float = 0
 ) -> tuple[Problem, Plan]:
     """Lancet's: `T(n) = min over i of T(i) + min over k of P(i, n, k)`, in groups of ops."""
     borders = groups(problem)
-    ranges = best_ranges(problem, slices, borders, 2 * (1 + GROUPS), copy_ns_per_kib)
-    cut = in_ranges(problem, slices, ranges, copy_ns_per_kib)
+    ranges = best_ranges(problem, slices, borders, 2 * (1 + GROUPS), copy_ns_per_byte)
+    cut = in_ranges(problem, slices, ranges, copy_ns_per_byte)
     plan = baselines.lancet(replace(problem, budget_bytes=None))
     back = plan.order[borders[-1] :]
     order = tuple(text for each in ranges for text in ordered(cut, each.first, each.end))
@@ -138,12 +138,12 @@ def best_ranges(
     slices: Mapping[int, Problem],
     borders: Sequence[int],
     longest: int,
-    copy_ns_per_kib: float = 0,
+    copy_ns_per_byte: float = 0,
 ) -> list[Range]:
     """The ranges, of at most so many groups each, that take least together."""
 
     def cut_all(pieces: int) -> Cut:
-        return in_ranges(problem, slices, [Range(0, borders[-1], pieces)], copy_ns_per_kib)
+        return in_ranges(problem, slices, [Range(0, borders[-1], pieces)], copy_ns_per_byte)
 
     cuts = {k: cut_all(k) for k in slices}
     cuts[1] = in_ranges(problem, slices, ())
@@ -158,7 +158,7 @@ def best_ranges(
         if key not in known:
             known[key] = took_ns(cut, ordered(cut, first, end))
         crossing = _crossing_bytes(problem.trace, cut, first, end, made, read)
-        return known[key] + round(crossing * copy_ns_per_kib / 1024)
+        return known[key] + round(crossing * copy_ns_per_byte)
 
     best: list[tuple[int, list[Range]]] = [(0, [])]
     for n in range(1, len(borders)):
@@ -216,15 +216,15 @@ def _shape(problem: Problem, nodes: Sequence[Node]) -> object:
 
 
 def experts(
-    problem: Problem, slices: Mapping[int, Problem], copy_ns_per_kib: float = 0
+    problem: Problem, slices: Mapping[int, Problem], copy_ns_per_byte: float = 0
 ) -> tuple[Problem, Plan]:
     """The fastest number of pieces, one included, for all MoE layers, forward and backward."""
-    found = [_experts(problem, slices, k, copy_ns_per_kib) for k in (1, *slices)]
+    found = [_experts(problem, slices, k, copy_ns_per_byte) for k in (1, *slices)]
     return min(found, key=lambda each: step_ns(*each))
 
 
 def _experts(
-    problem: Problem, slices: Mapping[int, Problem], k: int, copy_ns_per_kib: float
+    problem: Problem, slices: Mapping[int, Problem], k: int, copy_ns_per_byte: float
 ) -> tuple[Problem, Plan]:
     trace = problem.trace
     place_of = {op.name: place for place, op in enumerate(trace.ops)}
@@ -235,7 +235,7 @@ def _experts(
         for there, back in zip(mine[::2], mine[1::2], strict=False):
             end = place_of[trace.wait_of[back.name]] + 1
             spans.append(Range(place_of[there.name], end, k))
-    cut = in_ranges(problem, slices, spans if k > 1 else (), copy_ns_per_kib)
+    cut = in_ranges(problem, slices, spans if k > 1 else (), copy_ns_per_byte)
     edges = sorted({0, len(trace.ops), *(edge for s in spans for edge in (s.first, s.end))})
     order = tuple(text for first, end in pairwise(edges) for text in ordered(cut, first, end))
     plan = baselines.none(problem)

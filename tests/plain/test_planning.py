@@ -18,7 +18,7 @@ import overlapc
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.ir import Cost, Problem, Profile, Slowdown
 from overlapc.planning import agreement, road
-from overlapc.planning.agreement import merge_profiles
+from overlapc.planning.agreement import merge_profiles, unlike_ranks
 from overlapc.planning.options import parse_budget
 from overlapc.planning.problem import eager_timeline, formulate
 from overlapc.planning.report import Report
@@ -126,6 +126,19 @@ def test_merged_profiles_take_mean_compute_and_the_slowest_link():
         {"device": "one"},
     )
     assert merge_profiles([one]) == one
+
+
+def test_ranks_whose_loads_differ_decide_where_that_counts():
+    def rank(*ns: int) -> Profile:
+        return Profile({f"op{i}": Cost(each) for i, each in enumerate(ns)})
+
+    alike = [rank(100, 100), rank(101, 99), rank(99, 102)]
+    assert unlike_ranks(alike) == []  # noise
+    assert unlike_ranks([rank(100, 100), rank(50, 50)]) == []  # the slowest says all
+    turns = [rank(100, 10), rank(10, 90), rank(50, 50), rank(95, 12)]
+    assert unlike_ranks(turns) == [turns[0], turns[1]]
+    many = [rank(*(100 if i == r else 1 for i in range(8))) for r in range(8)]
+    assert len(unlike_ranks(many)) == 4
 
 
 def test_profiles_travel_between_ranks_unchanged():

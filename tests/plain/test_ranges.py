@@ -85,6 +85,23 @@ def test_a_range_is_cut_and_joined():
     assert took_ns(cut, order) == 40  # what the lane takes; 60 one after the other
 
 
+def test_splits_and_joins_are_copies():
+    """A piece does not read a part of what is whole, but of a copy; each storage is joined once."""
+    problem = moe()
+    places = {op.name: place for place, op in enumerate(problem.trace.ops)}
+    slices, spans = {2: smaller(problem, 2)}, [Range(places["there"], places["after"], 2)]
+    cut = in_ranges(problem, slices, spans, copy_ns_per_byte=0.5)
+    trace, cost = cut.problem.trace, cut.problem.cost
+    assert trace.op["there@1"].inputs == ("b_parts_2",)
+    assert trace.op["b_parts_2_split"].inputs == ("b",)
+    assert trace.op["expert@1"].inputs == ("c@1", "p")  # a parameter is no part of the batch
+    size = problem.trace.value["c"].bytes
+    assert cost("b_parts_2_split").compute_ns == round(0.5 * problem.trace.value["b"].bytes)
+    assert cost("c_joined").compute_ns == round(0.5 * size)
+    slower, plan = program(problem, slices, copy_ns_per_byte=1000)
+    assert step_ns(slower, plan) == step_ns(problem, baselines.lancet(problem))  # nothing is cut
+
+
 def test_experts_are_cut_where_that_is_faster():
     problem = moe()
     found, plan = experts(problem, {2: smaller(problem, 2), 4: smaller(problem, 4, 3)})
@@ -119,8 +136,9 @@ def test_pieces_of_another_model_are_refused():
     st.integers(0, 6),
     st.sampled_from([Slowdown(), Slowdown(1200, 1100)]),
     st.integers(1, 4),
+    st.sampled_from([0, 0.1, 1]),
 )
-def test_the_program_finds_the_best_ranges(rng, more_ns, slowdown, longest):
+def test_the_program_finds_the_best_ranges(rng, more_ns, slowdown, longest, copy_ns):
     """All ways to cut the forward into ranges, one after the other in a plan, are no faster."""
     problem = random_problem(rng, 5)
     kinds = {name: rng.choice(["parameter", "batch"]) for name in problem.trace.inputs}
@@ -131,12 +149,12 @@ def test_the_program_finds_the_best_ranges(rng, more_ns, slowdown, longest):
     problem = replace(problem, trace=trace, profile=profile, phases=("F", "IW"))
     slices = {k: smaller(problem, k, more_ns) for k in (2, 4)}
     borders = groups(problem)[:5]
-    found = best_ranges(problem, slices, borders, longest)
+    found = best_ranges(problem, slices, borders, longest, copy_ns)
     assert [found[0].first, found[-1].end] == [borders[0], borders[-1]]
     assert all(a.end == b.first for a, b in pairwise(found))
 
     def together_ns(ranges: list[Range]) -> int:
-        cut = in_ranges(problem, slices, ranges)
+        cut = in_ranges(problem, slices, ranges, copy_ns)
         return took_ns(cut, tuple(text for r in ranges for text in ordered(cut, r.first, r.end)))
 
     best = together_ns(found)
