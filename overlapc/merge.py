@@ -14,6 +14,7 @@ BEFORE = "overlapc.before."  # begins the signature of an op that asks what earl
 TOTAL = "overlapc.total."  # begins that of an op that asks for the sum over all slices
 DRAWN = "_drawn"  # the op `bernoulli` draws `bernoulli_drawn` for all slices
 ADD = "_add"  # the op `mm_3_add` adds the gradient `mm_3` to the parameter's
+ADDS = "add"  # the signature of such an op
 
 
 def accumulate(
@@ -28,7 +29,7 @@ def accumulate(
 
     def add(name: str, maker: Op) -> None:
         piece = replace(maker.piece, letter="W")
-        ops.append(Op(name + ADD, "weight_grad", COMPUTE, piece, (name,), (), "add"))
+        ops.append(Op(name + ADD, "weight_grad", COMPUTE, piece, (name,), (), ADDS))
         took = int(trace.value[name].bytes / 1024 * ns_per_kib)
         costs[name + ADD] = Cost(took, source=problem.cost(maker.name).source)
 

@@ -18,7 +18,7 @@ from itertools import product
 from overlapc.check import check
 from overlapc.errors import InvalidPlan
 from overlapc.ir import Plan, Problem, issues
-from overlapc.merge import at, one_by_one
+from overlapc.merge import ADDS, at, one_by_one
 from overlapc.simulate import memory_curve, peak_bytes, step_ns
 from overlapc.solvers.bounds import Least
 from overlapc.solvers.choice import Choice, choice_of, plan_of
@@ -138,14 +138,16 @@ def across_border(
 ) -> tuple[Problem, Plan]:
     """The fastest of the plan and of those in which the first backwards, up to one of their
     collectives, come before the end of the last slice's forward, from one of its waits on: so the
-    lane does not idle where forward and backward meet. They are plans of a problem of one phase,
-    which is returned with them; if none is faster, the plan with its own problem."""
+    lane does not idle where forward and backward meet. Gradients are added up behind all forwards,
+    so that one that raises leaves them alone. They are plans of a problem of one phase, which is
+    returned with them; if none is faster, the plan with its own problem."""
     trace, order = problem.trace, plan.order
     border = sum(op.is_forward for op in trace.ops)
     role = {text: trace.ops[place].role for text, (place, *_) in trace.numbered.op.items()}
     piece = {text: trace.ops[place].piece for text, (place, *_) in trace.numbered.op.items()}
     last = piece[order[border - 1]].microbatch
-    others = [text for text in order[border:] if piece[text].microbatch != last]
+    adds = {op.name for op in trace.ops if op.signature == ADDS}
+    others = [t for t in order[border:] if piece[t].microbatch != last and t not in adds]
     mine = [text for text in order[:border] if piece[text].microbatch == last]
     ends = [1 + i for i, text in enumerate(others) if role[text] == "start"][: 2 * FEW]
     begins = [i for i, text in enumerate(mine) if role[text] == "wait"][-FEW:]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem
 from overlapc.ir import Op, Problem
-from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_slices, of_slice, one_by_one
+from overlapc.merge import ADD, ADDS, BEFORE, TOTAL, accumulate, in_slices, of_slice, one_by_one
 from overlapc.planning import road
 from overlapc.planning.options import Options
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulate, step_ns
@@ -289,6 +289,9 @@ def test_plans_across_the_border_are_legal_fit_and_are_faster(rng, count, ranks)
     check(one, crossed)
     assert (one.phases == ("FIW",)) == crosses_border(problem, crossed) == (crossed != plan)
     assert budget is None or peak_bytes(one, crossed) <= budget
+    place = {text: i for i, text in enumerate(crossed.order)}
+    last = max(place[op.name] for op in one.trace.ops if op.is_forward)
+    assert all(place[op.name] > last for op in one.trace.ops if op.signature == ADDS)
     found = simulate(one, crossed, profiles).step_ns
     assert crossed == plan or found < step_ns(problem, plan, each)
 
