@@ -159,12 +159,13 @@ def across_border(
         then = [text for text in order[border:] if text not in head]
         found = replace(plan, order=(*first, *head, *tail, *then))
         try:
+            took_ns = step_ns(one, found, each)
+            if took_ns >= best_ns or peak_bytes(one, found) > (problem.budget_bytes or NEVER):
+                continue
             check(one, found)
         except InvalidPlan:  # what the tail makes is read before, a total say
             continue
-        took_ns = step_ns(one, found, each)
-        if took_ns < best_ns and peak_bytes(one, found) <= (problem.budget_bytes or NEVER):
-            best, best_ns = (one, found), took_ns
+        best, best_ns = (one, found), took_ns
     return best
 
 
