@@ -168,7 +168,8 @@ def unlike_ranks(profiles: Sequence[Profile]) -> list[Profile]:
     """The few ranks that decide how long a step takes where loads differ by op: the slowest, and
     those that wait for it here and let it wait there, as ranks with other experts do. None where
     the slowest rank alone says nearly all."""
-    costs = [[cost.compute_ns for cost in profile.costs.values()] for profile in profiles]
+    names = list(profiles[0].costs)
+    costs = [[profile.costs[name].compute_ns for name in names] for profile in profiles]
     slowest = max(range(len(costs)), key=lambda r: sum(costs[r]))
     found, most = [slowest], costs[slowest]
     worth = _UNLIKE * sum(most)

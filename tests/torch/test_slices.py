@@ -7,7 +7,7 @@ import contextlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -461,6 +461,24 @@ CROSSES |= {"in_place_on_view", "attention", "recomputed_by_user", "dropout", "n
 CROSSES |= {"changes_buffer", "gathered", "scanned", "sorted"}
 
 
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([out.square().mean() for out in model(x)]).sum()
+
+
+@contextlib.contextmanager
+def own_ways(recipe: Recipe, x: Tensor) -> Iterator[Callable[[], nn.Module] | None]:
+    """In its world, with warnings as errors: makes the model of a recipe in which each sample goes
+    its own way; None if it has nothing to train."""
+    torch._dynamo.reset()
+    steps = tuple(step for step in recipe.steps if step.op not in CROSSES)
+    recipe = replace(recipe, steps=steps, input_grad=False)
+    world = on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
+    with world, warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trains = steps and squares(RandomModel(recipe), x).requires_grad
+        yield (lambda: RandomModel(recipe)) if trains else None
+
+
 @pytest.mark.timeout(1800)
 def test_any_graph_in_slices() -> None:
     """Each sample goes its own way through a random graph: bitwise plain accumulation over slices,
@@ -475,25 +493,14 @@ def test_any_graph_in_slices() -> None:
         budget=st.sampled_from([None, None, 0.7, 0.3]),
     )
     def holds(recipe: Recipe, slices: int, solver: str, budget: Any) -> None:
-        torch._dynamo.reset()
-        steps = tuple(step for step in recipe.steps if step.op not in CROSSES)
-        recipe = replace(recipe, steps=steps, input_grad=False)
-
-        def loss(model: nn.Module, x: Tensor) -> Tensor:
-            return torch.stack([out.square().mean() for out in model(x)]).sum()
-
-        world = on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
         x = randn(24, WIDTH)
-        with world, warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            if not steps or not loss(RandomModel(recipe), x).requires_grad:
+        with own_ways(recipe, x) as make:
+            if make is None:
                 return
             for _ in range(4):
                 options = {"solver": solver, "memory_budget": budget}
                 try:
-                    step = assert_exact(
-                        lambda: RandomModel(recipe), [(x,)], slices, loss, **options
-                    )
+                    step = assert_exact(make, [(x,)], slices, squares, **options)
                     break
                 except Infeasible as infeasible:
                     budget = infeasible.smallest_bytes
@@ -542,22 +549,11 @@ def test_any_graph_runs_across_the_border_as_well() -> None:
         end=st.floats(0.0, 0.99),
     )
     def holds(recipe: Recipe, slices: int, solver: str, begin: float, end: float) -> None:
-        torch._dynamo.reset()
-        steps = tuple(step for step in recipe.steps if step.op not in CROSSES)
-        recipe = replace(recipe, steps=steps, input_grad=False)
-
-        def loss(model: nn.Module, x: Tensor) -> Tensor:
-            return torch.stack([out.square().mean() for out in model(x)]).sum()
-
-        world = on_fabric() if recipe.ranks > 1 else contextlib.nullcontext()
         x = randn(24, WIDTH)
-        with world, warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            if not steps or not loss(RandomModel(recipe), x).requires_grad:
+        with own_ways(recipe, x) as make:
+            if make is None:
                 return
-            step = TrainStep(
-                RandomModel(recipe), loss, slices=slices, profile="estimate", solver=solver
-            )
+            step = TrainStep(make(), squares, slices=slices, profile="estimate", solver=solver)
             try:
                 report = step.plan([(x,)])
             except Infeasible:
@@ -565,7 +561,7 @@ def test_any_graph_runs_across_the_border_as_well() -> None:
             found = crossed(report.problem, report.plan, begin, end)
             if found is None:
                 return
-            step = assert_exact(lambda: RandomModel(recipe), [(x,)], slices, loss, plan=found)
+            step = assert_exact(make, [(x,)], slices, squares, plan=found)
         assert step.unchanged == []
         assert step.report.plan.order == found.order
         seen["across"] += len(step.report.problem.phases) == 1
