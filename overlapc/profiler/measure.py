@@ -55,7 +55,7 @@ def measure(
     are made up. Nothing that the caller owns changes: parameters, buffers and random state stay.
     `passes` fixes how often the graph is timed. Without it the graph is timed until its total is
     stable within 2%, on all ranks of its collectives' groups, which measure together. Without
-    `links` the links are measured, too. If the `cache` of every rank has all figures, only one
+    `links`, whose times are taken as they are, the links are measured, too. If the `cache` of every rank has all figures, only one
     probe of each kind of collective runs.
 
     CaptureError names an op that cannot run, or for which memory does not suffice.
@@ -70,14 +70,18 @@ def measure(
             found = _run(replay, passes)
             _into_cache(replay, keys, found, cache)
         names, calls = list(replay.calls()), list(replay.calls().values())
+        took: list[int] = []
         if calls:
             calls = agree_sizes(calls, replay.device)
-            links = links or measure_links(calls, device=replay.device, cache=cache)
+            given = links
+            links = given or measure_links(calls, device=replay.device, cache=cache)
+            launches = [found.costs[name].compute_ns for name in names]
+            took = [links.time_ns(call) for call in calls]
+            if given is None:
+                took = behind_launches(calls, took, launches, replay.device)
     if links is None:
         return Profile(found.costs, Slowdown(), found.conditions), found.sizes
-    took = [links.time_ns(call) for call in calls]
-    launches = [found.costs[name].compute_ns for name in names]
-    for name, ns in zip(names, behind_launches(calls, took, launches, replay.device), strict=True):
+    for name, ns in zip(names, took, strict=True):
         found.costs[name] = replace(found.costs[name], comm_ns=ns)
     how = {f"links.{key}": text for key, text in links.conditions.items()}
     return Profile(found.costs, links.slowdown, found.conditions | how), found.sizes
