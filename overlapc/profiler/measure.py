@@ -55,8 +55,8 @@ def measure(
     are made up. Nothing that the caller owns changes: parameters, buffers and random state stay.
     `passes` fixes how often the graph is timed. Without it the graph is timed until its total is
     stable within 2%, on all ranks of its collectives' groups, which measure together. Without
-    `links`, whose times are taken as they are, the links are measured, too. If the `cache` of every rank has all figures, only one
-    probe of each kind of collective runs.
+    `links`, whose times are taken as they are, the links are measured, too. If the `cache` of every
+    rank has all figures, only one probe of each kind of collective runs.
 
     CaptureError names an op that cannot run, or for which memory does not suffice.
     """
