@@ -86,7 +86,9 @@ def plan(
     def decide() -> tuple[Plan, ...]:
         if step.slices > 1:
             unlike = [replace(problem, profile=each) for each in unlike_ranks(ranks)]
-            return _sliced(problem, lone, options, torch_choices, theirs, step.at_once, unlike)
+            # `search`, which estimates, predicts no crossing: an estimated step is what it predicts
+            crosses = step.at_once and options.profile != "estimate"
+            return _sliced(problem, lone, options, torch_choices, theirs, crosses, unlike)
         return _solved(problem, step, options, torch_choices, theirs)
 
     plans = decided(decide, exchange)
@@ -165,11 +167,12 @@ def _sliced(
     options: Options,
     choices: Choices,
     theirs: Plan | None = None,
-    at_once: bool = False,
+    crosses: bool = False,
     ranks: Sequence[Problem] = (),
 ) -> tuple[Plan, ...]:
     """The plan of all slices of a batch; `lone` is the problem of one slice while all are held,
-    `ranks` have the costs of ranks whose loads differ."""
+    `ranks` have the costs of ranks whose loads differ. `crosses`: may backwards begin before the
+    last forward has ended?"""
     if options.plans:
         return options.plans
     quick = options.solver == "heu"
@@ -184,7 +187,7 @@ def _sliced(
         return (one_by_one(problem, alone),)
     with doing(f"ordering slices ({len(problem.trace.ops)} ops)", this_rank()):
         plan = solve_slices(problem, lone, alone, quick, periodic=periodic, ranks=ranks)
-        return (across_border(problem, plan, ranks)[1] if at_once else plan,)
+        return (across_border(problem, plan, ranks)[1] if crosses else plan,)
 
 
 def _fitting(

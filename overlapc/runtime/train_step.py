@@ -412,7 +412,7 @@ class TrainStep:
                     add_ns_per_kib=adding(self.model, self._options),
                     slices=slices,
                     draws=tuple(draws),
-                    at_once=self._options.profile != "estimate" or bool(self._options.plans),
+                    at_once=slices > 1,
                 )
                 planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
                 self._reports[key] = planned.report

@@ -19,7 +19,7 @@ from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt
 from tests.slow import slow_hardware
-from tests.torch.test_slices import gradients, plainly
+from tests.torch.test_slices import crossed, gradients, plainly
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,7 +35,10 @@ def tokens(seed: int) -> Tensor:
     return torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def on_rank(rank: int, ranks: int, name: str, budget: Any, hardware: str) -> dict[str, Any]:
+def on_rank(
+    rank: int, ranks: int, name: str, budget: Any, hardware: str, across: bool
+) -> dict[str, Any]:
+    """With `across` backwards begin before the last forward has ended, as the given plan says."""
     dist.init_process_group("gloo")
     own = rank if name == "moe" else 0  # tensor parallel ranks read the same
 
@@ -46,6 +49,10 @@ def on_rank(rank: int, ranks: int, name: str, budget: Any, hardware: str) -> dic
     model, twin = made(), made()
     how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware, "timeout_s": 30}
     step = TrainStep(twin, memory_budget=budget, slices=2, **how)
+    if across:
+        planned = step.plan([(tokens(own), tokens(100 * own + 50))])
+        tries = (crossed(planned.problem, planned.plan, 0.8, n / 20) for n in range(20))
+        step = TrainStep(twin, slices=2, plan=[each for each in tries if each][-1], **how)
     same = []
     for i in range(2):  # the second adds to what the first left
         batch = tokens(10 * i + own), tokens(i + 100 * own + 50)
@@ -62,21 +69,26 @@ def on_rank(rank: int, ranks: int, name: str, budget: Any, hardware: str) -> dic
         "order": report.plan.order,
         "hidden": report.timeline.exposed_ns < report.eager.exposed_ns,
         "unchanged": step.unchanged,
+        "phases": len(report.problem.phases),
     }
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"),
+    ("name", "budget", "across"),
     [
-        ("moe", None),
-        pytest.param("gpt", None, marks=pytest.mark.slow),
-        pytest.param("gpt", 0.6, marks=pytest.mark.slow),
-        pytest.param("moe", 0.6, marks=pytest.mark.slow),
+        ("moe", None, False),
+        ("moe", None, True),
+        pytest.param("gpt", None, False, marks=pytest.mark.slow),
+        pytest.param("gpt", None, True, marks=pytest.mark.slow),
+        pytest.param("gpt", 0.6, False, marks=pytest.mark.slow),
+        pytest.param("moe", 0.6, False, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks(name: str, budget: float | None, tmp_path: Path) -> None:
-    everyone = run_ranks(on_rank, 2, name, budget, slow_hardware(tmp_path), timeout_s=280)
+def test_two_ranks(name: str, budget: float | None, across: bool, tmp_path: Path) -> None:
+    hardware = slow_hardware(tmp_path)
+    everyone = run_ranks(on_rank, 2, name, budget, hardware, across, timeout_s=280)
     for found in everyone:
+        assert found["phases"] == (1 if across else 2)
         assert found["same"]
         assert found["unchanged"] == []
         assert found["order"] == everyone[0]["order"]
