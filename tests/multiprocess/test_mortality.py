@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,6 +42,8 @@ PROMISED_S = 10.0
 GROUP_S = 8.0  # the process group's own timeout, which rules while a step runs
 TRACING_S = 10.0  # that a rank takes at most before it waits for another
 PATIENCE_S = 60.0
+# In names of files that run only while ranks plan: tracing, measuring, solving, agreeing.
+PLANNING = ("_dynamo/convert_frame", "overlapc/planning/", "overlapc/profiler/", "/exchange.py")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
@@ -89,13 +92,24 @@ def _main(pipe: Connection, port: int, door: str, rank: int) -> None:
     pipe.send("planning")
 
     def go() -> None:
-        step()
+        try:
+            step()
+        except Exception as error:
+            if not _of_planning(error):
+                pipe.send("stepping")
+            raise
         pipe.send("stepping")
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             step()
 
     pipe.send(caught(go))
+
+
+def _of_planning(error: BaseException) -> bool:
+    """Was the error raised while a plan was made, not while the first step ran by it?"""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(part in file for file in files for part in PLANNING)
 
 
 @dataclasses.dataclass
