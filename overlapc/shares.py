@@ -250,7 +250,7 @@ def plan_frugally(
     torch_choices: Choices = tuple,
 ) -> tuple[Share, Report]:
     """Plan a graph that shares the budget with graphs that are not known yet."""
-    captured, step, profiles = agreed(captured, step, options, primals, exchange)
+    captured, step, profiles, _ = agreed(captured, step, options, primals, exchange)
     problem = step.microbatch(captured.trace, merge_profiles(profiles))
     choices = tuple(torch_choices()) if options.solver == "torch" else ()
     share = Share(problem, options.solver, choices)

@@ -9,10 +9,10 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from overlapc.errors import CaptureError, Infeasible
-from overlapc.ir import Cost, Plan, Profile, Slowdown
+from overlapc.ir import Cost, Plan, Profile, Slowdown, Trace
 from overlapc.planning.options import ALIKE, Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.progress import doing
@@ -20,11 +20,26 @@ from overlapc.text import format_plan, parse_plan
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
+    from overlapc.planning.report import Report
     from overlapc.runtime.exchange import Exchange
 
 _NOTHING_FITS = "infeasible "
 _FEW_RANKS = 4  # that a plan is judged by; each more is as much work again
 _UNLIKE = 0.05  # of a rank's compute, that another takes longer in some ops: more than noise is
+
+
+class Agreed(NamedTuple):
+    """What ranks have agreed on.
+
+    The graph has in its trace the most bytes that any rank has measured of each value; the step
+    has the mean of the ranks' costs of adding gradients, and is in pairs only if it may be on every
+    rank. `here` is the trace with this rank's bytes, if ranks have measured others.
+    """
+
+    captured: Captured
+    step: TrainingStep
+    profiles: list[Profile]
+    here: Trace | None
 
 
 def agreed(
@@ -33,10 +48,8 @@ def agreed(
     options: Options,
     primals: Sequence[Any] | None,
     exchange: Exchange | None,
-) -> tuple[Captured, TrainingStep, list[Profile]]:
-    """Agree with the other ranks on graph and options. Return the graph with measured sizes in its
-    trace, the step with the mean of the ranks' costs of adding gradients (in pairs only if it may
-    be on every rank), and each rank's profile."""
+) -> Agreed:
+    """Agree with the other ranks on graph and options."""
     from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
@@ -52,15 +65,40 @@ def agreed(
         )
     profiles, all_sizes = _profiles(captured, options, primals, exchange)
     sizes = {name: max(s.get(name, 0) for s in all_sizes) for name in all_sizes[0]}
-    if sizes:
-        captured = trace_joint(
-            captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
-        )
+
+    def of_sizes(sizes: Mapping[str, int]) -> Captured:
+        joint, results = captured.joint, captured.num_fwd_outputs
+        return trace_joint(joint, results, captured.static_inputs, sizes=sizes)
+
+    here = None
+    if exchange is not None and any(each != all_sizes[0] for each in all_sizes):
+        here = of_sizes(all_sizes[exchange.ranks.index(exchange.rank)]).trace
+    captured = of_sizes(sizes) if sizes else captured
     if exchange is not None and step.gradients is not None:
         mine = json.dumps([step.add_ns_per_kib, step.pairs]).encode()
         adding, pairs = zip(*map(json.loads, exchange.gather("adding", mine)), strict=True)
         step = replace(step, add_ns_per_kib=sum(adding) / len(adding), pairs=all(pairs))
-    return captured, step, profiles
+    return Agreed(captured, step, profiles, here)
+
+
+def of_all_ranks(
+    reports: Sequence[Report],
+    here: Trace | None,
+    judge: Callable[[Trace], Sequence[Report]],
+    exchange: Exchange | None,
+) -> list[Report]:
+    """The reports with the peak of each rank by its own sizes, where these differ: one that has the
+    most of every value, as the plan allows for, holds more than any. `judge` reports on the same
+    plans for this rank's trace."""
+    if here is None or exchange is None:
+        return list(reports)
+    mine = [[part.timeline.peak_bytes for part in each.parts] for each in judge(here)]
+    told = map(json.loads, exchange.gather("peaks", json.dumps(mine).encode()))
+    by_report = zip(*told, strict=True)  # of each the peaks of all ranks, by part
+    return [
+        replace(each, rank_peaks=tuple(max(parts) for parts in peaks))
+        for each, peaks in zip(reports, by_report, strict=True)
+    ]
 
 
 def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:

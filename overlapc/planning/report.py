@@ -37,6 +37,7 @@ class Report(Record):
     merged: Report | None = None
     pair: Report | None = None
     slices: int = 1  # slices of each microbatch; the plan is that of all
+    rank_peaks: tuple[int, ...] = ()  # of the step, by rank, where ranks' values differ in size
 
     @property
     def ends_ns(self) -> int:
@@ -58,8 +59,13 @@ class Report(Record):
 
     @property
     def peak_bytes(self) -> int:
-        """How much the whole step holds at most."""
-        return max(each.timeline.peak_bytes for each in (self, self.merged, self.pair) if each)
+        """How much the whole step holds at most, on the rank that holds most."""
+        return max(self.rank_peaks or [part.timeline.peak_bytes for part in self.parts])
+
+    @property
+    def parts(self) -> list[Report]:
+        """This report, and those of merged microbatches and of the ends in pairs if there are."""
+        return [part for part in (self, self.merged, self.pair) if part is not None]
 
     @cached_property
     def eager(self) -> Timeline:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
-from overlapc.ir import Plan, Problem, Profile
+from overlapc.ir import Plan, Problem, Profile, Trace
 from overlapc.merge import in_pairs, merge, of_slice, one_by_one
 from overlapc.planning.agreement import (
     agreed,
     decided,
     merge_profiles,
+    of_all_ranks,
     this_rank,
     unlike_ranks,
 )
@@ -68,7 +69,7 @@ def plan(
     would choose. `own` gives the plan of the model's own recompute, if it has any: the peak of that
     plan is the default budget, and that plan runs if nothing else fits.
     """
-    captured, step, profiles = agreed(captured, step, options, primals, exchange)
+    captured, step, profiles, here = agreed(captured, step, options, primals, exchange)
     profile = merge_profiles(profiles)
     problem = formulate(captured.trace, profile, options.memory_budget, step)
     lone = problem if step.slices == 1 else step.slice(captured.trace, profile)
@@ -98,7 +99,13 @@ def plan(
         log(2, format_plan(each))
     if step.at_once and crosses_border(problem, plans[0]):
         problem = replace(problem, phases=("FIW",))
-    report, *roomier = reports(problem, step, plans, ranks, given=bool(options.plans))
+    found = reports(problem, step, plans, ranks, given=bool(options.plans))
+
+    def of_sizes(trace: Trace) -> list[Report]:
+        mine = formulate(trace, profile, options.memory_budget, step)
+        return reports(replace(mine, phases=problem.phases), step, plans, given=True)
+
+    report, *roomier = of_all_ranks(found, here, of_sizes, exchange)
     if options.plans and options.memory_budget is not None:
         _warn_of_budget(report)
     return StepPlan(captured, report, tuple(roomier))

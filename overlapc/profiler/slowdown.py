@@ -17,7 +17,7 @@ import torch
 from overlapc.ir import Slowdown
 from overlapc.profiler.clock import Clock
 from overlapc.profiler.link_model import Collective, Curve
-from overlapc.profiler.together import agree, middle_mean, ranks_in
+from overlapc.profiler.together import agree, ranks_in
 
 __all__ = ["measure_slowdown"]
 
@@ -90,8 +90,9 @@ def measure_slowdown(
         if agree([alike], "min", call.group, clock.device) == [1]:
             break
     free, alone, beside, rest = zip(*runs, strict=True)
-    # Waits are longer where other work is on the machine: compare the shortest.
-    mine = [middle_mean(free), min(alone), middle_mean(beside), min(rest)]
+    # Waits are longer where other work is on the machine: compare the shortest. Such work lets a
+    # whole run of compute take a third longer: a median leaves that run out, a mean does not.
+    mine = [median_low(free), min(alone), median_low(beside), min(rest)]
     ranks = ranks_in(call.group)
     means = [n // ranks for n in agree(mine, "sum", call.group, clock.device)]
     how = f"matmuls beside a chain of {call.kind} of {call.bytes} bytes"

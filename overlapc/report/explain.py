@@ -32,6 +32,11 @@ def explain(report: Report) -> str:
         f"  peak {_mb(timeline.peak_bytes)} MB of {_mb(budget)} MB "
         f"(all saved: {_mb(eager.peak_bytes)} MB)",
     ]
+    if report.rank_peaks:
+        lines.append(
+            f"  the fullest rank holds {_mb(report.peak_bytes)} MB: ranks' values differ in size, "
+            "and the plan has room for the largest of each"
+        )
     lines += _launches(problem)
     if not timeline.exposures:
         return "\n".join([*lines, "  no collectives"])

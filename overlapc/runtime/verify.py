@@ -107,7 +107,7 @@ def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -
         sum(timeline.step_ns for timeline in timelines),
         peaks[0],
         peaks[1],
-        max((timeline.peak_bytes for timeline in timelines), default=0),
+        max((report.peak_bytes for report in planned.reports), default=0),
         tuple(planned.unchanged),
         _blame(model, step, gradients[1]) if different else "",
     )
