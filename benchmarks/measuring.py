@@ -43,13 +43,17 @@ def timed_ms(run: Run) -> float:
     return slowest(now_ns() - start_ns) / 1e6
 
 
-def least_peak(model: nn.Module, run: Run) -> int:
+def least_peak(model: nn.Module, run: Run, sums: bool = False) -> int:
     """The least of a few measured peaks, on the rank that has most: one measurement can be too
-    high by a buffer, never too low."""
+    high by a buffer, never too low. `sums`: with sums of gradients there from the start, which
+    count, as in plans of several pieces; else the run makes them."""
 
     def once() -> int:
         model.zero_grad()
-        return measure_peak(run)
+        made = list(model.parameters()) if sums else []
+        for parameter in made:
+            parameter.grad = torch.zeros_like(parameter)
+        return measure_peak(run) + sum(parameter.nbytes for parameter in made)
 
     return int(slowest(min(once() for _ in range(REPEATS))))
 

@@ -4,7 +4,7 @@ one batch beside each other. Their results are valid."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from overlapc.ir import COMPUTE, Cost, Op, Plan, Problem, Trace, Value
@@ -75,6 +75,17 @@ def ahead(trace: Trace, steps: int) -> Trace:
 def at(name: str, k: int) -> str:
     """Name an op or a value of slice k: `mm@1`; `R:mm@1` is its recompute."""
     return f"{name}@{k}"
+
+
+def with_bytes(trace: Trace, each: Sequence[Mapping[str, int]]) -> Trace:
+    """Return the trace with the bytes of storages as they are in the one graph, or in each slice;
+    the last is as all that follow. What is not in `each` stays."""
+
+    def of(value: Value) -> Value:
+        name, _, k = value.storage.partition("@")
+        return replace(value, bytes=each[min(int(k or 0), len(each) - 1)].get(name, value.bytes))
+
+    return replace(trace, values=tuple(map(of, trace.values)))
 
 
 def in_slices(

@@ -9,10 +9,11 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from overlapc.errors import CaptureError, Infeasible
-from overlapc.ir import Cost, Plan, Profile, Slowdown, Trace
+from overlapc.ir import Cost, Plan, Profile, Slowdown
 from overlapc.planning.options import ALIKE, Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.progress import doing
@@ -28,18 +29,25 @@ _FEW_RANKS = 4  # that a plan is judged by; each more is as much work again
 _UNLIKE = 0.05  # of a rank's compute, that another takes longer in some ops: more than noise is
 
 
+class Sizes(NamedTuple):
+    """Measured bytes of a rank's values: the most of all slices of a batch, and those of each."""
+
+    most: Mapping[str, int]
+    each: Sequence[Mapping[str, int]]
+
+
 class Agreed(NamedTuple):
     """What ranks have agreed on.
 
     The graph has in its trace the most bytes that any rank has measured of each value; the step
     has the mean of the ranks' costs of adding gradients, and is in pairs only if it may be on every
-    rank. `here` is the trace with this rank's bytes, if ranks have measured others.
+    rank. `here` are the bytes of this rank's values, by slice, if any rank has less of one.
     """
 
     captured: Captured
     step: TrainingStep
     profiles: list[Profile]
-    here: Trace | None
+    here: Sequence[Mapping[str, int]]
 
 
 def agreed(
@@ -48,8 +56,10 @@ def agreed(
     options: Options,
     primals: Sequence[Any] | None,
     exchange: Exchange | None,
+    others: Sequence[Sequence[Any]] = (),
 ) -> Agreed:
-    """Agree with the other ranks on graph and options."""
+    """Agree with the other ranks on graph and options. `primals` are the graph's inputs, `others`
+    those of the other slices of a batch."""
     from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
@@ -63,17 +73,15 @@ def agreed(
             f"{options.text(ALIKE)} {step.microbatches} {step.lag} {step.in_flight}",
             "pass the same options on every rank",
         )
-    profiles, all_sizes = _profiles(captured, options, primals, exchange)
-    sizes = {name: max(s.get(name, 0) for s in all_sizes) for name in all_sizes[0]}
-
-    def of_sizes(sizes: Mapping[str, int]) -> Captured:
-        joint, results = captured.joint, captured.num_fwd_outputs
-        return trace_joint(joint, results, captured.static_inputs, sizes=sizes)
-
-    here = None
-    if exchange is not None and any(each != all_sizes[0] for each in all_sizes):
-        here = of_sizes(all_sizes[exchange.ranks.index(exchange.rank)]).trace
-    captured = of_sizes(sizes) if sizes else captured
+    profiles, found = _profiles(captured, options, primals, others, exchange)
+    sizes = {name: max(each.most.get(name, 0) for each in found) for name in found[0].most}
+    unlike = any(each != sizes for rank in found for each in rank.each)
+    place = 0 if exchange is None else exchange.ranks.index(exchange.rank)
+    here = found[place].each if unlike else ()
+    if sizes:
+        captured = trace_joint(
+            captured.joint, captured.num_fwd_outputs, captured.static_inputs, sizes=sizes
+        )
     if exchange is not None and step.gradients is not None:
         mine = json.dumps([step.add_ns_per_kib, step.pairs]).encode()
         adding, pairs = zip(*map(json.loads, exchange.gather("adding", mine)), strict=True)
@@ -82,18 +90,15 @@ def agreed(
 
 
 def of_all_ranks(
-    reports: Sequence[Report],
-    here: Trace | None,
-    judge: Callable[[Trace], Sequence[Report]],
-    exchange: Exchange | None,
+    reports: Sequence[Report], here: Sequence[Report], exchange: Exchange | None
 ) -> list[Report]:
-    """The reports with the peak of each rank by its own sizes, where these differ: one that has the
-    most of every value, as the plan allows for, holds more than any. `judge` reports on the same
-    plans for this rank's trace."""
-    if here is None or exchange is None:
-        return list(reports)
-    mine = [[part.timeline.peak_bytes for part in each.parts] for each in judge(here)]
-    told = map(json.loads, exchange.gather("peaks", json.dumps(mine).encode()))
+    """The reports with the peak of each rank by its own sizes: one that has the most of every
+    value, as the plan allows for, holds more than any. `here` are reports on the same plans for
+    this rank's sizes."""
+    mine = [[part.timeline.peak_bytes for part in each.parts] for each in here]
+    told = [mine]
+    if exchange is not None:
+        told = [json.loads(data) for data in exchange.gather("peaks", json.dumps(mine).encode())]
     by_report = zip(*told, strict=True)  # of each the peaks of all ranks, by part
     return [
         replace(each, rank_peaks=tuple(max(parts) for parts in peaks))
@@ -128,20 +133,20 @@ def _profiles(
     captured: Captured,
     options: Options,
     primals: Sequence[Any] | None,
+    others: Sequence[Sequence[Any]],
     exchange: Exchange | None,
-) -> tuple[list[Profile], list[Mapping[str, int]]]:
+) -> tuple[list[Profile], list[Sizes]]:
     """The profiles and measured sizes of all ranks; if one rank cannot capture, all raise."""
     key = _work(captured, options, primals)
+    costs = partial(profile_captured, captured, options, primals, others)
     known = options.known.get(key)
     if exchange is None:
-        known = options.known[key] = known or profile_captured(captured, options, primals)
+        known = options.known[key] = known or costs()
         return [known[0]], [known[1]]
     everywhere = b"0" not in exchange.gather("known costs", b"1" if known else b"0")
     try:
         if known is None or not everywhere:  # all measure together, or nobody does
-            known = exchange.during(
-                "measuring", lambda: profile_captured(captured, options, primals)
-            )
+            known = exchange.during("measuring", costs)
             options.known[key] = known
         mine = _pack(*known)
     except CaptureError as error:
@@ -151,7 +156,7 @@ def _profiles(
         if "failed" in data:
             reason, place = data["failed"]
             raise CaptureError(f"{reason} (on rank {rank})", place)
-    return [_unpack(data) for data in told], [data["sizes"] for data in told]
+    return [_unpack(data) for data in told], [Sizes(*data["sizes"]) for data in told]
 
 
 def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -> tuple[Any, ...]:
@@ -164,22 +169,28 @@ def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -
 
 
 def profile_captured(
-    captured: Captured, options: Options, primals: Sequence[Any] | None
-) -> tuple[Profile, Mapping[str, int]]:
+    captured: Captured,
+    options: Options,
+    primals: Sequence[Any] | None,
+    others: Sequence[Sequence[Any]] = (),
+) -> tuple[Profile, Sizes]:
     """Measure or estimate a graph's costs; also return the measured sizes of its values."""
     from overlapc.profiler.cache import Cache
 
     path = None if isinstance(options.cache, bool) else options.cache
     cache = Cache(path) if options.cache else None
     if options.profile == "measure":
-        from overlapc.profiler.measure import measure
+        from overlapc.profiler.measure import measure, measure_sizes
 
         with doing(f"measuring {len(captured.trace.ops)} ops", this_rank()):
-            return measure(captured, primals, cache=cache)
+            profile, sizes = measure(captured, primals, cache=cache)
+            each = [sizes, *(sizes | measure_sizes(captured, other) for other in others)]
+        most = {name: max(one[name] for one in each) for name in sizes}
+        return profile, Sizes(most, each)
     from overlapc.profiler.estimate import estimate
     from overlapc.profiler.hardware import load_hardware
 
-    return estimate(captured, load_hardware(options.hardware), known=cache), {}
+    return estimate(captured, load_hardware(options.hardware), known=cache), Sizes({}, [{}])
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
@@ -221,7 +232,7 @@ def unlike_ranks(profiles: Sequence[Profile]) -> list[Profile]:
     return [profiles[r] for r in found] if len(found) > 1 else []
 
 
-def _pack(profile: Profile, sizes: Mapping[str, int]) -> bytes:
+def _pack(profile: Profile, sizes: Sizes) -> bytes:
     slowdown = profile.slowdown
     return json.dumps(
         {
@@ -231,7 +242,7 @@ def _pack(profile: Profile, sizes: Mapping[str, int]) -> bytes:
             },
             "slowdown": [slowdown.compute_permille, slowdown.comm_permille],
             "conditions": dict(profile.conditions),
-            "sizes": dict(sizes),
+            "sizes": sizes,
         }
     ).encode()
 

@@ -37,7 +37,7 @@ class Report(Record):
     merged: Report | None = None
     pair: Report | None = None
     slices: int = 1  # slices of each microbatch; the plan is that of all
-    rank_peaks: tuple[int, ...] = ()  # of the step, by rank, where ranks' values differ in size
+    rank_peaks: tuple[int, ...] = ()  # of the step, where ranks or slices differ in sizes
 
     @property
     def ends_ns(self) -> int:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
-from overlapc.ir import Plan, Problem, Profile, Trace
-from overlapc.merge import in_pairs, merge, of_slice, one_by_one
+from overlapc.ir import Plan, Problem, Profile
+from overlapc.merge import in_pairs, merge, of_slice, one_by_one, with_bytes
 from overlapc.planning.agreement import (
     agreed,
     decided,
@@ -58,18 +58,20 @@ def plan(
     step: TrainingStep = GRAPH,
     *,
     primals: Sequence[Any] | None = None,
+    others: Sequence[Sequence[Any]] = (),
     exchange: Exchange | None = None,
     torch_choices: Choices = tuple,
     own: Callable[[Problem], Plan] | None = None,
 ) -> StepPlan:
     """Plan a step of one captured graph: agree, cost, formulate, solve, check, simulate, report.
 
-    `primals` are real inputs, to measure with. `exchange` joins the ranks that must agree; without
-    one this rank plans alone. `torch_choices` gives the saved sets that PyTorch's own partitioner
-    would choose. `own` gives the plan of the model's own recompute, if it has any: the peak of that
-    plan is the default budget, and that plan runs if nothing else fits.
+    `primals` are real inputs, to measure with, and `others` those of a batch's other slices.
+    `exchange` joins the ranks that must agree; without one this rank plans alone. `torch_choices`
+    gives the saved sets that PyTorch's own partitioner would choose. `own` gives the plan of the
+    model's own recompute, if it has any: the peak of that plan is the default budget, and that plan
+    runs if nothing else fits.
     """
-    captured, step, profiles, here = agreed(captured, step, options, primals, exchange)
+    captured, step, profiles, here = agreed(captured, step, options, primals, exchange, others)
     profile = merge_profiles(profiles)
     problem = formulate(captured.trace, profile, options.memory_budget, step)
     lone = problem if step.slices == 1 else step.slice(captured.trace, profile)
@@ -100,12 +102,10 @@ def plan(
     if step.at_once and crosses_border(problem, plans[0]):
         problem = replace(problem, phases=("FIW",))
     found = reports(problem, step, plans, ranks, given=bool(options.plans))
-
-    def of_sizes(trace: Trace) -> list[Report]:
-        mine = formulate(trace, profile, options.memory_budget, step)
-        return reports(replace(mine, phases=problem.phases), step, plans, given=True)
-
-    report, *roomier = of_all_ranks(found, here, of_sizes, exchange)
+    if here:
+        mine = replace(problem, trace=with_bytes(problem.trace, here))
+        found = of_all_ranks(found, reports(mine, step, plans, given=True), exchange)
+    report, *roomier = found
     if options.plans and options.memory_budget is not None:
         _warn_of_budget(report)
     return StepPlan(captured, report, tuple(roomier))

@@ -31,7 +31,7 @@ from overlapc.profiler.replay import Replay, Step
 from overlapc.profiler.together import agree
 from overlapc.timing import now_ns
 
-__all__ = ["measure", "retime"]
+__all__ = ["measure", "measure_sizes", "retime"]
 
 _STABLE = 0.02
 _MIN_PASSES, _MAX_PASSES, _PASSES_TOGETHER = 3, 7, 5
@@ -85,6 +85,19 @@ def measure(
         found.costs[name] = replace(found.costs[name], comm_ns=ns)
     how = {f"links.{key}": text for key, text in links.conditions.items()}
     return Profile(found.costs, links.slowdown, found.conditions | how), found.sizes
+
+
+def measure_sizes(captured: Captured, primals: Sequence[Any]) -> dict[str, int]:
+    """Return the storage bytes of the values for these inputs, of whose shapes `measure` has taken
+    others. What is made up has the same size for all; all has where no size depends on data, and
+    then nothing runs."""
+    replay = Replay(captured, primals)
+    with _undisturbed(replay.device):
+        if None not in _keys(replay).values():
+            return {}
+        memory = _Memory(replay)
+        memory.measure()
+    return memory.sizes
 
 
 def retime(

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from overlapc.errors import OptionError
 from overlapc.runtime.slices import cut_batch
@@ -61,6 +61,18 @@ def kind_of(given: Given) -> Any:
         else type(leaf).__name__
         for leaf in flat
     )
+
+
+def inputs_of(
+    names: Iterable[str], state: Mapping[str, Any], slices: Sequence[Given]
+) -> list[list[Any]]:
+    """A graph's inputs by name in `state`, which is that of the first slice, and in those of the
+    other slices: what is a part of the batch is their own part."""
+    mine = [state[name] for name in names]
+    first, *others = [tree_leaves((each.args, each.kwargs)) for each in slices] or [[]]
+    place = {id(leaf): i for i, leaf in enumerate(first) if isinstance(leaf, Tensor)}
+    parts = [[leaves[place[id(x)]] if id(x) in place else x for x in mine] for leaves in others]
+    return [mine, *parts]
 
 
 def in_runs(each: Sequence[Given]) -> list[tuple[Any, list[Given]]]:

@@ -37,7 +37,7 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import untraced
-from overlapc.runtime.given import Given, alike
+from overlapc.runtime.given import Given, alike, inputs_of
 from overlapc.runtime.objects import batch_in_objects, is_held, rebuilt, storage_of
 from overlapc.runtime.program import State
 from overlapc.runtime.ranks import Attempts
@@ -97,7 +97,7 @@ class SlicedCalls:
             key, _ = self._key(self._given, each)
             if key in self._plain:
                 return None
-            self._now = now = Slices(1, runs=False)
+            self._now = now = Slices(1, runs=False, each=each)
             try:
                 with busy("tracing", self.options.timeout_s), sliced(self.count), suppress(Stop):
                     self._traced[key](*each[0].args, **each[0].kwargs)
@@ -130,7 +130,7 @@ class SlicedCalls:
         traced = self._traced[key]
 
         def begin() -> Slices:
-            self._now = now = Slices(1, self._forward)
+            self._now = now = Slices(1, self._forward, each=each)
             for one in each[:-1]:
                 with suppress(Stop):
                     traced(*one.args, **one.kwargs)
@@ -223,8 +223,9 @@ class SlicedCalls:
         captured, digest = joint.captured, joint.captured.trace.digest
         if digest not in self.reports:
             cut = f" in {self.count} slices" if self.count > 1 else ""
+            each = self._now.each if self._now is not None else ()
             alone = "" if joint.tangents else ", its forward alone"
-            primals = [state[name] for name in joint.inputs]
+            primals, *others = inputs_of(joint.inputs, state, each)
             options = self.options if joint.tangents else replace(self.options, plan=None)
             step = TrainingStep(f"graph {len(self.reports)}{cut}{alone}")
             if self.count > 1:
@@ -238,8 +239,8 @@ class SlicedCalls:
                 )
             lanes, timeout_s = captured.trace.lanes, self.options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
-                planned = plan(captured, options, step, primals=primals, exchange=exchange)
-                self.reports[digest] = planned.report
+                how: Any = {"primals": primals, "others": others, "exchange": exchange}
+                self.reports[digest] = plan(captured, options, step, **how).report
                 warn_of_seeds(captured, primals, exchange)
         return self.reports[digest]
 

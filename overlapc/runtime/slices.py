@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +36,9 @@ from overlapc.runtime.objects import alike as equal
 from overlapc.runtime.objects import ends_in, is_held, rebuilt, tensors_in
 from overlapc.runtime.program import Flight, Program, State
 from overlapc.stages import turns
+
+if TYPE_CHECKING:
+    from overlapc.runtime.given import Given
 
 # How a result of the batch is made of its slices': put together along this dimension, their mean
 # (a loss), any of them, because they are alike, or an object with the tensors of all in it.
@@ -360,6 +363,7 @@ class Slices:
     run: Callable[[SlicedProgram, Sequence[State], Sequence[Way]], list[Any]] = SlicedProgram.step
     runs: bool = True
     ways: Sequence[Way] = ()
+    each: Sequence[Given] = ()  # the slices' calls
     states: list[State] = field(default_factory=list)
     program: SlicedProgram | None = None
     report: Report | None = None

@@ -36,7 +36,7 @@ from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
-from overlapc.runtime.given import Given, alike, givens, in_runs, kind_of
+from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of
 from overlapc.runtime.loss import checked_loss, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
@@ -176,7 +176,7 @@ class TrainStep:
             return self._plainly(given)
 
         def begin() -> Slices:
-            self._step = step = Slices(microbatches)
+            self._step = step = Slices(microbatches, each=each)
             for one in each[:-1]:
                 with suppress(Stop):
                     self._traced[key](*one.args, **one.kwargs)
@@ -238,8 +238,8 @@ class TrainStep:
         """Plan microbatches of one kind, or, in slices, the first batch."""
         slices = self._options.slices
         self._given = each[0]
-        self._step = Slices(len(each), runs=False) if slices > 1 else Step(each, runs=False)
-        each = each[0].cut(slices) if slices > 1 else each
+        count, each = len(each), each[0].cut(slices) if slices > 1 else each
+        self._step = Slices(count, runs=False, each=each) if slices > 1 else Step(each, runs=False)
         key = self._key(kind_of(each[0]))
         try:
             with self._tracing(key), sliced(slices):
@@ -378,7 +378,7 @@ class TrainStep:
             if joint.captured.trace.lanes and isinstance(step, Step):
                 alike(self._all)  # ranks may have others, and so merge others
             if step.count not in programs:
-                programs[step.count] = self._program(joint, state, step.count)
+                programs[step.count] = self._program(joint, state, step)
             program = programs[step.count]
             self.report = program.report
             if not step.runs:
@@ -389,9 +389,9 @@ class TrainStep:
 
         return run
 
-    def _program(self, joint: Joint, state: State, count: int) -> Program:
+    def _program(self, joint: Joint, state: State, running: Step | Slices) -> Program:
         """Make the program of a graph: plan it, or use the plan of an equal graph."""
-        captured, slices = joint.captured, self._options.slices
+        captured, slices, count = joint.captured, self._options.slices, running.count
         key = count, captured.trace.digest
         draws: dict[str, Draw] = {}
         if slices > 1:
@@ -400,7 +400,7 @@ class TrainStep:
         pairs = self._pairs and may_pair(captured) and not (joint.hands_on or self._replicas)
         known = self._reports.get(key)
         if known is None or (known.pair is not None and not pairs):
-            primals = [state[name] for name in joint.inputs]
+            primals, *others = inputs_of(joint.inputs, state, running.each if slices > 1 else ())
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
                 step = TrainingStep(
@@ -414,8 +414,8 @@ class TrainStep:
                     draws=tuple(draws),
                     at_once=slices > 1,
                 )
-                planned = plan(captured, self._options, step, primals=primals, exchange=exchange)
-                self._reports[key] = planned.report
+                how: Any = {"primals": primals, "others": others, "exchange": exchange}
+                self._reports[key] = plan(captured, self._options, step, **how).report
                 warn_of_seeds(captured, primals, exchange)
         if slices > 1:
             return SlicedProgram(joint, self._reports[key], whole=True, draws=draws)

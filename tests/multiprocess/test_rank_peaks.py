@@ -1,4 +1,4 @@
-"""Ranks whose experts get unlike loads: each peak is predicted by the sizes of that rank."""
+"""Ranks and slices whose experts get unlike loads: peaks are predicted by what each holds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,33 @@ pytestmark = pytest.mark.multiprocess
 CONFIG = MoEConfig(vocab=32, width=64, heads=4, experts=4, expert_width=256, max_seq=64)
 
 
-def on_rank(rank: int, ranks: int) -> dict[str, Any]:
+def on_rank(rank: int, ranks: int, slices: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = MoEGPT(CONFIG, dist.group.WORLD)
+    # The second half is one token again and again, so its experts have loads of their own.
     tokens = torch.randint(0, 32, (8, 64), generator=torch.Generator().manual_seed(rank))
-    planned = overlapc.optimize(model, timeout_s=30)
+    tokens[4:] = rank
 
-    def step() -> None:
-        planned.zero_grad()
-        planned(tokens, tokens).backward()
+    if slices == 1:
+        planned = overlapc.optimize(model, timeout_s=30)
+        sums = []
+
+        def step() -> None:
+            planned.zero_grad()
+            planned(tokens, tokens).backward()
+
+    else:  # whose plans count sums of gradients as there from the start
+        in_slices = overlapc.TrainStep(model, slices=slices, timeout_s=30)
+        sums = [parameter.nbytes for parameter in model.parameters()]
+
+        def step() -> None:
+            in_slices([(tokens, tokens)])
 
     step()
-    peak = min(measure_peak(step) for _ in range(3))
-    (report,) = planned.reports
+    peak = min(measure_peak(step) for _ in range(3)) + sum(sums)
+    report = planned.reports[0] if slices == 1 else in_slices.report
+    assert report is not None
     dist.barrier()
     dist.destroy_process_group()
     return {
@@ -43,8 +56,9 @@ def on_rank(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def test_the_peak_of_each_rank_is_that_of_its_own_sizes() -> None:
-    found = run_ranks(on_rank, 2)
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_peak_of_each_rank_is_that_of_its_own_sizes(slices: int) -> None:
+    found = run_ranks(on_rank, 2, slices)
     for rank, mine in enumerate(found):
         assert mine["by rank"] == found[0]["by rank"]
         assert mine["by rank"][rank] == pytest.approx(mine["measured"], rel=0.02)

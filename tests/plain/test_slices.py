@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem
 from overlapc.ir import Op, Problem
-from overlapc.merge import ADD, ADDS, BEFORE, TOTAL, accumulate, in_slices, of_slice, one_by_one
+from overlapc.merge import (
+    ADD,
+    ADDS,
+    BEFORE,
+    TOTAL,
+    accumulate,
+    at,
+    in_slices,
+    of_slice,
+    one_by_one,
+    with_bytes,
+)
 from overlapc.planning import road
 from overlapc.planning.options import Options
 from overlapc.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulate, step_ns
@@ -350,3 +361,15 @@ def test_a_listing_that_cannot_go_on_names_the_op():
     work.needs[early] += 1
     with pytest.raises(InvalidProblem, match=r"gather@1 can never run, and 3 of 8 .* for last@1;"):
         slice_order(work, NEVER, Style(1.0, False), TURNS[0])
+
+
+def test_each_slice_may_have_bytes_of_its_own() -> None:
+    lone = one_copy()
+    problem = copied(3)
+    name = next(v.storage for v in lone.trace.values if v.bytes and v.producer)
+    trace = with_bytes(problem.trace, [{name: 7}, {name: 9}])
+    for k, expected in enumerate((7, 9, 9)):
+        assert trace.value[at(name, k)].bytes == expected, "the last is as all that follow"
+    others = [v for v in trace.values if not v.storage.startswith(name + "@")]
+    assert all(v == problem.trace.value[v.name] for v in others)
+    assert trace.digest == problem.trace.digest
