@@ -101,10 +101,11 @@ def plan(
         log(2, format_plan(each))
     if step.at_once and crosses_border(problem, plans[0]):
         problem = replace(problem, phases=("FIW",))
-    found = reports(problem, step, plans, ranks, given=bool(options.plans))
-    if here:
+    given = bool(options.plans)
+    found = reports(problem, step, plans, ranks, given=given)
+    if here:  # whose plans fit, since no value is larger
         mine = replace(problem, trace=with_bytes(problem.trace, here))
-        found = of_all_ranks(found, reports(mine, step, plans, given=True), exchange)
+        found = of_all_ranks(found, reports(mine, step, plans, given=given), exchange)
     report, *roomier = found
     if options.plans and options.memory_budget is not None:
         _warn_of_budget(report)

@@ -11,6 +11,8 @@ from torch import nn
 
 import overlapc
 from overlapc.planning import agreement, road
+from overlapc.planning.options import Options
+from overlapc.planning.problem import TrainingStep
 
 
 class Asked:
@@ -58,3 +60,25 @@ def test_another_number_of_microbatches(asked: dict[str, Asked]) -> None:
     for count in (1, 2, 3):
         step([(torch.ones(4, 8),)] * count)
     assert asked["profile_captured"].count == 1
+
+
+def test_plans_for_more_in_flight_have_the_peak_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank holds less of some value than the most that the plan has room for."""
+    layers = [nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)]
+    captured, report = overlapc.plan(nn.Sequential(*layers), torch.ones(128, 8))
+    most = {value.name: value.bytes for value in captured.trace.values}
+    least = {name: size - size // 8 for name, size in most.items()}
+    real = agreement.profile_captured
+
+    def measured(*args: Any) -> Any:
+        return real(*args)[0], agreement.Sizes(most, [least])
+
+    monkeypatch.setattr(agreement, "profile_captured", measured)
+    options = Options(profile="estimate", memory_budget=2 * report.timeline.peak_bytes)
+    planned = road.plan(captured, options, TrainingStep(gradients=(), in_flight=1, further=6))
+    assert planned.roomier
+    for each in (planned.report, *planned.roomier):
+        (peak,) = each.rank_peaks
+        assert 0.8 * each.timeline.peak_bytes < peak < each.timeline.peak_bytes
