@@ -88,9 +88,9 @@ def measure(
 
 
 def measure_sizes(captured: Captured, primals: Sequence[Any]) -> dict[str, int]:
-    """Return the storage bytes of the values for these inputs, of whose shapes `measure` has taken
-    others. What is made up has the same size for all; all has where no size depends on data, and
-    then nothing runs."""
+    """Return the storage bytes of every value for these inputs, but for inputs that are made up.
+    They have the shapes of those that `measure` took: where no size depends on data, nothing runs
+    and nothing is returned."""
     replay = Replay(captured, primals)
     with _undisturbed(replay.device):
         if None not in _keys(replay).values():
