@@ -286,7 +286,11 @@ def with_own(rank: int, ranks: int, version: str, make: str) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("make", "warns"), [(own_modules, False), (not_found, True)], ids=["found", "elsewhere"]
+    ("make", "warns"),
+    [
+        pytest.param(own_modules, False, id="found"),
+        pytest.param(not_found, True, id="elsewhere", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_user_fuses_runs_fused(version: str, make: Any, warns: bool) -> None:
     """It is one op, or with a warning its module is: nothing runs unfused, then or later."""

@@ -56,7 +56,7 @@ def on_rank(rank: int, ranks: int, slices: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_peak_of_each_rank_is_that_of_its_own_sizes(slices: int) -> None:
     found = run_ranks(on_rank, 2, slices)
     for rank, mine in enumerate(found):
