@@ -61,6 +61,6 @@ def test_the_peak_of_each_rank_is_that_of_its_own_sizes(slices: int) -> None:
     found = run_ranks(on_rank, 2, slices)
     for rank, mine in enumerate(found):
         assert mine["by rank"] == found[0]["by rank"]
-        assert mine["by rank"][rank] == pytest.approx(mine["measured"], rel=0.02)
+        assert mine["by rank"][rank] == pytest.approx(mine["measured"], rel=0.03)
         assert mine["most"] == max(mine["by rank"]) < mine["room"]
         assert mine["told"]
