@@ -239,8 +239,9 @@ class SlicedCalls:
                 )
             lanes, timeout_s = captured.trace.lanes, self.options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
-                how: Any = {"primals": primals, "others": others, "exchange": exchange}
-                self.reports[digest] = plan(captured, options, step, **how).report
+                self.reports[digest] = plan(
+                    captured, options, step, primals=primals, others=others, exchange=exchange
+                ).report
                 warn_of_seeds(captured, primals, exchange)
         return self.reports[digest]
 

@@ -398,8 +398,7 @@ class TrainStep:
             refuse_whole(joint, state, self.model, slices)
             draws = draws_for(joint, slices, self._uncut)
         pairs = self._pairs and may_pair(captured) and not (joint.hands_on or self._replicas)
-        known = self._reports.get(key)
-        if known is None or (known.pair is not None and not pairs):
+        if (known := self._reports.get(key)) is None or (known.pair is not None and not pairs):
             primals, *others = inputs_of(joint.inputs, state, running.each if slices > 1 else ())
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
@@ -414,8 +413,9 @@ class TrainStep:
                     draws=tuple(draws),
                     at_once=slices > 1,
                 )
-                how: Any = {"primals": primals, "others": others, "exchange": exchange}
-                self._reports[key] = plan(captured, self._options, step, **how).report
+                self._reports[key] = plan(
+                    captured, self._options, step, primals=primals, others=others, exchange=exchange
+                ).report
                 warn_of_seeds(captured, primals, exchange)
         if slices > 1:
             return SlicedProgram(joint, self._reports[key], whole=True, draws=draws)
