@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from overlapc.errors import CaptureError, Infeasible
 from overlapc.ir import Cost, Plan, Profile, Slowdown
+from overlapc.merge import with_bytes
 from overlapc.planning.options import ALIKE, Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.progress import doing
+from overlapc.simulate import peak_bytes
 from overlapc.text import format_plan, parse_plan
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ _UNLIKE = 0.05  # of a rank's compute, that another takes longer in some ops: mo
 
 
 class Sizes(NamedTuple):
-    """Measured bytes of a rank's values: the most of all slices of a batch, and those of each."""
+    """Measured bytes of a rank's values: the most of all slices of a batch or microbatches of a
+    step, and those of each."""
 
     most: Mapping[str, int]
     each: Sequence[Mapping[str, int]]
@@ -41,7 +44,8 @@ class Agreed(NamedTuple):
 
     The graph has in its trace the most bytes that any rank has measured of each value; the step
     has the mean of the ranks' costs of adding gradients, and is in pairs only if it may be on every
-    rank. `here` are the bytes of this rank's values, by slice, if any rank has less of one.
+    rank. `here` are the bytes of this rank's values, by slice or microbatch, if any has less of
+    one.
     """
 
     captured: Captured
@@ -59,7 +63,7 @@ def agreed(
     others: Sequence[Sequence[Any]] = (),
 ) -> Agreed:
     """Agree with the other ranks on graph and options. `primals` are the graph's inputs, `others`
-    those of the other slices of a batch."""
+    those of the other slices of a batch, or of a step's other microbatches."""
     from overlapc.passes.trace import trace_joint
 
     if exchange is not None:
@@ -90,20 +94,30 @@ def agreed(
 
 
 def of_all_ranks(
-    reports: Sequence[Report], here: Sequence[Report], exchange: Exchange | None
+    reports: Sequence[Report],
+    here: Sequence[Mapping[str, int]],
+    slices: int,
+    exchange: Exchange | None,
 ) -> list[Report]:
     """The reports with the peak of each rank by its own sizes: one that has the most of every
-    value, as the plan allows for, holds more than any. `here` are reports on the same plans for
-    this rank's sizes."""
-    mine = [[part.timeline.peak_bytes for part in each.parts] for each in here]
+    value, as the plan allows for, holds more than any. `here` are this rank's, of all slices of the
+    batch or of each microbatch."""
+    all_slices = [here] if slices > 1 else [here[j : j + 2] for j in range(len(here))]
+    mine = [
+        max(held_bytes(part, each) for part in report.parts for each in all_slices)
+        for report in reports
+    ]
     told = [mine]
     if exchange is not None:
         told = [json.loads(data) for data in exchange.gather("peaks", json.dumps(mine).encode())]
-    by_report = zip(*told, strict=True)  # of each the peaks of all ranks, by part
-    return [
-        replace(each, rank_peaks=tuple(max(parts) for parts in peaks))
-        for each, peaks in zip(reports, by_report, strict=True)
-    ]
+    by_report = zip(*told, strict=True)  # of each the peaks of all ranks
+    return [replace(each, rank_peaks=peaks) for each, peaks in zip(reports, by_report, strict=True)]
+
+
+def held_bytes(report: Report, each: Sequence[Mapping[str, int]]) -> int:
+    """The peak of the report's plan where the values of each slice have so many bytes."""
+    problem = report.problem
+    return peak_bytes(replace(problem, trace=with_bytes(problem.trace, each)), report.plan)
 
 
 def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
@@ -184,7 +198,7 @@ def profile_captured(
 
         with doing(f"measuring {len(captured.trace.ops)} ops", this_rank()):
             profile, sizes = measure(captured, primals, cache=cache)
-            each = [sizes, *(sizes | measure_sizes(captured, other) for other in others)]
+            each = [sizes, *(sizes | found for found in measure_sizes(captured, others))]
         most = {name: max(one[name] for one in each) for name in sizes}
         return profile, Sizes(most, each)
     from overlapc.profiler.estimate import estimate

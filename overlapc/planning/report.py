@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class Report(Record):
     merged: Report | None = None
     pair: Report | None = None
     slices: int = 1  # slices of each microbatch; the plan is that of all
-    rank_peaks: tuple[int, ...] = ()  # of the step, where ranks or slices differ in sizes
+    rank_peaks: tuple[int, ...] = ()  # of the step, where ranks or what they run differ in sizes
 
     @property
     def ends_ns(self) -> int:
@@ -92,10 +92,11 @@ class Report(Record):
         head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
         if self.merged is None and self.pair is None:
             return "\n\n".join([head + "each after the other", explain(self)])
-        how, parts = "merged", [self.pair or self, self.merged]
+        how, first = "merged", self
         if self.pair is not None:
             how = "in pairs: the first two forwards as one graph, and the last two backwards"
-        return "\n\n".join([head + how, *(explain(part) for part in parts if part)])
+            first = replace(self.pair, rank_peaks=self.rank_peaks)
+        return "\n\n".join([head + how, *(explain(part) for part in (first, self.merged) if part)])
 
 
 @dataclass(frozen=True)

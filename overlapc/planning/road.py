@@ -16,7 +16,7 @@ from overlapc.check import check
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import in_pairs, merge, of_slice, one_by_one, with_bytes
+from overlapc.merge import in_pairs, merge, of_slice, one_by_one
 from overlapc.planning.agreement import (
     agreed,
     decided,
@@ -65,11 +65,11 @@ def plan(
 ) -> StepPlan:
     """Plan a step of one captured graph: agree, cost, formulate, solve, check, simulate, report.
 
-    `primals` are real inputs, to measure with, and `others` those of a batch's other slices.
-    `exchange` joins the ranks that must agree; without one this rank plans alone. `torch_choices`
-    gives the saved sets that PyTorch's own partitioner would choose. `own` gives the plan of the
-    model's own recompute, if it has any: the peak of that plan is the default budget, and that plan
-    runs if nothing else fits.
+    `primals` are real inputs, to measure with, and `others` those of a batch's other slices, or of
+    a step's other microbatches. `exchange` joins the ranks that must agree; without one this rank
+    plans alone. `torch_choices` gives the saved sets that PyTorch's own partitioner would choose.
+    `own` gives the plan of the model's own recompute, if it has any: the peak of that plan is the
+    default budget, and that plan runs if nothing else fits.
     """
     captured, step, profiles, here = agreed(captured, step, options, primals, exchange, others)
     profile = merge_profiles(profiles)
@@ -104,8 +104,7 @@ def plan(
     given = bool(options.plans)
     found = reports(problem, step, plans, ranks, given=given)
     if here:  # whose plans fit, since no value is larger
-        mine = replace(problem, trace=with_bytes(problem.trace, here))
-        found = of_all_ranks(found, reports(mine, step, plans, given=given), exchange)
+        found = of_all_ranks(found, here, step.slices, exchange)
     report, *roomier = found
     if options.plans and options.memory_budget is not None:
         _warn_of_budget(report)

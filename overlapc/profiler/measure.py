@@ -87,17 +87,18 @@ def measure(
     return Profile(found.costs, links.slowdown, found.conditions | how), found.sizes
 
 
-def measure_sizes(captured: Captured, primals: Sequence[Any]) -> dict[str, int]:
-    """Return the storage bytes of every value for these inputs, but for inputs that are made up.
-    They have the shapes of those that `measure` took: where no size depends on data, nothing runs
-    and nothing is returned."""
-    replay = Replay(captured, primals)
-    with _undisturbed(replay.device):
-        if None not in _keys(replay).values():
-            return {}
-        memory = _Memory(replay)
-        memory.measure()
-    return memory.sizes
+def measure_sizes(captured: Captured, others: Iterable[Sequence[Any]]) -> Iterator[dict[str, int]]:
+    """Yield the storage bytes of every value for each of these inputs, but for inputs that are made
+    up. They have the shapes of those that `measure` took: where no size depends on data, nothing
+    runs and nothing is yielded."""
+    for primals in others:
+        replay = Replay(captured, primals)
+        with _undisturbed(replay.device):
+            if None not in _keys(replay).values():
+                return
+            memory = _Memory(replay)
+            memory.measure()
+        yield memory.sizes
 
 
 def retime(

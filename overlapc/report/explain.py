@@ -34,8 +34,8 @@ def explain(report: Report) -> str:
     ]
     if report.rank_peaks:
         lines.append(
-            f"  the fullest rank holds {_mb(report.peak_bytes)} MB: ranks or slices differ in "
-            "the sizes of values, and the plan has room for the largest of each"
+            f"  the fullest rank holds {_mb(report.peak_bytes)} MB: ranks, slices or microbatches "
+            "differ in the sizes of values, and the plan has room for the largest of each"
         )
     lines += _launches(problem)
     if not timeline.exposures:

@@ -64,12 +64,12 @@ def kind_of(given: Given) -> Any:
 
 
 def inputs_of(
-    names: Iterable[str], state: Mapping[str, Any], slices: Sequence[Given]
+    names: Iterable[str], state: Mapping[str, Any], each: Sequence[Given]
 ) -> list[list[Any]]:
-    """A graph's inputs by name in `state`, which is that of the first slice, and in those of the
-    other slices: what is a part of the batch is their own part."""
+    """A graph's inputs by name in `state`, which is that of the first slice or microbatch, and in
+    those of the others: what they are given is their own."""
     mine = [state[name] for name in names]
-    first, *others = [tree_leaves((each.args, each.kwargs)) for each in slices] or [[]]
+    first, *others = [tree_leaves((one.args, one.kwargs)) for one in each] or [[]]
     place = {id(leaf): i for i, leaf in enumerate(first) if isinstance(leaf, Tensor)}
     parts = [[leaves[place[id(x)]] if id(x) in place else x for x in mine] for leaves in others]
     return [mine, *parts]

@@ -399,7 +399,7 @@ class TrainStep:
             draws = draws_for(joint, slices, self._uncut)
         pairs = self._pairs and may_pair(captured) and not (joint.hands_on or self._replicas)
         if (known := self._reports.get(key)) is None or (known.pair is not None and not pairs):
-            primals, *others = inputs_of(joint.inputs, state, running.each if slices > 1 else ())
+            primals, *others = inputs_of(joint.inputs, state, running.each)
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
                 step = TrainingStep(

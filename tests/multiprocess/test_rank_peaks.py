@@ -1,4 +1,5 @@
-"""Ranks and slices whose experts get unlike loads: peaks are predicted by what each holds."""
+"""Ranks, slices and microbatches whose experts get unlike loads: peaks are predicted by what each
+holds."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.multiprocess
 CONFIG = MoEConfig(vocab=32, width=64, heads=4, experts=4, expert_width=256, max_seq=64)
 
 
-def on_rank(rank: int, ranks: int, slices: int) -> dict[str, Any]:
+def on_rank(rank: int, ranks: int, slices: int, microbatches: int = 1) -> dict[str, Any]:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = MoEGPT(CONFIG, dist.group.WORLD)
@@ -26,7 +27,7 @@ def on_rank(rank: int, ranks: int, slices: int) -> dict[str, Any]:
     tokens = torch.randint(0, 32, (8, 64), generator=torch.Generator().manual_seed(rank))
     tokens[4:] = rank
 
-    if slices == 1:
+    if slices == microbatches == 1:
         planned = overlapc.optimize(model, timeout_s=30)
         sums = []
 
@@ -35,15 +36,16 @@ def on_rank(rank: int, ranks: int, slices: int) -> dict[str, Any]:
             planned(tokens, tokens).backward()
 
     else:  # whose plans count sums of gradients as there from the start
-        in_slices = overlapc.TrainStep(model, slices=slices, timeout_s=30)
+        train = overlapc.TrainStep(model, slices=slices, timeout_s=30)
         sums = [parameter.nbytes for parameter in model.parameters()]
+        each = [(part, part) for part in tokens.chunk(microbatches)]
 
         def step() -> None:
-            in_slices([(tokens, tokens)])
+            train(each)
 
     step()
     peak = min(measure_peak(step) for _ in range(3)) + sum(sums)
-    report = planned.reports[0] if slices == 1 else in_slices.report
+    report = planned.reports[0] if not sums else train.report
     assert report is not None
     dist.barrier()
     dist.destroy_process_group()
@@ -56,9 +58,11 @@ def on_rank(rank: int, ranks: int, slices: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_peak_of_each_rank_is_that_of_its_own_sizes(slices: int) -> None:
-    found = run_ranks(on_rank, 2, slices)
+@pytest.mark.parametrize(
+    ("slices", "microbatches"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), (1, 4)]
+)
+def test_the_peak_of_each_rank_is_that_of_its_own_sizes(slices: int, microbatches: int) -> None:
+    found = run_ranks(on_rank, 2, slices, microbatches)
     for rank, mine in enumerate(found):
         assert mine["by rank"] == found[0]["by rank"]
         assert mine["by rank"][rank] == pytest.approx(mine["measured"], rel=0.03)
