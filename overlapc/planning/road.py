@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from overlapc.check import check
+from overlapc.collecting import of_young_alone
 from overlapc.errors import Infeasible, InvalidPlan, OptionError
 from overlapc.flags import log
 from overlapc.ir import Plan, Problem, Profile
@@ -52,6 +53,7 @@ _TIGHTER = 1  # how often a slice is planned for less, before it takes what it c
 Choices = Callable[[], Iterable[tuple[str, ...]]]
 
 
+@of_young_alone()
 def plan(
     captured: Captured,
     options: Options,

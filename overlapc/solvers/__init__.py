@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import chain
 
 from overlapc.check import check
+from overlapc.collecting import of_young_alone
 from overlapc.errors import Infeasible, OptionError
 from overlapc.ir import Plan, Problem
 from overlapc.simulate import peak_bytes, step_ns
@@ -90,6 +91,7 @@ def has_one_plan(solver: str) -> bool:
 _QUICK = ("uniform", "block", "megatron", "lancet")  # found in tenths of a second
 
 
+@of_young_alone()
 def solve(
     problem: Problem,
     solver: str = "overlap",

@@ -124,9 +124,10 @@ def solve_slices(
         return plain  # there is nothing to hide
     search = _SliceSearch(problem, plain, ranks)
     turns, few, patience = (_FIRST, 1, FEW) if quick else (TURNS, FEW, 2 * RUNGS)
+    first = _FIRST[:1] if quick else _FIRST
     search.order_forwards(dict.fromkeys((*turns, _CALM)), patience // 2)
     found = list(_choices(lone, alone, quick, periodic)) if choices is None else choices
-    search.order_each(found, turns, few)
+    search.order_each(found, first, turns, few)
     search.polish(patience)
     effort = f"; of {search.offered} plans"
     check(problem, search.best)
@@ -255,11 +256,14 @@ class _SliceSearch:
     def is_done(self, reserve: int = 0) -> bool:
         return self.effort <= reserve or self.best_ns <= self.goal_ns
 
-    def order_each(self, choices: Sequence[Choice], turns: Sequence[Turns], few: int) -> None:
-        """A few orders of each choice; of the `few` that are best by these all that turns give."""
+    def order_each(
+        self, choices: Sequence[Choice], first: Sequence[Turns], turns: Sequence[Turns], few: int
+    ) -> None:
+        """The orders that the `first` turns give of each choice; of the `few` that are best by
+        these all that turns give."""
         every = [_in_all(choice, self.slices) for choice in choices]
         found = [
-            (self.order_backwards(choice, _STYLES[:1], _FIRST), i) for i, choice in enumerate(every)
+            (self.order_backwards(choice, _STYLES[:1], first), i) for i, choice in enumerate(every)
         ]
         best = [every[i] for took_ns, i in sorted(found) if took_ns < NEVER]
         for choice in best[:few] or every[:few]:

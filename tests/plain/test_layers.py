@@ -58,12 +58,12 @@ LAYERS = {
     "stages": Layer("ir ledger pipeline simulate"),
     # What finds plans and schedules.
     "solvers": Layer(
-        "check errors ir ledger machine merge pipeline progress ranges schedule simulate"
+        "check collecting errors ir ledger machine merge pipeline progress ranges schedule simulate"
     ),
     # The road, from a captured graph to a plan. It calls what needs torch.
     "planning": Layer(
-        "check errors files flags ir merge pipeline progress record schedule simulate solvers "
-        "stages text valid",
+        "check collecting errors files flags ir merge pipeline progress record schedule simulate "
+        "solvers stages text valid",
         "passes profiler report runtime",
     ),
     "shares": Layer("errors ir ledger planning simulate solvers", "passes runtime"),
