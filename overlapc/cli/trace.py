@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from overlapc.report.solved import Solved
 
 
+_AT_ONCE = 1.02  # times the traffic of all: more is of collectives that ran at once
+
+
 def declare_trace(command: Declare) -> None:
     trace = command("trace", _trace, "show where a run recorded by torch.profiler spent its time")
     add = trace.add_argument
@@ -138,6 +141,8 @@ def _print(run: Run, top: int) -> None:
     print_table([("lane", "busy ms"), *((lane, f"{us / each:.1f}") for lane, us in run.lanes)])
     if run.collectives:
         print()
+        if sum(one.event.took for one in run.collectives) > _AT_ONCE * run.traffic:
+            print("collectives that ran at once are each counted in full:")
         print_table(_by_kind(run.collectives, each))
         print()
         worst = sorted(run.collectives, key=lambda one: -one.exposed)[:top]

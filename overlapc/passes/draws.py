@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -206,14 +207,15 @@ class Whole:
 
 class Drawn(TorchDispatchMode):
     """While this is on, slice k reads its part of what the whole batch draws. All slices share
-    `wholes`, which the first draws. Each finds the generator as the whole batch does: so a backward
-    that runs a checkpointed forward again reads the same part again."""
+    `wholes`, which the first draws. The first finds the generator as the whole batch does, each
+    other in states of its own: so a backward that runs a checkpointed forward again, of any slice,
+    reads the same part again."""
 
-    def __init__(self, draws: Sequence[Draw], wholes: list[Whole], k: int) -> None:
+    def __init__(self, draws: Sequence[Draw], wholes: list[Whole], k: int, count: int) -> None:
         super().__init__()
-        self.draws, self.wholes, self.k, self.place = draws, wholes, k, 0
+        self.draws, self.wholes, self.k, self.count, self.place = draws, wholes, k, count, 0
         if wholes:
-            _set_state(draws[0], wholes[0].before)
+            _set_state(draws[0], self.before(0, k))
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not draws_numbers(op, args, kwargs or {}):
@@ -225,7 +227,7 @@ class Drawn(TorchDispatchMode):
                 _set_state(draw, self.wholes[-1].after)
             before = _state(draw)
             self.wholes.append(Whole(draw.whole(), before, _state(draw)))
-        _set_state(draw, self.wholes[place].after)
+        _set_state(draw, self.before(place + 1, self.k))
         part = draw.of(self.wholes[place].drawn, self.k)
         if draw.is_dropout:
             return dropped(args[0], part, args[1])
@@ -236,10 +238,18 @@ class Drawn(TorchDispatchMode):
         if torch._C._current_graph_task_id() == -1:
             self.place += 1
             return self.place - 1
-        for place, (draw, whole) in enumerate(zip(self.draws, self.wholes, strict=False)):
-            if torch.equal(whole.before, _state(draw)):
+        for place, k in product(range(len(self.wholes)), range(self.count)):
+            if torch.equal(self.before(place, k), _state(self.draws[place])):
+                self.k = k
                 return place
         raise OptionError("slices: a checkpoint draws other random numbers when it runs again")
+
+    def before(self, place: int, k: int) -> Tensor:
+        """The generator's state in which slice k comes to a draw."""
+        if not k:
+            return self.wholes[place - 1].after if place else self.wholes[0].before
+        device = self.draws[min(place, len(self.draws) - 1)].part.device
+        return torch.Generator(device).manual_seed((k << 32) + place).get_state()
 
 
 def _state(draw: Draw) -> Tensor:
@@ -262,3 +272,10 @@ def random_states() -> list[Tensor]:
     """Of the default generators of the CPU and of each GPU in use."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]
+
+
+def set_random_states(states: Sequence[Tensor]) -> None:
+    """Put back what `random_states` has returned."""
+    torch.set_rng_state(states[0])
+    if states[1:]:
+        torch.cuda.set_rng_state_all(list(states[1:]))

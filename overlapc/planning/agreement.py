@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from overlapc.errors import CaptureError, Infeasible
@@ -102,9 +101,10 @@ def of_all_ranks(
     """The reports with the peak of each rank by its own sizes: one that has the most of every
     value, as the plan allows for, holds more than any. `here` are this rank's, of all slices of the
     batch or of each microbatch."""
-    all_slices = [here] if slices > 1 else [here[j : j + 2] for j in range(len(here))]
+    width = max(2, slices)  # two microbatches beside each other, or all slices of one
+    beside = [here[i : i + width] for i in range(0, len(here), slices)]
     mine = [
-        max(held_bytes(part, each) for part in report.parts for each in all_slices)
+        max(held_bytes(part, each) for part in report.parts for each in beside)
         for report in reports
     ]
     told = [mine]
@@ -152,17 +152,26 @@ def _profiles(
 ) -> tuple[list[Profile], list[Sizes]]:
     """The profiles and measured sizes of all ranks; if one rank cannot capture, all raise."""
     key = _work(captured, options, primals)
-    costs = partial(profile_captured, captured, options, primals, others)
-    known = options.known.get(key)
+
+    def costs() -> tuple[Profile, Sizes]:
+        """The costs, if they are not known, and the sizes with the data at hand."""
+        again = () if key not in options.known or primals is None else (primals,)
+        if key not in options.known:
+            options.known[key] = profile_captured(captured, options, primals)
+        profile, sizes = options.known[key]
+        measured = measured_sizes(captured, (*again, *others)) if sizes else ()
+        found = [{**sizes, **one} for one in measured]
+        each = found if again and found else [sizes, *found]
+        return profile, Sizes({name: max(one[name] for one in each) for name in sizes}, each)
+
     if exchange is None:
-        known = options.known[key] = known or costs()
-        return [known[0]], [known[1]]
-    everywhere = b"0" not in exchange.gather("known costs", b"1" if known else b"0")
+        profile, sizes = costs()
+        return [profile], [sizes]
+    known = b"1" if key in options.known else b"0"
+    if b"0" in exchange.gather("known costs", known):  # all measure together, or nobody does
+        options.known.pop(key, None)
     try:
-        if known is None or not everywhere:  # all measure together, or nobody does
-            known = exchange.during("measuring", costs)
-            options.known[key] = known
-        mine = _pack(*known)
+        mine = _pack(*exchange.during("measuring", costs))
     except CaptureError as error:
         mine = json.dumps({"failed": [error.reason, error.place]}).encode()
     told = [json.loads(data) for data in exchange.gather("profile", mine)]
@@ -183,28 +192,31 @@ def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -
 
 
 def profile_captured(
-    captured: Captured,
-    options: Options,
-    primals: Sequence[Any] | None,
-    others: Sequence[Sequence[Any]] = (),
-) -> tuple[Profile, Sizes]:
+    captured: Captured, options: Options, primals: Sequence[Any] | None
+) -> tuple[Profile, dict[str, int]]:
     """Measure or estimate a graph's costs; also return the measured sizes of its values."""
     from overlapc.profiler.cache import Cache
 
     path = None if isinstance(options.cache, bool) else options.cache
     cache = Cache(path) if options.cache else None
     if options.profile == "measure":
-        from overlapc.profiler.measure import measure, measure_sizes
+        from overlapc.profiler.measure import measure
 
         with doing(f"measuring {len(captured.trace.ops)} ops", this_rank()):
-            profile, sizes = measure(captured, primals, cache=cache)
-            each = [sizes, *(sizes | found for found in measure_sizes(captured, others))]
-        most = {name: max(one[name] for one in each) for name in sizes}
-        return profile, Sizes(most, each)
+            return measure(captured, primals, cache=cache)
     from overlapc.profiler.estimate import estimate
     from overlapc.profiler.hardware import load_hardware
 
-    return estimate(captured, load_hardware(options.hardware), known=cache), Sizes({}, [{}])
+    return estimate(captured, load_hardware(options.hardware), known=cache), {}
+
+
+def measured_sizes(
+    captured: Captured, inputs: Iterable[Sequence[Any]]
+) -> Iterator[Mapping[str, int]]:
+    """The sizes of values with each of these inputs; none where no size depends on data."""
+    from overlapc.profiler.measure import measure_sizes
+
+    return measure_sizes(captured, inputs)
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:

@@ -9,9 +9,9 @@ kernels of a range are one op, collectives are waited for before the next op of 
 gradients depend on the backward range before them, of the same name if there is one; each of their
 kernels is an op, so that it may run wherever the GPU would wait.
 
-Times are those of the recording. Where kernels of several streams compute at the same time, each
-has its share of that time. Sizes are not recorded, so memory has no limit here, and nothing is
-recomputed.
+Times are those of the recording. Where kernels of several streams compute at the same time, or
+works of gloo's threads send, each has its share of that time. Sizes are not recorded, so memory
+has no limit here, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -174,8 +174,10 @@ def shares(events: Sequence[Event]) -> list[float]:
 
 
 def _step(recording: Recording, work: Sequence[_Launched]) -> RecordedStep:
-    computed = [each.event for each in work if not each.is_traffic]
-    took = dict(zip(map(id, computed), shares(computed), strict=True))
+    took: dict[int, float] = {}
+    for lane in {each.lane for each in work}:
+        ran = [each.event for each in work if each.lane == lane]
+        took |= zip(map(id, ran), shares(ran), strict=True)
     groups: list[_Group] = []
     last: dict[str, _Group] = {}  # of each chain: of each weight range, too
     for each in work:
@@ -187,17 +189,17 @@ def _step(recording: Recording, work: Sequence[_Launched]) -> RecordedStep:
             before = last[chain] = _Group(each.range, each.lane, each.begin)
             groups.append(before)
         before.end = max(before.end, event.end)
-        before.took += took.get(id(event), event.took)
+        before.took += took[id(event)]
     problem, order = _Builder().build(groups)
     busy = union((each.event.start, each.event.end) for each in work)
-    ran = busy[-1][1] - busy[0][0]
+    span = busy[-1][1] - busy[0][0]
     every = sum(event.took for event in (*recording.compute, *recording.traffic))
     ranges = {id(each.range): each.range.letter for each in work}
     return RecordedStep(
         problem,
         order,
-        round(ran * 1000),
-        round((ran - sum(end - begin for begin, end in busy)) * 1000),
+        round(span * 1000),
+        round((span - sum(end - begin for begin, end in busy)) * 1000),
         Counter(ranges.values()),
         round((every - sum(each.event.took for each in work)) * 1000),
     )

@@ -75,6 +75,13 @@ def inputs_of(
     return [mine, *parts]
 
 
+def like_these(each: Sequence[Given], batch: Given | None, all_: Sequence[Given]) -> list[Given]:
+    """The slices of a batch, and those of a step's other batches that are of the same kind."""
+    kind = kind_of(each[0])
+    others = (other.cut(len(each)) for other in all_ if other is not batch)
+    return [*each, *(part for parts in others if kind_of(parts[0]) == kind for part in parts)]
+
+
 def in_runs(each: Sequence[Given]) -> list[tuple[Any, list[Given]]]:
     """Microbatches of one kind that follow each other, with their kind."""
     return [(kind, list(run)) for kind, run in groupby(each, kind_of)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlapc.passes.draws import random_states, set_random_states
 from overlapc.passes.held import held_by, random_restores, value_of
 
 
@@ -58,14 +59,16 @@ def holding_the_same(objects: Sequence[Any]) -> Iterator[None]:
 
 
 def held(objects: Sequence[Any]) -> Callable[[], None]:
-    """What puts back what these objects hold now, and Python's random states, but no values of
+    """What puts back what these objects hold now, and the random states, but no values of
     tensors."""
     _, restores = held_by(objects)
     restores += random_restores()
+    states = random_states()
 
     def restore() -> None:
         for each in restores:
             each()
+        set_random_states(states)
 
     return restore
 

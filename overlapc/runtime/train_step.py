@@ -36,7 +36,7 @@ from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
-from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of
+from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
 from overlapc.runtime.loss import checked_loss, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
@@ -120,8 +120,7 @@ class TrainStep:
         self._step: Step | Slices | None = None  # the running step
         self._given: Given | None = None  # the batch that is in slices
         self._all: Sequence[Given] = ()  # microbatches of the step
-        # slices compared with their batch, by key and digest
-        self._compared: dict[tuple[Any, str], Compared] = {}
+        self._compared: dict[tuple[Any, str], Compared] = {}  # slices with their batch, by digest
         self.report: Report | None = None
 
     def __reduce__(self) -> Any:
@@ -141,6 +140,7 @@ class TrainStep:
         if not self._traced and (what := unmade(self.model)):
             warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 3)
             return self._replicas.in_turn(each, self._plainly)
+        self._all = each
         if self._options.slices > 1:
             for one in each:  # refused before anything runs
                 one.cut(self._options.slices)
@@ -151,7 +151,6 @@ class TrainStep:
             for kind, run in in_runs(each)
         ]
         turns = [(key, step, given) for key, step in runs for given in step.each]
-        self._all = each
         try:
             results = self._replicas.in_turn(turns, lambda turn: self._turn(*turn))
             runs[-1][1].finish()
@@ -399,7 +398,8 @@ class TrainStep:
             draws = draws_for(joint, slices, self._uncut)
         pairs = self._pairs and may_pair(captured) and not (joint.hands_on or self._replicas)
         if (known := self._reports.get(key)) is None or (known.pair is not None and not pairs):
-            primals, *others = inputs_of(joint.inputs, state, running.each)
+            each = running.each if slices == 1 else like_these(running.each, self._given, self._all)
+            primals, *others = inputs_of(joint.inputs, state, each)
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
                 step = TrainingStep(

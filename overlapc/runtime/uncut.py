@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -291,7 +291,8 @@ class _BothWays:
         parts = self.ran(self.each, run)
         if self.backward and self.totals:
             cotangents = [c for k in range(count) for c in self.cotangents_of(k, parts[k])]
-            with in_turn(count):  # no slice runs again
+            again = self.drawn(0) if self.draws else nullcontext()  # in checkpoints
+            with in_turn(count), again:  # no slice asks for a total again
                 _differentiate([leaf for results in parts for leaf in results], cotangents)
         columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
         is_mean = [i in self.means for i in range(len(uncut))]
@@ -311,12 +312,12 @@ class _BothWays:
 
     def ran(self, parts: Sequence[Any], run: Callable[[int, Any], Any]) -> list[Any]:
         """What `run` returns for each part of the batch."""
-        wholes: list[Whole] = []
+        self.wholes: list[Whole] = []
 
         def drawn(k: int, part: Any) -> Any:
             with ExitStack() as stack:
                 if len(parts) > 1 and self.draws:
-                    stack.enter_context(Drawn(self.draws, wholes, k))
+                    stack.enter_context(self.drawn(k))
                 if len(parts) > 1 and self.weighs:
                     stack.enter_context(Weighing(len(parts)))
                 return run(k, part)
@@ -330,6 +331,9 @@ class _BothWays:
                 begin()
                 found.append(drawn(k, part))
         return found
+
+    def drawn(self, k: int) -> Drawn:
+        return Drawn(self.draws, self.wholes, k, len(self.each))
 
     def cotangents_of(self, k: int, results: Sequence[Any]) -> list[Tensor | None]:
         """The gradients of a slice's results."""

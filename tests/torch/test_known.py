@@ -65,17 +65,17 @@ def test_another_number_of_microbatches(asked: dict[str, Asked]) -> None:
 def test_plans_for_more_in_flight_have_the_peak_of_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank holds less of some value than the most that the plan has room for."""
+    """Each microbatch holds less of some values than the most that the plan has room for."""
     layers = [nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)]
     captured, report = overlapc.plan(nn.Sequential(*layers), torch.ones(128, 8))
-    most = {value.name: value.bytes for value in captured.trace.values}
-    least = {name: size - size // 8 for name, size in most.items()}
+    most = {value.storage: value.bytes for value in captured.trace.values}
+    one, other = (
+        {name: size - size // 8 * (i % 2 == less) for i, (name, size) in enumerate(most.items())}
+        for less in range(2)
+    )
     real = agreement.profile_captured
-
-    def measured(*args: Any) -> Any:
-        return real(*args)[0], agreement.Sizes(most, [least])
-
-    monkeypatch.setattr(agreement, "profile_captured", measured)
+    monkeypatch.setattr(agreement, "profile_captured", lambda *args: (real(*args)[0], one))
+    monkeypatch.setattr(agreement, "measured_sizes", lambda *_: [other])
     options = Options(profile="estimate", memory_budget=2 * report.timeline.peak_bytes)
     planned = road.plan(captured, options, TrainingStep(gradients=(), in_flight=1, further=6))
     assert planned.roomier

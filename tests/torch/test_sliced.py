@@ -679,6 +679,28 @@ def test_checkpoints_that_drop_read_the_same_part_again():
         optimize(Checkpointed(False), slices=3, profile="estimate", solver="full")(x)
 
 
+def test_checkpoints_drop_beside_a_mean_of_counted_targets():
+    """Slices whose means are weighed run beside each other, and have one backward."""
+
+    class Trained(Checkpointed):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(super().forward(x), targets)
+
+    model, x = Trained(True), randn(9, 16)
+    targets = torch.tensor([0, 1, 2, 3, -100, 1, -100, -100, 2])
+    twin = optimize(model, slices=3, profile="estimate", solver="full")
+    torch.manual_seed(3)
+    expected = model(x, targets)
+    expected.backward()
+    others = gradients(model)
+    model.zero_grad()
+    torch.manual_seed(3)
+    found = twin(x, targets)
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(model), others)
+
+
 class Setting(nn.Module):
     """Sets attributes in its forward."""
 
