@@ -97,8 +97,8 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         "--chunks",
         type=positive,
         default=0,
-        help="interleaved stages of a rank; open by default: 2, and up to 8 if all stages have "
-        "equally many layers",
+        help="interleaved stages of a rank: layouts without are left out; open by default: 2, and "
+        "up to 8 if all stages have equally many layers",
     )
     add(
         "--slices",

@@ -11,11 +11,11 @@ captured graph.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
@@ -26,14 +26,9 @@ from overlapc.errors import CaptureError
 from overlapc.ir import Plan, Problem
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured
-from overlapc.solvers.choice import Needs, plan_on_demand
+from overlapc.planning.own import Region, plan_of_regions
 
 _KEY = "megatron recompute"
-
-
-class _Region(NamedTuple):
-    number: int
-    keeps_outputs: bool
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Any]]:
@@ -49,7 +44,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
         # a nested region: the outer one decides what is kept
         if _KEY in current_meta.get("custom", {}):
             return function(*args, **kwargs)
-        with annotate({_KEY: _Region(next(numbers), keeps_outputs)}):
+        with annotate({_KEY: Region(next(numbers), keeps_outputs)}):
             return function(*args, **kwargs)
 
     def checkpoint(function: Callable[..., Any], distribute: Any, *args: Any) -> Any:
@@ -90,7 +85,7 @@ def own_plan(captured: Captured) -> Callable[[Problem], Plan] | None:
         if (region := node.meta.get("custom", {}).get(_KEY)) is not None
     }
     regions = {op.name: noted_at[op.name] for op in captured.trace.ops if op.name in noted_at}
-    return partial(_plan, regions) if regions else None
+    return partial(plan_of_regions, regions) if regions else None
 
 
 def refuse_changes(captured: Captured, model: nn.Module) -> None:
@@ -111,34 +106,3 @@ def refuse_changes(captured: Captured, model: nn.Module) -> None:
                 f"forward changes the buffer {name} where Megatron recomputes: that is two changes "
                 "there, and a graph would make one"
             )
-
-
-def _plan(regions: Mapping[str, _Region], problem: Problem) -> Plan:
-    """The plan that keeps the values that the backward reads, except those made inside regions, and
-    the inputs of regions."""
-    trace = problem.trace
-    # storage -> the region that makes it
-    made_in: dict[str, _Region | None] = dict.fromkeys(trace.resident)
-    taken_in: set[str] = set()
-    seen_outside: set[str] = set()
-    for op in trace.ops:
-        if not op.is_forward:
-            continue
-        region = regions.get(op.name)
-        for name in op.inputs:
-            storage = trace.value[name].storage
-            if made_in.get(storage) != region:
-                seen_outside.add(storage)
-                if region is not None:
-                    taken_in.add(storage)
-        for name in op.outputs:
-            made_in.setdefault(trace.value[name].storage, region)
-    seen_outside |= {trace.value[name].storage for name in trace.outputs}
-    dropped = {
-        storage
-        for storage, region in made_in.items()
-        if region is not None and not (region.keeps_outputs and storage in seen_outside)
-    }
-    needs = Needs(trace)
-    kept = set(needs.storages) - dropped | taken_in
-    return plan_on_demand(problem, kept, "script", needs)

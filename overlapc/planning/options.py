@@ -56,8 +56,9 @@ class Options:
     """Options of `optimize`, `TrainStep`, `Pipeline` and `torch.compile(..., backend="overlapc")`.
 
     memory_budget   the most that one step may allocate: bytes (int), text with a unit
-                    ("8GB"), a fraction of eager's activation memory (float; gradients and
-                    results come on top), or None for eager's own peak
+                    ("8GB"), a fraction of eager's activation memory with all saved (float;
+                    gradients and results come on top), or None for eager's own peak, with the
+                    model's own checkpoints if it has any
     solver          "overlap"; "heu", the quickest; "opt", the best that a minute finds, with a
                     proven bound; or a baseline, docs/using.md lists them
     backend         "eager" runs the graph's ops in the plan's order; "inductor" compiles them

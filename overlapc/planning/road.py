@@ -27,6 +27,7 @@ from overlapc.planning.agreement import (
     unlike_ranks,
 )
 from overlapc.planning.options import Options
+from overlapc.planning.own import checkpointed
 from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formulate
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
@@ -34,6 +35,7 @@ from overlapc.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers import (
     BASELINES,
     FIELD,
+    SEARCHED,
     best_baseline,
     faster,
     menu,
@@ -78,6 +80,8 @@ def plan(
     problem = formulate(captured.trace, profile, options.memory_budget, step)
     lone = problem if step.slices == 1 else step.slice(captured.trace, profile)
     lone = replace(lone, budget_bytes=problem.budget_bytes)
+    if own is None and options.solver in SEARCHED:
+        own = checkpointed(captured)
     theirs = own and own(lone)
     if theirs is not None and step.slices > 1:
         theirs = one_by_one(problem, theirs)

@@ -291,8 +291,8 @@ class _BothWays:
         parts = self.ran(self.each, run)
         if self.backward and self.totals:
             cotangents = [c for k in range(count) for c in self.cotangents_of(k, parts[k])]
-            again = self.drawn(0) if self.draws else nullcontext()  # in checkpoints
-            with in_turn(count), again:  # no slice asks for a total again
+            # Checkpoints drop the same again; no slice asks for a total again.
+            with in_turn(count), self.drawn(0) if self.draws else nullcontext():
                 _differentiate([leaf for results in parts for leaf in results], cotangents)
         columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
         is_mean = [i in self.means for i in range(len(uncut))]

@@ -23,7 +23,7 @@ _LONGEST = 8192  # default sequence length, even if the model could take more
 # our name -> HuggingFace's names
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "width": ("hidden_size", "n_embd", "d_model"),
+    "width": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocab": ("vocab_size", "padded_vocab_size"),
     "seq": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len"),
@@ -337,7 +337,7 @@ class _Config:
         window = self.found.get("sliding_window")
         if window and self.found.get("use_sliding_window") is not False:
             notes.append(f"its windows of {window} tokens are planned as whole sequences")
-        if self.found.get("num_nextn_predict_layers"):
+        if self.found.get("num_nextn_predict_layers") or self.found.get("num_mtp_modules"):
             notes.append("without its heads that predict further tokens")
         if other := [key for key in _OTHERS if isinstance(self.found.get(key), dict)]:
             notes.append(f"without what its {' and '.join(other)} describes")

@@ -12,11 +12,17 @@ GATED_TYPES = (
     *("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phimoe", "olmo"),
     *("olmo2", "olmoe", "stablelm", "cohere", "cohere2", "glm", "glm4", "glm4_moe", "granite"),
     *("granitemoe", "smollm3", "deepseek_v2", "deepseek_v3", "internlm2", "seed_oss", "exaone4"),
-    *("ernie4_5", "ernie4_5_moe", "bitnet", "vaultgemma", "modernbert-decoder"),
+    *("ernie4_5", "ernie4_5_moe", "bitnet", "vaultgemma", "modernbert-decoder", "aria_text"),
+    *("axk1", "cohere2_moe", "cwm", "diffllama", "emu3", "exaone_moe", "flex_olmo", "flint"),
+    *("glm4_moe_lite", "granite_swa", "granitemoe_swa", "granitemoeshared", "helium", "hy_v3"),
+    *("hyperclovax", "internlm3", "iquestcoder", "kolibri1", "llama4", "mellum", "minicpm3"),
+    *("minimax_m2", "ministral3", "olmo3", "solar_open", "youtu"),
 )
 TIED_TYPES = (
     *("gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "bloom", "opt", "cohere", "cohere2"),
     *("falcon", "gpt_bigcode", "gpt_neo", "starcoder2", "smollm3", "ernie4_5", "ernie4_5_moe"),
+    *("biogpt", "cohere2_moe", "gpt-sw3", "gpt_neox_japanese", "granite_swa", "lfm2", "minicpm3"),
+    *("mpt", "openai-gpt", "vaultgemma", "youtu"),
 )
 # families whose tokens see those behind them: no decoders
 ENCODERS = (
@@ -27,6 +33,21 @@ ENCODERS = (
 # families whose layers have parts that no field names
 REFUSED = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state spaces in the place of attention"),
+    **dict.fromkeys(
+        ("jamba", "zamba", "zamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid"),
+        "state spaces beside attention",
+    ),
+    **dict.fromkeys(
+        ("t5", "mt5", "umt5", "longt5", "switch_transformers", "bart", "mbart", "pegasus", "led"),
+        "an encoder before its decoder",
+    ),
+    **dict.fromkeys(
+        ("marian", "m2m_100", "whisper", "speech_to_text", "nllb-moe", "t5gemma", "blenderbot"),
+        "an encoder before its decoder",
+    ),
+    **dict.fromkeys(
+        ("clip", "siglip", "vit", "clip_vision_model"), "pictures in the place of words"
+    ),
     **dict.fromkeys(("rwkv", "xlstm"), "a recurrence in the place of attention"),
     "jetmoe": "experts in its attention",
     "ctrl": "a feed-forward part of its own",

@@ -256,11 +256,14 @@ def check_fp8(model: Model, cluster: Cluster) -> None:
 
 
 def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
-    """The schedules with their chunks: two, more where all chunks have equal size, or the user's
-    number."""
+    """The schedules with their chunks: two, more where all chunks have equal size. If the user says
+    how many chunks, those alone that have so many."""
+    if fixed.chunks:
+        yield from [("interleaved", fixed.chunks)] if pp > 1 else []
+        return
     for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-        yield schedule, fixed.chunks if schedule == "interleaved" and fixed.chunks else 2
-    if pp > 1 and not fixed.chunks:
+        yield schedule, 2
+    if pp > 1:
         for chunks in range(3, _MOST_CHUNKS + 1):
             if model.layers % (pp * chunks * model.period) == 0:
                 yield "interleaved", chunks

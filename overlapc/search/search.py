@@ -193,14 +193,26 @@ def _refuse(model: Model, solver: str, rivals: Sequence[str], slices: Sequence[i
 
 
 def _none(model: Model, cluster: Cluster, fixed: Fixed) -> OptionError:
+    has = "" if fixed == ANY else f" has {fixed}"
+    expected = [
+        f"a product of tp, cp, pp and dp of {cluster.gpus}",
+        model.hint(),
+        f"a pp of at most {model.layers // model.period} over the stages of a rank",
+        f"a dp times microbatch that divides {cluster.global_batch} sequences",
+        "for interleaved stages a multiple of pp microbatches",
+    ]
+    if model.experts:
+        expected.append(f"{model.experts} experts that the ranks of dp divide evenly")
+    elif fixed.shares_experts:
+        expected.append("experts, of which this model has none")
+    if any(fixed.ends):
+        expected.append("ends that leave layers to the stages between them")
+    if fixed.cp_comm_type == "a2a":
+        expected.append("for a2a a tp times cp that divides all heads")
     return OptionError(
-        f"no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
-        f"has {fixed}; expected {model.hint()}, a pp of at most "
-        f"{model.layers // model.period} over the stages of a rank, a dp times "
-        f"microbatch that divides {cluster.global_batch} sequences, and for interleaved "
-        "stages a multiple of pp microbatches"
-        + ", and for a2a a tp times cp that divides all heads"
-        * (fixed.cp_comm_type == "a2a")
+        f"found no layout of {model.name} on {cluster.gpus} GPUs, {cluster.gpus_per_node} a node, "
+        f"that{has or ' the model and batch allow'}; expected {', '.join(expected[:-1])}, and "
+        f"{expected[-1]}"
     )
 
 

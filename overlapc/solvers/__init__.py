@@ -42,6 +42,7 @@ __all__ = [
     "FIELD",
     "ONE_PLAN",
     "PREFIX",
+    "SEARCHED",
     "SOLVERS",
     "Progress",
     "best_baseline",
@@ -76,7 +77,8 @@ FIELD: dict[str, Callable[[Problem], Plan]] = BASELINES | {
 }
 # These have one plan, however much memory there is and however many microbatches are in flight.
 ONE_PLAN = (*BASELINES, "whole", "megatron-none", "megatron-selective", "megatron-full")
-SOLVERS = ("overlap", "heu", "opt", *FIELD, "torch")
+SEARCHED = ("overlap", "heu", "opt")  # by these plans are searched for, not made by a rule
+SOLVERS = (*SEARCHED, *FIELD, "torch")
 
 
 def is_of_field(solver: str) -> bool:
@@ -215,7 +217,7 @@ def menu(
 
 def _merged(problem: Problem, solver: str) -> Plan:
     """The best plan found for merged microbatches, which all solvers search alike."""
-    if solver not in ("overlap", "heu", "opt"):
+    if solver not in SEARCHED:
         raise OptionError(
             f"solver={solver!r} cannot plan merged microbatches; expected overlap, heu or opt"
         )
