@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -291,8 +291,7 @@ class _BothWays:
         parts = self.ran(self.each, run)
         if self.backward and self.totals:
             cotangents = [c for k in range(count) for c in self.cotangents_of(k, parts[k])]
-            # Checkpoints drop the same again; no slice asks for a total again.
-            with in_turn(count), self.drawn(0) if self.draws else nullcontext():
+            with in_turn(count), self.drawn(0):  # only checkpoints run again
                 _differentiate([leaf for results in parts for leaf in results], cotangents)
         columns = [[_detached(leaf) for leaf in column] for column in zip(*parts, strict=True)]
         is_mean = [i in self.means for i in range(len(uncut))]
@@ -316,7 +315,7 @@ class _BothWays:
 
         def drawn(k: int, part: Any) -> Any:
             with ExitStack() as stack:
-                if len(parts) > 1 and self.draws:
+                if len(parts) > 1:
                     stack.enter_context(self.drawn(k))
                 if len(parts) > 1 and self.weighs:
                     stack.enter_context(Weighing(len(parts)))
@@ -332,8 +331,9 @@ class _BothWays:
                 found.append(drawn(k, part))
         return found
 
-    def drawn(self, k: int) -> Drawn:
-        return Drawn(self.draws, self.wholes, k, len(self.each))
+    def drawn(self, k: int) -> AbstractContextManager[Any]:
+        """In it a slice reads its part of what the batch draws."""
+        return Drawn(self.draws, self.wholes, k, len(self.each)) if self.draws else nullcontext()
 
     def cotangents_of(self, k: int, results: Sequence[Any]) -> list[Tensor | None]:
         """The gradients of a slice's results."""
