@@ -227,7 +227,10 @@ class Drawn(TorchDispatchMode):
                 _set_state(draw, self.wholes[-1].after)
             before = _state(draw)
             self.wholes.append(Whole(draw.whole(), before, _state(draw)))
-        _set_state(draw, self.before(place + 1, self.k))
+        if not self.k:
+            _set_state(draw, self.wholes[place].after)
+        elif place + 1 < len(self.draws):
+            _set_state(self.draws[place + 1], self.before(place + 1, self.k))
         part = draw.of(self.wholes[place].drawn, self.k)
         if draw.is_dropout:
             return dropped(args[0], part, args[1])
@@ -247,9 +250,12 @@ class Drawn(TorchDispatchMode):
     def before(self, place: int, k: int) -> Tensor:
         """The generator's state in which slice k comes to a draw."""
         if not k:
-            return self.wholes[place - 1].after if place else self.wholes[0].before
-        device = self.draws[min(place, len(self.draws) - 1)].part.device
-        return torch.Generator(device).manual_seed((k << 32) + place).get_state()
+            return self.wholes[place].before
+        return (
+            torch.Generator(self.draws[place].part.device)
+            .manual_seed((k << 32) + place)
+            .get_state()
+        )
 
 
 def _state(draw: Draw) -> Tensor:

@@ -59,7 +59,8 @@ def on_rank(rank: int, ranks: int, slices: int, microbatches: int = 1) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("slices", "microbatches"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), (1, 4)]
+    ("slices", "microbatches"),
+    [*(pytest.param(n, 1, marks=pytest.mark.slow) for n in (1, 2)), (1, 4), (2, 2)],
 )
 def test_the_peak_of_each_rank_is_that_of_its_own_sizes(slices: int, microbatches: int) -> None:
     found = run_ranks(on_rank, 2, slices, microbatches)
