@@ -251,11 +251,8 @@ class Drawn(TorchDispatchMode):
         """The generator's state in which slice k comes to a draw."""
         if not k:
             return self.wholes[place].before
-        return (
-            torch.Generator(self.draws[place].part.device)
-            .manual_seed((k << 32) + place)
-            .get_state()
-        )
+        generator = torch.Generator(self.draws[place].part.device)
+        return generator.manual_seed((k << 32) + place).get_state()
 
 
 def _state(draw: Draw) -> Tensor:

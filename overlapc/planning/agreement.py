@@ -104,7 +104,7 @@ def of_all_ranks(
     width = max(2, slices)  # two microbatches beside each other, or all slices of one
     beside = [here[i : i + width] for i in range(0, len(here), slices)]
     mine = [
-        max(held_bytes(part, each) for part in report.parts for each in beside)
+        max(_held_bytes(part, each) for part in report.parts for each in beside)
         for report in reports
     ]
     told = [mine]
@@ -114,7 +114,7 @@ def of_all_ranks(
     return [replace(each, rank_peaks=peaks) for each, peaks in zip(reports, by_report, strict=True)]
 
 
-def held_bytes(report: Report, each: Sequence[Mapping[str, int]]) -> int:
+def _held_bytes(report: Report, each: Sequence[Mapping[str, int]]) -> int:
     """The peak of the report's plan where the values of each slice have so many bytes."""
     problem = report.problem
     return peak_bytes(replace(problem, trace=with_bytes(problem.trace, each)), report.plan)

@@ -69,4 +69,4 @@ def plan_of_regions(
     }
     needs = Needs(trace)
     kept = set(needs.storages) - dropped | taken_in
-    return plan_on_demand(problem, kept, "script", needs)
+    return plan_on_demand(problem, kept, "own", needs)

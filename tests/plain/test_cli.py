@@ -209,6 +209,12 @@ def test_a_named_microbatch_may_be_larger_than_those_that_are_tried() -> None:
     assert {layout.microbatch for layout in named} == {32}
 
 
+def test_named_chunks_leave_out_layouts_that_have_none() -> None:
+    cluster = Cluster("a100-sxm-80", 8, 8, 1 << 40, 256)
+    named = list(layouts(find_model("gpt-1.3b"), cluster, Fixed(chunks=3)))
+    assert {(layout.schedule, layout.chunks) for layout in named} == {("interleaved", 3)}
+
+
 def test_a_broken_config_is_wrong_use(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text("{")

@@ -323,6 +323,8 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
         ({"model_type": 5}, "model_type is 5, expected a text"),
         ({"model_type": "mamba2"}, "'mamba2', which has state spaces in the place of attention"),
         ({"model_type": "mamba2", "state_size": 128}, "'mamba2', which has state spaces"),
+        ({"model_type": "t5"}, "'t5', which has an encoder before its decoder"),
+        ({"model_type": "jamba"}, "'jamba', which has state spaces beside attention"),
         ({"model_type": "xlstm"}, "'xlstm', which has a recurrence in the place of attention"),
         ({"state_size": 16}, "state_size is 16, which the search has no model of"),
         ({"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg is .* has no model of"),
@@ -420,3 +422,27 @@ def test_a_family_that_shares_its_table_of_words_need_not_say_so(tmp_path: Path)
     config = llama(40, 8192, 64, 64, 22528, 256000, model_type="cohere")
     del config["tie_word_embeddings"]
     assert read(tmp_path, config).parameters() == pytest.approx(34_980_831_232, rel=1e-3)
+
+
+def test_mpt_and_bloom_as_their_files_spell_them(tmp_path: Path) -> None:
+    """MPT-7B ties its table of words and does not say so; BLOOM's width is `n_embed`."""
+    mpt = {
+        "model_type": "mpt",
+        "d_model": 4096,
+        "n_heads": 32,
+        "n_layers": 32,
+        "expansion_ratio": 4,
+    }
+    mpt |= {"max_seq_len": 2048, "vocab_size": 50432, "no_bias": True}
+    assert read(tmp_path, mpt).parameters() == pytest.approx(6_649_286_656, rel=1e-3)
+    bloom = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16}
+    assert read(tmp_path, bloom | {"vocab_size": 250880, "seq_length": 2048}).width == 1024
+
+
+def test_experts_are_gated_in_a_family_whose_file_names_no_activation(tmp_path: Path) -> None:
+    config = llama(4, 1024, 16, 8, 1536, 32000, model_type="minimax_m2", num_local_experts=8)
+    config |= {"num_experts_per_tok": 2}
+    del config["hidden_act"]
+    assert read(tmp_path, config).gated
+    said = read(tmp_path, config | {"num_mtp_modules": 3}).source
+    assert "without its heads that predict further tokens" in said

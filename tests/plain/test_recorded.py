@@ -137,6 +137,32 @@ def test_ops_and_works_of_a_cpu(tmp_path: Path) -> None:
     assert found.problem.trace.lanes == ("gloo",)
 
 
+def test_works_that_gloo_ran_at_once_share_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One behind the other they would take longer than the step that was recorded."""
+
+    def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid}
+
+    path = written(
+        tmp_path,
+        [
+            event("user_annotation", "mlp forward", 0, 90),
+            event("cpu_op", "aten::mm", 0, 90),
+            event("user_annotation", "mlp backward", 100, 200),
+            event("cpu_op", "aten::mm", 100, 20),
+            *(event("cpu_op", "c10d::allreduce_", 120 + 5 * i, 4) for i in range(2)),
+            *(event("user_annotation", "gloo:all_reduce", 130, 60, tid=2 + i) for i in range(2)),
+        ],
+    )
+    found = Solved.of(recorded_step(path))
+    assert sum(c.comm_ns for c in found.step.problem.costs) == 60_000
+    assert found.alone.step_ns <= found.step.ran_ns
+    assert main(["trace", str(path)]) == GOOD
+    assert "ran at once are each counted in full" in capsys.readouterr().out
+
+
 def test_the_backward_of_marked_forwards_is_found_by_autograds_numbers(tmp_path: Path) -> None:
     def event(name: str, ts: float, dur: float, tid: int, **args: int) -> dict[str, Any]:
         named = {key.replace("_", " "): value for key, value in args.items()}
