@@ -5,12 +5,17 @@ without memory of the test before; and the hypothesis profiles `ci` (default, th
 every time) and `thorough` (`make test-all`).
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Tracing makes many objects that stay; with Python's 700 a seventh of the tests' time is looking at
+# them. Tests of what is freed collect by themselves.
+gc.set_threshold(20_000, 20, 100)
 
 # Read when torch is first imported, and inherited by the processes a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -50,6 +50,11 @@ class Captured:
     num_fwd_outputs: int
     static_inputs: tuple[int, ...] = ()
 
+    @property
+    def depends_on_data(self) -> bool:
+        """Does the size of any value depend on data, as the loads of experts do?"""
+        return any("unbacked_bindings" in node.meta for node in self.joint.graph.nodes)
+
 
 def trace_joint(
     joint: fx.GraphModule,

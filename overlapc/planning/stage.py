@@ -32,6 +32,7 @@ def plan_stage(
     gradients: tuple[str, ...],
     add_ns_per_kib: float,
     primals: Sequence[Any] | None = None,
+    others: Sequence[Sequence[Any]] = (),
     exchange: Exchange | None = None,
     slices: int = 1,
     draws: Collection[str] = (),
@@ -40,6 +41,7 @@ def plan_stage(
     """Plan a stage for the schedule's number of microbatches in flight and, where rows are placed,
     for a few more: more recompute makes room for rows that wait less. If microbatches are cut in
     slices, the captured graph is of one; nothing is merged then, and `draws` are drawn together.
+    `primals` are the graph's inputs, `others` those of other microbatches and slices.
     `pairs`: `TrainStep` runs the stage, and may run it in pairs."""
     lag, held = schedule.lag(stage) if slices == 1 else 0, schedule.in_flight(stage)
     further = min(_FURTHER, schedule.microbatches - held) if place else 0
@@ -57,7 +59,7 @@ def plan_stage(
         draws=tuple(draws),
         loss=stage == schedule.stages - 1,
     )
-    planned = plan(captured, options, step, primals=primals, exchange=exchange)
+    planned = plan(captured, options, step, primals=primals, others=others, exchange=exchange)
     return [planned.report, *planned.roomier]
 
 

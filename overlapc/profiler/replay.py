@@ -112,9 +112,8 @@ class Replay:
     @property
     def runs_alone(self) -> bool:
         """May `run` leave collectives out? Where sizes depend on data, other data would not fit."""
-        nodes = self.captured.joint.graph.nodes
-        fixed = not any("unbacked_bindings" in node.meta for node in nodes)
-        return fixed and not any(step.is_start and step.may_write for step in self.steps)
+        changes = any(step.is_start and step.may_write for step in self.steps)
+        return not changes and not self.captured.depends_on_data
 
     def run(self, watcher: Watcher, alone: bool = False) -> None:
         """Run the graph once. Each collective is waited for at once, and the watcher does not see

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc.errors import Infeasible, OptionError
-from overlapc.passes.marks import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
 from overlapc.pipeline import PipelineTimeline, StageCost, describe
@@ -38,8 +37,9 @@ from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.sliced_stage import SlicedStage
-from overlapc.runtime.stage import Shapes, Stage, blank
+from overlapc.runtime.stage import Shapes, Stage, blank, sending, with_loss
 from overlapc.runtime.train_step import adding
+from overlapc.runtime.walk import walked
 from overlapc.schedule import Schedule, format_schedule
 
 
@@ -219,8 +219,12 @@ class Pipeline:
             trained = [p for p in self.modules[stage].parameters() if p.requires_grad]
             took_ns = averaging_ns(self.schedule, stage, trained, links, options)
             self._average_ns[stage] = took_ns
-        self._cuts = cuts = CutStages(self.schedule, self._whole, self._of_stages, links)
-        cuts.cut(shapes, inputs, targets)
+        self._cuts = cuts = CutStages(self._whole, self._of_stages, links)
+        wanted = {stage: self._wanted(stage) for stage in self._whole}
+        given = walked(self.schedule, self._whole, wanted, shapes, inputs, targets, links)
+        for stage, (first, *others) in given.items():
+            self._whole[stage].trace(first, others)
+        cuts.cut(given)
         for stage, made in self._whole.items():
             with busy("planning its stages", links.timeout_s):
                 slower = max(sent.get(end, 0) for end in (stage - 1, stage))
@@ -238,7 +242,15 @@ class Pipeline:
             found = ways[way][chosen[stage]]
             self._stages[stage], self.reports[stage] = found.stage, found.report
             found.stage.planned(found.report)
+        cuts.forget_inputs()
         self._planned_for = like
+
+    def _wanted(self, stage: int) -> int:
+        """Of how many microbatches a stage must see what it is given, before it is planned."""
+        depends = self._whole[stage].captured.depends_on_data
+        if depends and self._of_stages[stage].profile == "measure":
+            return self.schedule.microbatches
+        return 1 if self._cuts and self._cuts.counts[stage] else 0
 
     def _traced(
         self, inputs: Sequence[tuple[Any, ...]], targets: Sequence[tuple[Any, ...]]
@@ -269,7 +281,7 @@ class Pipeline:
     def _figured(self, made: Stage, took_ns: tuple[int, int]) -> list[Candidate]:
         """Plan a stage whose transfers and average take so long; return the plans with their
         figures for other ranks."""
-        reports = self._planned(made, made.captured, made.primals)
+        reports = self._planned(made, made.captured, made.inputs)
         beside = self._beside(made)
         figures = stage_figures(reports, made.received, took_ns[0], beside, took_ns[1])
         return [Candidate(made, *each) for each in zip(reports, figures, strict=True)]
@@ -313,16 +325,19 @@ class Pipeline:
     def _stage(self, stage: int, count: int, incoming: Shapes) -> Stage:
         """Make a stage whose module takes so many arguments."""
         module, last = self.modules[stage], stage == self.schedule.stages - 1
-        function = _with_loss(module, self._loss, count) if self._loss and last else _sends(module)
+        function = with_loss(module, self._loss, count) if self._loss and last else sending(module)
         known = self._whole.get(stage)
         if known is not None and known.incoming == incoming:
             known.report = None  # it is planned again
             return known
         made = self._whole[stage] = Stage(stage, module, function, incoming, last)
-        made.plan = lambda captured, primals: self._planned(made, captured, primals)[0]
+        made.plan = lambda captured, inputs: self._planned(made, captured, inputs)[0]
         return made
 
-    def _planned(self, made: Stage, captured: Captured, primals: Sequence[Any]) -> list[Report]:
+    def _planned(
+        self, made: Stage, captured: Captured, inputs: Sequence[Sequence[Any]]
+    ) -> list[Report]:
+        primals, *others = inputs
         with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
             reports = plan_stage(
                 captured,
@@ -334,6 +349,7 @@ class Pipeline:
                 gradients=tuple(parameter_gradients(captured)),
                 add_ns_per_kib=adding(made.module, self._options),
                 primals=primals,
+                others=others,
                 exchange=joined,
                 slices=made.slices,
                 draws=made.draws,
@@ -389,38 +405,6 @@ def _check_tied(
                 f"tied={dict(names)}: stages of this rank have the same Parameter there, which "
                 "gets both gradients anyway: leave it out, or give each stage one of its own"
             )
-
-
-def _sends(module: nn.Module) -> Callable[..., Any]:
-    """Wrap a stage so that each result can be sent: contiguous, and a tensor of its own."""
-
-    def sends(*args: Any) -> Any:
-        results = module(*args)
-        several = results if isinstance(results, (tuple, list)) else (results,)
-        if not several or not all(isinstance(result, Tensor) for result in several):
-            return results  # refused later, since no result is marked
-        # Make each result a separate tensor: results may be views of one another, occur twice, or
-        # be inputs.
-        first, *more = several
-        copied = any(first is arg for arg in args)
-        sent = [mark(first, 0, Tensor.clone if copied else Tensor.contiguous)]
-        return *sent, *(mark(each, 1 + i, _copy) for i, each in enumerate(more))
-
-    return sends
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _with_loss(module: nn.Module, loss: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
-    """Wrap a stage and its loss; the first `count` arguments are the stage's."""
-
-    def ends(*args: Any) -> Any:
-        result = loss(module(*args[:count]), *args[count:])
-        return mark(result, 0, Tensor.contiguous) if isinstance(result, Tensor) else result
-
-    return ends
 
 
 def _tuple(given: Any) -> tuple[Any, ...]:

@@ -60,9 +60,9 @@ class SlicedStage(Stage):
     def ways(self) -> Sequence[Way]:
         return () if self.compared is None else self.compared.ways
 
-    def trace(self, given: tuple[Any, ...]) -> None:
+    def trace(self, given: tuple[Any, ...], others: Sequence[tuple[Any, ...]] = ()) -> None:
         try:
-            super().trace(given)
+            super().trace(given, others)
         except CaptureError as error:
             raised = error.__cause__
             if isinstance(raised, Raised):  # `whole` does not
@@ -107,6 +107,10 @@ class SlicedStage(Stage):
                 return super()._run(each[-1].args)
         finally:
             self._microbatch, self._slices, self._now = (), [], Slices(1)
+
+    def _planned_for(self) -> list[Given]:
+        others = [part for one in self._further for part in one.cut(self.slices, gradients=True)]
+        return [*self._slices, *others]
 
     def _look_at(self, joint: Joint, state: State) -> None:
         refuse_whole(joint, state, self.module, self.slices)

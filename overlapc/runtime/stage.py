@@ -14,9 +14,11 @@ from torch._functorch._aot_autograd import descriptors
 from overlapc.errors import CaptureError
 from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Run, Stop, Traced
+from overlapc.passes.marks import mark
 from overlapc.passes.trace import Captured
 from overlapc.passes.untraced import Raised
 from overlapc.planning.report import Report
+from overlapc.runtime.given import Given, inputs_of
 from overlapc.runtime.program import Program, State, check_loss, refuse_owners
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
@@ -46,8 +48,9 @@ class Stage:
         self.number, self.module, self.last = number, module, last
         self.incoming, self.function = incoming, function
         self.form: Form  # its last trace
-        self.primals: list[Any] = []  # example inputs, while it is planned
-        self.plan: Callable[[Captured, Sequence[Any]], Report]
+        # while it is planned: the graph's inputs, of each microbatch (or slice) to plan for
+        self.inputs: list[list[Any]] = []
+        self.plan: Callable[[Captured, Sequence[Sequence[Any]]], Report]
         self.draws: dict[str, Draw] = {}  # what its slices draw together
         self.report: Report | None = None
         self.digest = ""  # of the planned graph
@@ -56,6 +59,7 @@ class Stage:
         self._traced = Traced(function, self._adopt, module, ours=True)
         self._given: dict[int, tuple[Any, ...]] = {}  # by microbatch: its inputs
         self._arguments: tuple[Any, ...] = ()  # of the call that runs
+        self._further: list[Given] = []  # calls that it is planned for, besides
         # the microbatch of F, and of the B merged with it
         self._at: tuple[int, int | None] = 0, None
 
@@ -82,14 +86,16 @@ class Stage:
             return True
         finally:
             self.report = report
-        self.primals = []
+        self.inputs = []
         return self.digest != self.captured.trace.digest
 
     def planned(self, report: Report) -> None:
-        self.report, self.digest, self.primals = report, self.captured.trace.digest, []
+        self.report, self.digest, self.inputs = report, self.captured.trace.digest, []
 
-    def trace(self, given: tuple[Any, ...]) -> None:
+    def trace(self, given: tuple[Any, ...], others: Sequence[tuple[Any, ...]] = ()) -> None:
+        """Capture the stage of these arguments, to be planned for `others`, too."""
         self.begin(0, given)
+        self._further = [Given(leaves_of(other, self.incoming), {}) for other in others]
         try:
             self._call(0)
         except Stop:
@@ -105,6 +111,7 @@ class Stage:
             ) from error
         finally:
             self._given.clear()
+            self._further = []
 
     def begin(self, microbatch: int, given: tuple[Any, ...]) -> None:
         self._given[microbatch] = leaves_of(given, self.incoming)
@@ -155,7 +162,7 @@ class Stage:
         def run(state: State) -> Sequence[Any]:
             refuse_owners(joint, state, self.module)
             if self.report is None:
-                self.form, self.primals = form, [state[name] for name in joint.inputs]
+                self.form, self.inputs = form, inputs_of(joint.inputs, state, self._planned_for())
                 self._look_at(joint, state)
                 raise Stop
             report = self.report if digest == self.digest else self._others.get(digest)
@@ -167,11 +174,15 @@ class Stage:
 
         return run
 
+    def _planned_for(self) -> list[Given]:
+        """The call that runs, and the others that the stage is planned for."""
+        return [Given(self._arguments, {}), *self._further]
+
     def _look_at(self, joint: Joint, state: State) -> None:
         """Look at a graph that will be planned."""
 
     def _planned_within_a_step(self, joint: Joint, state: State) -> Report:
-        return self.plan(joint.captured, [state[name] for name in joint.inputs])
+        return self.plan(joint.captured, [[state[name] for name in joint.inputs]])
 
     def _program(self, joint: Joint, report: Report) -> Program:
         return Program(joint, report, whole=self.last)
@@ -222,6 +233,38 @@ class InFlight:
     flight: Any  # a Flight, or a SlicedFlight
     tangents: tuple[str, ...]
     given: tuple[Any, ...]
+
+
+def sending(module: nn.Module) -> Callable[..., Any]:
+    """Wrap a stage so that each result can be sent: contiguous, and a tensor of its own."""
+
+    def sends(*args: Any) -> Any:
+        results = module(*args)
+        several = results if isinstance(results, (tuple, list)) else (results,)
+        if not several or not all(isinstance(result, Tensor) for result in several):
+            return results  # refused later, since no result is marked
+        # Make each result a separate tensor: results may be views of one another, occur twice, or
+        # be inputs.
+        first, *more = several
+        copied = any(first is arg for arg in args)
+        sent = [mark(first, 0, Tensor.clone if copied else Tensor.contiguous)]
+        return *sent, *(mark(each, 1 + i, _copy) for i, each in enumerate(more))
+
+    return sends
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def with_loss(module: nn.Module, loss: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
+    """Wrap a stage and its loss; the first `count` arguments are the stage's."""
+
+    def ends(*args: Any) -> Any:
+        result = loss(module(*args[:count]), *args[count:])
+        return mark(result, 0, Tensor.contiguous) if isinstance(result, Tensor) else result
+
+    return ends
 
 
 def leaves_of(given: tuple[Any, ...], incoming: Shapes) -> tuple[Any, ...]:
