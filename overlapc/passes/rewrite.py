@@ -211,22 +211,21 @@ def _origin(captured: Captured, module: fx.GraphModule, plan: Plan) -> dict[fx.N
         if node.name in recomputed and is_random(node) and node.name not in present
     ]
     replaced = [n for n in nodes if n.op == "call_function" and "rng_state" in str(n.target)]
-    replaced.sort(key=_rng_position)
-    if len(missing) != len(replaced):
+    states = [n for n in module.graph.find_nodes(op="placeholder") if "rng_state" in str(n.target)]
+    made = states or replaced
+    if len(missing) != len(made):
         raise CaptureError(
             f"{len(missing)} random ops are to be recomputed, PyTorch's partitioner made "
-            f"{len(replaced)}"
+            f"{len(made)}"
         )
+    if states:  # of the backward: ops that nothing reads are gone, their states are not
+        return names | {node: missing[states.index(_state(node, states))] for node in replaced}
     return names | dict(zip(replaced, missing, strict=True))
 
 
-def _rng_position(node: fx.Node) -> int:
-    """The sort key that gives replaced random ops the order of the joint graph. An op that receives
-    its state has a placeholder numbered in that order; ops that save their state are still in that
-    order."""
-    placeholders = node.graph.find_nodes(op="placeholder")
-    states = [n for n in node.all_input_nodes if n in placeholders and "rng_state" in str(n.target)]
-    return min((placeholders.index(state) for state in states), default=0)
+def _state(node: fx.Node, states: Sequence[fx.Node]) -> fx.Node:
+    """The state that an op of the backward is given; states are in the order of the joint graph."""
+    return next(state for state in states if state in node.all_input_nodes)
 
 
 def reorder(

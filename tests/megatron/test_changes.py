@@ -450,11 +450,13 @@ def on_rank(
     return found
 
 
-PARTS = 3  # of the changes: all take two minutes
+PARTS = 5  # of the changes: all take two minutes
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, PARTS))]
+)
 def test_what_changes_is_seen(part: int) -> None:
     cpu.need("0.16.1")
     (found,) = run_ranks(on_rank, 1, "0.16.1", [*CHANGES][part::PARTS], timeout_s=280)

@@ -67,7 +67,7 @@ def unpatched(name: str, left: str, how: str, rank: int) -> Any:
     ("name", "left", "how", "says"),
     [
         ("tp", "1", "never", "it never called overlapc.megatron.patch()"),
-        ("pp", "1", "never", "it never called overlapc.megatron.patch()"),
+        pytest.param("pp", "1", "never", "it never called", marks=SLOW),
         pytest.param("dp", "1", "never", "it never called", marks=SLOW),
         pytest.param("tp", "0", "never", "it never called", marks=SLOW),
         ("tp", "0", "unpatched", "it called overlapc.megatron.unpatch()"),
@@ -196,8 +196,8 @@ def raising(name: str, who: int, step: int, rank: int) -> Any:
     ("name", "who", "step"),
     [
         ("tp", 1, 0),
-        ("tp", 0, 0),  # it has the store
-        ("tp", 1, 1),
+        pytest.param("tp", 0, 0, marks=SLOW),  # it has the store
+        pytest.param("tp", 1, 1, marks=SLOW),
         ("pp", 1, 1),
         pytest.param("pp", 1, 0, marks=SLOW),
         pytest.param("pp", 0, 0, marks=SLOW),
@@ -281,7 +281,7 @@ def dying(when: str, stamp: str, rank: int) -> Any:
     [
         ("before patch", "rank 1: it never called overlapc.megatron.patch()"),
         ("behind patch", "rank 1 gives no sign of life: its process"),
-        ("within a later step", "rank 1 gives no sign of life: its process"),
+        pytest.param("within a later step", "rank 1 gives no sign of life", marks=SLOW),
         ("within a step", "rank 1 raised SystemExit: 3"),
         ("while links are measured", "rank 1 gives no sign of life"),
     ],

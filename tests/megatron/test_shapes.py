@@ -33,7 +33,7 @@ LAYOUTS = {
         {(1, 1): (2, 8), (2, 2): (1, 16)},
     ),
 }
-QUICK = ("dp", "ep, not merged")
+QUICK = ("ep, not merged",)
 
 
 def given_other_shapes(trained: Trained, shapes: dict[tuple[int, int], tuple[int, int]]) -> Trained:
@@ -90,7 +90,7 @@ def on_rank(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
     "names",
     [
         pytest.param(QUICK, id="quick"),
-        pytest.param(("first", "ep"), id="others", marks=pytest.mark.slow),
+        pytest.param(("dp", "first", "ep"), id="others", marks=pytest.mark.slow),
         pytest.param(("pp",), id="stages", marks=pytest.mark.slow),
         pytest.param(("tp",), id="tp", marks=pytest.mark.slow),
     ],

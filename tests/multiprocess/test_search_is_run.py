@@ -94,11 +94,15 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], har
 @pytest.mark.parametrize(
     ("fixed", "slices", "slow"),
     [
-        (Fixed(tp=2, pp=1, dp=1, microbatch=2, sequence=False), 1, False),
+        pytest.param(
+            Fixed(tp=2, pp=1, dp=1, microbatch=2, sequence=False), 1, False, marks=pytest.mark.slow
+        ),
         (Fixed(tp=2, pp=1, dp=1, microbatch=2, sequence=False), 1, True),
         (Fixed(tp=1, pp=2, dp=1, microbatch=2, schedule="1f1b"), 1, False),
         (Fixed(tp=1, pp=1, dp=2, microbatch=2), 1, False),
-        (Fixed(tp=2, pp=1, dp=2, microbatch=1, sequence=False), 1, True),
+        pytest.param(
+            Fixed(tp=2, pp=1, dp=2, microbatch=1, sequence=False), 1, True, marks=pytest.mark.slow
+        ),
         (Fixed(tp=2, pp=1, dp=1, microbatch=8, sequence=False), 2, True),
     ],
     ids=["tp", "tp on a slow link", "pp", "dp", "tp and dp on a slow link", "slices"],

@@ -76,7 +76,7 @@ def on_rank(
 @pytest.mark.parametrize(
     ("name", "budget", "across"),
     [
-        ("moe", None, False),
+        pytest.param("moe", None, False, marks=pytest.mark.slow),
         ("moe", None, True),
         pytest.param("gpt", None, False, marks=pytest.mark.slow),
         pytest.param("gpt", None, True, marks=pytest.mark.slow),

@@ -110,7 +110,7 @@ def test_a_step_of_long_sequences_needs_less_memory() -> None:
     assert steps[1].peak_bytes < steps[0].peak_bytes
     assert steps[1].microbatches == 2 * steps[0].microbatches
     assert steps[1].exposed_ns["tp"] > 0
-    best = search(GROUPED, cluster, Fixed(cp=2), workers=1).best
+    best = search(GROUPED, cluster, Fixed(tp=1, pp=1, cp=2), workers=1).best
     assert best is not None
     assert best.layout.cp == 2
 

@@ -85,7 +85,7 @@ def test_megatron_is_told() -> None:
 
 def test_it_is_searched_when_asked() -> None:
     assert not any(found.shares_experts for found in layouts(MODEL, CLUSTER))
-    asked = Fixed(tp=2, shares_experts=True)
+    asked = Fixed(tp=2, pp=1, microbatch=1, shares_experts=True)
     best = search(MODEL, CLUSTER, asked, workers=1).best
     assert best is not None
     assert "tp=2+sp+etp" in str(best.layout)

@@ -377,7 +377,9 @@ def test_an_input_that_is_only_as_large_as_the_batch_is_refused_by_name(kind):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", [*HIDDEN][:3])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("hidden state", marks=pytest.mark.slow), "mask", "table"]
+)
 def test_auto_runs_it_whole_and_says_why(kind, auto):
     with on_fabric():
         torch.manual_seed(1)

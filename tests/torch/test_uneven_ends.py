@@ -68,11 +68,12 @@ def test_layouts_have_them_when_asked() -> None:
 
 
 def test_a_search_keeps_them() -> None:
-    best = search(MODEL, CLUSTER, Fixed(pp=4, first_layers=1), workers=1).best
+    best = search(MODEL, CLUSTER, Fixed(pp=4, first_layers=1, schedule="1f1b"), workers=1).best
     assert best is not None
     assert best.layers == (1, 2, 3, 2)
     assert "ends=1,0" in str(best.layout)
     assert Found.parse(best.as_json()) == best
-    whole = search(EXPERTS, CLUSTER, Fixed(pp=2, first_layers=2), workers=1).best
+    fixed = Fixed(tp=2, pp=2, first_layers=2, microbatch=1)
+    whole = search(EXPERTS, CLUSTER, fixed, workers=1).best
     assert whole is not None
     assert whole.layers == (2, 6)
