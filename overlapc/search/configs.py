@@ -61,6 +61,7 @@ _UNKNOWN: dict[str, Any] = {
     "gating": False,
     "per_layer_config": {},
 }
+_NEVER_ZERO = ("head_dim", "kv_channels")  # which a file may leave out
 # Parts of a model beside its text model
 _OTHERS = ("vision_config", "audio_config", "audio_encoder_config")
 
@@ -176,9 +177,9 @@ class _Config:
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
-                found = f"{value!r:.40}"
-                raise FileError(f"{self.shown}: {name} is {found}, expected a whole number")
-            if value == 0 and default is None:
+                told = f"{name} is {value!r:.40}, expected a whole number below 2^40"
+                raise FileError(f"{self.shown}: {told}")
+            if value == 0 and (default is None or name in _NEVER_ZERO):
                 raise FileError(f"{self.shown}: {name} is 0, expected a number from 1 on")
             return value
         if default is None:
@@ -206,6 +207,9 @@ class _Config:
         )
         shape["ffn"] = self.number("ffn", *names, default=4 * shape["width"])
         act = _text(self.shown, self.found, "hidden_act", "hidden_activation")
+        if act and act not in (*families.GATED, *families.NOT_GATED):
+            known = ", ".join((*families.GATED, *families.NOT_GATED))
+            raise FileError(f"{self.shown}: the activation is {act!r}, expected one of {known}")
         shape["gated"] = act in families.GATED or self.kind in families.GATED_TYPES
         shape["tied"] = self.flag("tie_word_embeddings", self.kind in families.TIED_TYPES)
         if self.kind in families.POSITIONS:

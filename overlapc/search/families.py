@@ -6,6 +6,12 @@ from typing import Any
 
 # activations that are a gate's, in every family
 GATED = ("silu", "swish", "swiglu", "geglu")
+NOT_GATED = (
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "quick_gelu"),
+    *("gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear"),
+    *("mish", "prelu", "relu", "relu2", "relu6", "sigmoid", "sqrtsoftplus", "tanh", "xielu"),
+    *("squared_relu", "identity"),
+)
 # families that are gated, whatever their activation is called, or if their file does not name it
 GATED_TYPES = (
     *("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "chatglm", "llama", "llama4_text"),

@@ -194,6 +194,10 @@ def _rows(path: Path, shown: str, text: str, same: Mapping[str, str]) -> tuple[R
     columns = cells.fieldnames or ()
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise FileError(f"table {shown}: columns {', '.join(twice)} twice, expected each once")
+    if both := sorted(same.keys() & set(columns)):
+        raise FileError(
+            f"table {shown}: {', '.join(both)} in [same] and in rows, expected each in one of them"
+        )
     rows = []
     for number, given in enumerate(cells, 1):
         try:
@@ -296,10 +300,15 @@ def _whole(cells: Mapping[str, str], key: str, least: int = 1) -> int:
 
 def _measured(cells: Mapping[str, str], key: str, times: float) -> int:
     """A figure in the unit that is kept; 0 where none was measured."""
+    if key not in cells:
+        return 0
     try:
-        found = float(cells.get(key, "0"))
+        found = float(cells[key])
     except ValueError:
         found = -1.0
-    if not 0 <= found < float("inf"):
-        raise ValueError(f"{key} is {cells[key]!r}, expected a number")
+    if not 0 < found < float("inf"):
+        raise ValueError(
+            f"{key} is {cells[key]!r}, expected a number above 0, or an empty cell where nothing "
+            "was measured"
+        )
     return round(found * times)

@@ -107,6 +107,12 @@ def test_ranks_correlate_as_they_should() -> None:
         ("width = ", "post_norms = ", "no width"),
         ("8,16,8,1,200", "8,16,0,1,200", "row 3: tp is '0'"),
         ("8,16,8,1,200", "8,16,8,1,soon", "row 3: step_ms is 'soon'"),
+        ("8,16,8,1,200", "8,16,8,1,0", "row 3: step_ms is '0', expected a number above 0, or an"),
+        (
+            "[same]",
+            '[same]\npp = "1"',
+            "pp in \\[same\\] and in rows, expected each in one of them",
+        ),
         ("8,16,8,1,200", "8,many,8,1,200", "row 3: batch is 'many'"),
         ("8,16,8,1,200", "8,16,8,1", "row 3"),
         ("8,16,8,1,200", "9,16,8,1,200", "row 3: 9 GPUs"),
