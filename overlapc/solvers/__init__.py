@@ -249,6 +249,8 @@ def _ladder(
         budget = least + (most - least) * rung // rungs
         tight = rung <= 1 and len(problem.trace.ops) <= LARGE
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
+        if rung == 0 and quick:  # of what is as good there, little fits once it is in order
+            periodic = Periodic(replace(problem, budget_bytes=most))
         less, worth = periodic.within(budget), best.worth if best else _any
         for plan in heu_plans(
             less.problem, thorough=tight, grouped=groups, worth=worth, periodic=less

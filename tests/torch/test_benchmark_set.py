@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.problems import build, cases
 from overlapc.simulate import simulate
 from overlapc.solvers import solve
 
@@ -50,3 +51,11 @@ def test_where_nothing_of_many_blocks_fits_heu_plans_without_them():
     problem = build(Case(Stage("20B", 24, 8, 2048, 8), "h100-sxm", 1, 0.0))
     heu, block = (simulate(problem, solve(problem, name)).step_ns for name in ("heu", "block"))
     assert heu < 0.92 * block
+
+
+def test_overlap_is_no_slower_than_heu_where_memory_is_least() -> None:
+    """Of what its programs find equally good there, little fits once it is in order."""
+    name = "1.3B-8L-x2-s2048-b8-a100-sxm-80-f1-m0"
+    problem = build(next(case for case in cases() if case.name == name))
+    overlap, heu = (simulate(problem, solve(problem, each)) for each in ("overlap", "heu"))
+    assert overlap.step_ns <= heu.step_ns
