@@ -265,6 +265,7 @@ class Pipeline:
                 format_schedule(schedule) + json.dumps([self._place, *self._links.tied]),
                 "pass the same schedule, number of microbatches and options on every rank",
             )
+            exchange.agree("profile", self._options.profile, "pass the same one on every rank")
             for stage in range(schedule.stages):
                 told = b""
                 if stage in self.modules:

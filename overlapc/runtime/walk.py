@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from overlapc.errors import OptionError, RankError
 from overlapc.runtime.exchange import Exchange, busy
-from overlapc.runtime.ranks import exchange_for
+from overlapc.runtime.ranks import ranks_of
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.snapshot import as_it_was
 from overlapc.runtime.stage import Shapes, Stage, blank, leaves_of
@@ -35,53 +37,119 @@ def walked(
 ) -> dict[int, list[Arguments]]:
     """What stages of this rank are given, of as many microbatches as a stage of any rank `wanted`:
     all stages up to the last one that wanted any. `shapes` are those that every stage sends. All
-    ranks call this together."""
-    for stage, made in stages.items():
-        lanes = made.captured.trace.lanes
-        with exchange_for(lanes, links.timeout_s) as exchange:
-            if exchange is not None:  # or one would walk, and wait for the others
-                exchange.agree(
-                    f"stage {stage}",
-                    f"{made.captured.trace.digest} {wanted[stage]}",
-                    "every rank of a stage must run the same module, on inputs of the same shapes, "
-                    "with the same options",
-                )
-    of_ranks = told(links, "what stages want to see", wanted)
-    each = {int(stage): count for of_rank in of_ranks for stage, count in of_rank.items() if count}
-    if not each:
-        return {}
-    end, count = max(each), max(each.values())
-    here: list[Arguments] = list(inputs[:count])
-    found: dict[int, list[Arguments]] = {}
-    for stage in range(end + 1):
-        results: list[Arguments] = []
-        if stage in stages:
-            whole = stages[stage]
-            is_last = stage == schedule.stages - 1
-            ends = targets[:count] if is_last else [()] * count
-            found[stage] = [(*one, *end) for one, end in zip(here, ends, strict=True)]
+    ranks call this together; if one raises, all do."""
+    with busy("running stages by eager", links.timeout_s), _everyone(stages, links) as everyone:
+        said = {
+            stage: [made.captured.trace.digest, wanted[stage], _ranks(made)]
+            for stage, made in stages.items()
+        }
+        each = _agreed(everyone, _gathered(everyone, "what stages want to see", said))
+        end, count = max(each, default=-1), max(each.values(), default=0)
+        here: list[Arguments] = list(inputs[:count])
+        found: dict[int, list[Arguments]] = {}
+        for stage in range(end + 1):
+            results: list[Arguments] = []
+            if stage in stages:
+                is_last = stage == schedule.stages - 1
+                ends = targets[:count] if is_last else [()] * count
+                found[stage] = [(*one, *more) for one, more in zip(here, ends, strict=True)]
+                if stage < end:
+                    results = _results(stages[stage], found[stage], shapes[stage], everyone)
             if stage < end:
-                with busy("running stages by eager", links.timeout_s):
-                    results = [_results(whole, one) for one in found[stage]]
-        if stage < end:
-            # Ranks that wait in a round of an exchange are not taken for lost.
-            told(links, f"stage {stage} has run by eager", {})
-            with busy("handing results on", links.timeout_s):
+                _gathered(everyone, f"stage {stage} has run by eager", {})
                 here = _handed_on(schedule, stage, results, count, shapes[stage], links)
-    return found
+        return found
 
 
 def told(links: Links, what: str, mine: Mapping[int, Any]) -> list[dict[str, Any]]:
     """What each rank of the pipeline says of its stages."""
-    with Exchange(dist.get_process_group_ranks(links.group), links.timeout_s) as exchange:
-        return [json.loads(data) for data in exchange.gather(what, json.dumps(mine).encode())]
+    with _round(links) as ranks:
+        return _gathered(ranks, what, mine)
 
 
-def _results(stage: Stage, given: Arguments) -> Arguments:
-    with as_it_was(stage.module), torch.no_grad():
-        results = stage.module(*leaves_of(given, stage.incoming))
-    several = results if isinstance(results, (tuple, list)) else (results,)
-    return tuple(result.detach().contiguous() for result in several)
+def _round(links: Links) -> Exchange:
+    return Exchange(dist.get_process_group_ranks(links.group), links.timeout_s)
+
+
+def _everyone(stages: Mapping[int, Stage], links: Links) -> Exchange:
+    """A round of the ranks of this pipeline; of all ranks, if others share its stages: in the
+    collectives of a stage one waits for another, so they walk alike, and fail together."""
+    of_ranks = told(links, "ranks of stages", {s: _ranks(made) for s, made in stages.items()})
+    shared = {rank for of_rank in of_ranks for ranks in of_rank.values() for rank in ranks}
+    own = dist.get_process_group_ranks(links.group)
+    ranks = own if shared <= set(own) else range(dist.get_world_size())
+    return Exchange(ranks, links.timeout_s)
+
+
+def _ranks(stage: Stage) -> list[int]:
+    """The ranks that the stage's collectives join; none without any."""
+    return ranks_of(stage.captured.trace.lanes)
+
+
+def _gathered(ranks: Exchange, what: str, mine: Mapping[int, Any]) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in ranks.gather(what, json.dumps(mine).encode())]
+
+
+def _agreed(everyone: Exchange, said: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """How many microbatches each stage of some rank wants, if any; raise on all ranks if those of
+    one stage run other graphs."""
+    of_rank = dict(zip(everyone.ranks, said, strict=True))
+    wanted: dict[int, int] = {}
+    for rank, stages in of_rank.items():
+        for stage, (digest, count, ranks) in stages.items():
+            for other in ranks:
+                if of_rank[other].get(stage, ("none",))[0] != digest:
+                    raise RankError(
+                        f"the ranks disagree on stage {stage}: ranks {rank} and {other}, which its "
+                        "collectives join, have other graphs of it; every rank must run the same "
+                        "module on inputs of the same shapes"
+                    )
+            if count:
+                wanted[int(stage)] = max(count, wanted.get(int(stage), 0))
+    return wanted
+
+
+def _results(
+    stage: Stage, each: Sequence[Arguments], shapes: Shapes, everyone: Exchange
+) -> list[Arguments]:
+    """What the stage gives for these microbatches, by eager."""
+    as_here = torch.autocast(
+        "cpu",
+        dtype=torch.get_autocast_dtype("cpu"),
+        enabled=torch.is_autocast_enabled("cpu"),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
+
+    def work() -> list[Arguments]:
+        with as_here:  # another thread has none
+            return [_sent(stage, given, shapes) for given in each]
+
+    if not _ranks(stage):
+        return work()
+    return everyone.during(f"running stage {stage.number} by eager", work)
+
+
+def _sent(stage: Stage, given: Arguments, shapes: Shapes) -> Arguments:
+    """What a stage sends for one microbatch. A model may give something else without autograd than
+    it was traced with; then it runs with it."""
+    for has_autograd in (False, True):
+        with as_it_was(stage.module), torch.set_grad_enabled(has_autograd):
+            # copies: a stage may write into what it is given
+            results = stage.module(*leaves_of(_copies(given), stage.incoming))
+        several = results if isinstance(results, (tuple, list)) else (results,)
+        sent = tuple(r.detach().contiguous() for r in several if isinstance(r, Tensor))
+        kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in sent]
+        if kinds == [(sizes, dtype) for sizes, dtype, _ in shapes]:
+            return sent
+    raise OptionError(
+        f"stage {stage.number} gives {kinds} by eager, and was traced giving "
+        f"{[(sizes, dtype) for sizes, dtype, _ in shapes]}; expected the same: what it sends may "
+        "not depend on whether it is traced, nor on data"
+    )
+
+
+def _copies(given: Arguments) -> Arguments:
+    return tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in given)
 
 
 def _handed_on(
