@@ -231,23 +231,29 @@ def megatron_full(problem: Problem) -> Plan:
 
 def _layers_whole(trace: Trace, spans: Sequence[range], plan: Plan) -> Plan:
     """The plan in which each layer that recomputes anything recomputes all of its ops, before its
-    backward."""
+    backward; but for ops that read what cannot be made again, such as a changed buffer."""
     forward = [op for op in trace.ops if op.is_forward]
     span_of = {forward[i].name: span for span in spans for i in span}
     saved = set(plan.saved)
     order: list[str] = []
     done: set[str] = set()
+
+    def is_there(name: str) -> bool:
+        producer = trace.value[name].producer
+        return not producer or name in saved or issue(producer, True) in done
+
     for text in plan.order:
         name, again = parse_issue(text)
         if text in done:
             continue
-        if again and name in span_of:
-            whole = [forward[i] for i in span_of[name]]
-            texts = [issue(op.name, True) for op in whole if reruns(trace, op, saved)]
-            order += [each for each in texts if each not in done]
-            done.update(texts)
-        else:
+        for op in [forward[i] for i in span_of[name]] if again and name in span_of else ():
+            one = issue(op.name, True)
+            if one not in done and reruns(trace, op, saved) and all(map(is_there, op.inputs)):
+                order.append(one)
+                done.add(one)
+        if text not in done:
             order.append(text)
+            done.add(text)
     return replace(plan, order=tuple(order))
 
 

@@ -206,6 +206,13 @@ READ_BY_NOTHING = Recipe(
     ranks=4,
 )
 
+# What changes the buffer cannot run again, nor can the op that reads the change.
+CHANGES_A_BUFFER = replace(
+    READ_BY_NOTHING,
+    steps=(Step("add", -1, -1, 0), Step("add", -1, -1, 0), Step("changes_buffer", -1, -1, 0)),
+    outputs=(0,),
+)
+
 
 @pytest.mark.timeout(1800)
 def test_optimize_any_graph() -> None:
@@ -220,6 +227,7 @@ def test_optimize_any_graph() -> None:
         profile=st.sampled_from(["estimate", "measure"]),
     )
     @example(recipe=READ_BY_NOTHING, solver="whole", budget=1, profile="estimate")
+    @example(recipe=CHANGES_A_BUFFER, solver="whole", budget=1, profile="estimate")
     def holds(recipe: Recipe, solver: str, budget: Any, profile: str) -> None:
         torch._dynamo.reset()
         with world(recipe):
