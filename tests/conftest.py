@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 # Tracing makes many objects that stay; with Python's 700 a seventh of the tests' time is looking at
 # them. Tests of what is freed collect by themselves.
-gc.set_threshold(20_000, 20, 100)
+gc.set_threshold(20_000, 10, 10)
 
 # Read when torch is first imported, and inherited by the processes a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overlapc.errors import OptionError, RankError
 from overlapc.runtime.exchange import Exchange, busy
-from overlapc.runtime.ranks import ranks_of
+from overlapc.runtime.ranks import exchange_for, ranks_of
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.snapshot import as_it_was
 from overlapc.runtime.stage import Shapes, Stage, blank, leaves_of
@@ -38,6 +38,8 @@ def walked(
     """What stages of this rank are given, of as many microbatches as a stage of any rank `wanted`:
     all stages up to the last one that wanted any. `shapes` are those that every stage sends. All
     ranks call this together; if one raises, all do."""
+    if not any(any(of_rank.values()) for of_rank in told(links, "what stages want", wanted)):
+        return {}
     with busy("running stages by eager", links.timeout_s), _everyone(stages, links) as everyone:
         said = {
             stage: [made.captured.trace.digest, wanted[stage], _ranks(made)]
@@ -72,13 +74,18 @@ def _round(links: Links) -> Exchange:
 
 
 def _everyone(stages: Mapping[int, Stage], links: Links) -> Exchange:
-    """A round of the ranks of this pipeline; of all ranks, if others share its stages: in the
-    collectives of a stage one waits for another, so they walk alike, and fail together."""
-    of_ranks = told(links, "ranks of stages", {s: _ranks(made) for s, made in stages.items()})
-    shared = {rank for of_rank in of_ranks for ranks in of_rank.values() for rank in ranks}
+    """A round of the ranks of this pipeline and of all that share stages with it: in a stage's
+    collectives one waits for another, so they walk alike, and fail together."""
     own = dist.get_process_group_ranks(links.group)
-    ranks = own if shared <= set(own) else range(dist.get_world_size())
-    return Exchange(ranks, links.timeout_s)
+    known = set(own)
+    for made in stages.values():
+        with exchange_for(made.captured.trace.lanes, links.timeout_s) as exchange:
+            if exchange is not None:
+                mine = json.dumps(own).encode()
+                known.update(*map(json.loads, exchange.gather("ranks of pipelines", mine)))
+    of_ranks = told(links, "ranks of shared stages", {0: sorted(known)})
+    everyone = {rank for of_rank in of_ranks for rank in of_rank["0"]}
+    return Exchange(sorted(everyone), links.timeout_s)
 
 
 def _ranks(stage: Stage) -> list[int]:

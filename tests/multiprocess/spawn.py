@@ -145,7 +145,7 @@ def _rank_main(
         import torch
 
         torch.set_num_threads(1)
-        gc.set_threshold(20_000, 20, 100)  # as in conftest.py
+        gc.set_threshold(20_000, 10, 10)  # as in conftest.py
         # pickle copies tensors; multiprocessing's own pickler would share memory that is gone
         # once this process ends.
         answer = pickle.dumps((False, fn(rank, world_size, *args)))
