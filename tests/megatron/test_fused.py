@@ -123,9 +123,10 @@ def test_what_megatron_compiles_is_one_op_each(version: str, names: tuple[str, .
 
 
 Steps = Callable[[Any, int], None]
+SIMPLER = ("reads a parameter", "static")  # of `found_modules`: for `make test-all`
 
 
-def own_modules() -> dict[str, tuple[type, Steps | None]]:
+def found_modules() -> dict[str, tuple[type, Steps | None]]:
     """MLPs of a user's, by what is special about their fused functions, and what a script does to
     each before a step."""
     from megatron.core.jit import jit_fuser
@@ -156,6 +157,12 @@ def own_modules() -> dict[str, tuple[type, Steps | None]]:
         def scaled(self, x: Tensor) -> Tensor:
             return super().scaled(x).tanh()
 
+    class Static(Own):
+        @staticmethod
+        @jit_fuser  # type: ignore[untyped-decorator]
+        def scaled(x: Tensor) -> Tensor:
+            return x.tanh()
+
     class Changed(Own):
         """From the second step on it draws random numbers."""
 
@@ -169,33 +176,20 @@ def own_modules() -> dict[str, tuple[type, Steps | None]]:
         mlp.drops = number > 0
 
     return {
+        "reads a parameter": (Reading, None),
         "reads a written buffer": (Counting, None),
-        "calls another": (Nested, None),  # which reads a parameter
+        "calls another": (Nested, None),
+        "static": (Static, None),
         "changes between steps": (Changed, drop),
     }
 
 
-def other_modules() -> dict[str, tuple[type, Steps | None]]:
-    """MLPs whose fused functions are simpler."""
-    from megatron.core.jit import jit_fuser
-    from megatron.core.transformer.mlp import MLP
+def own_modules() -> dict[str, tuple[type, Steps | None]]:
+    return {name: made for name, made in found_modules().items() if name not in SIMPLER}
 
-    class Own(MLP):  # type: ignore[misc]
-        def forward(self, x: Tensor, **more: Any) -> Any:
-            return super().forward(self.scaled(x), **more)
 
-    class Reading(Own):
-        @jit_fuser  # type: ignore[untyped-decorator]
-        def scaled(self, x: Tensor) -> Tensor:
-            return x * self.gain
-
-    class Static(Own):
-        @staticmethod
-        @jit_fuser  # type: ignore[untyped-decorator]
-        def scaled(x: Tensor) -> Tensor:
-            return x.tanh()
-
-    return {"reads a parameter": (Reading, None), "static": (Static, None)}
+def simpler_modules() -> dict[str, tuple[type, Steps | None]]:
+    return {name: made for name, made in found_modules().items() if name in SIMPLER}
 
 
 def not_found() -> dict[str, tuple[type, Steps | None]]:
@@ -304,7 +298,7 @@ def with_own(rank: int, ranks: int, version: str, make: str) -> dict[str, Any]:
     ("make", "warns"),
     [
         pytest.param(own_modules, False, id="found"),
-        pytest.param(other_modules, False, id="simpler", marks=pytest.mark.slow),
+        pytest.param(simpler_modules, False, id="simpler", marks=pytest.mark.slow),
         pytest.param(not_found, True, id="elsewhere", marks=pytest.mark.slow),
     ],
 )
