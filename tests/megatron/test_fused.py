@@ -297,7 +297,7 @@ def with_own(rank: int, ranks: int, version: str, make: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "warns"),
     [
-        pytest.param(own_modules, False, id="found"),
+        pytest.param(own_modules, False, id="found", marks=pytest.mark.slow),
         pytest.param(simpler_modules, False, id="simpler", marks=pytest.mark.slow),
         pytest.param(not_found, True, id="elsewhere", marks=pytest.mark.slow),
     ],

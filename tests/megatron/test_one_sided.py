@@ -112,7 +112,7 @@ def late(rank: int, ranks: int, name: str, early: bool, blocked: bool = False) -
     }
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize(
     "name", ["tp", *(pytest.param(n, marks=SLOW) for n in ("pp", "dp", "plain dp"))]
 )

@@ -180,6 +180,7 @@ def test_what_changes_before_a_deferred_backward_is_an_error(what: str, shape: s
         assert f"constant of shape {shape} that a backward reads changed" in told[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_parameter_is_frozen_between_microbatches() -> None:
     cpu.need("0.16.1")
