@@ -63,8 +63,8 @@ def walked(
         return found
 
 
-def told(links: Links, what: str, mine: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """What each rank of the pipeline says of its stages."""
+def told(links: Links, what: str, mine: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """What each rank of the pipeline says; keys come as text."""
     with _round(links) as ranks:
         return _gathered(ranks, what, mine)
 
@@ -83,8 +83,8 @@ def _everyone(stages: Mapping[int, Stage], links: Links) -> Exchange:
             if exchange is not None:
                 mine = json.dumps(own).encode()
                 known.update(*map(json.loads, exchange.gather("ranks of pipelines", mine)))
-    of_ranks = told(links, "ranks of shared stages", {0: sorted(known)})
-    everyone = {rank for of_rank in of_ranks for rank in of_rank["0"]}
+    of_ranks = told(links, "ranks that share stages", {"ranks": sorted(known)})
+    everyone = {rank for of_rank in of_ranks for rank in of_rank["ranks"]}
     return Exchange(sorted(everyone), links.timeout_s)
 
 
@@ -93,7 +93,7 @@ def _ranks(stage: Stage) -> list[int]:
     return ranks_of(stage.captured.trace.lanes)
 
 
-def _gathered(ranks: Exchange, what: str, mine: Mapping[int, Any]) -> list[dict[str, Any]]:
+def _gathered(ranks: Exchange, what: str, mine: Mapping[Any, Any]) -> list[dict[str, Any]]:
     return [json.loads(data) for data in ranks.gather(what, json.dumps(mine).encode())]
 
 
