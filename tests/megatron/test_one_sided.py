@@ -70,7 +70,7 @@ def unpatched(name: str, left: str, how: str, rank: int) -> Any:
         pytest.param("pp", "1", "never", "it never called", marks=SLOW),
         pytest.param("dp", "1", "never", "it never called", marks=SLOW),
         pytest.param("tp", "0", "never", "it never called", marks=SLOW),
-        ("tp", "0", "unpatched", "it called overlapc.megatron.unpatch()"),
+        pytest.param("tp", "0", "unpatched", "it called overlapc.megatron.unpatch()", marks=SLOW),
         ("tp", "1", "refused", "its overlapc.megatron.patch() raised OptionError: solver="),
     ],
 )

@@ -215,6 +215,7 @@ def stepped(rank: int, ranks: int, version: str, chosen: Chosen) -> str:
     return f"{chunk._options.solver} {planned.slices} {report.problem.budget_bytes}"
 
 
+@pytest.mark.slow
 def test_a_search_gives_each_stage_its_budget_and_slices() -> None:
     cpu.need("0.16.1")
     chosen = replace(

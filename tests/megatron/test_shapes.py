@@ -89,7 +89,7 @@ def on_rank(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(QUICK, id="quick"),
+        pytest.param(QUICK, id="quick", marks=pytest.mark.slow),
         pytest.param(("dp", "first", "ep"), id="others", marks=pytest.mark.slow),
         pytest.param(("pp",), id="stages", marks=pytest.mark.slow),
         pytest.param(("tp",), id="tp", marks=pytest.mark.slow),
