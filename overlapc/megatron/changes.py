@@ -22,8 +22,8 @@ from overlapc.errors import CaptureError
 from overlapc.megatron.state import UNREAD
 from overlapc.passes.held import generator
 from overlapc.passes.module_state import Describer, attributes_of, classes_of, is_plain, members_of
-from overlapc.passes.shared_changes import replaced
 from overlapc.runtime.snapshot import holding_the_same
+from overlapc.shared_changes import replaced
 
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 

@@ -24,7 +24,7 @@ from overlapc.passes.held import answers, is_a
 from overlapc.passes.module_state import classes_of, contents, members_of
 from overlapc.passes.opaque import called
 from overlapc.passes.opaque_calls import learned_within, tensors_of
-from overlapc.passes.shared_changes import replaced
+from overlapc.shared_changes import replaced
 
 _UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given
 # Megatron's methods that count tokens: sums of whole numbers are the same however they are made.

@@ -28,12 +28,12 @@ from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
 from overlapc.passes.module_state import PLAIN
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.parts import cut
-from overlapc.passes.shared_changes import replaced
 from overlapc.passes.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program, State
 from overlapc.runtime.snapshot import held
+from overlapc.shared_changes import replaced
 
 _LARGE = 1 << 20  # bytes
 _NO_LINES = "do_not_emit_stack_traces"  # newer torch can leave out each op's line of the model

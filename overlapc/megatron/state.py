@@ -20,7 +20,7 @@ from overlapc.passes.module_state import (
     attributes_of,
     hooks_of,
 )
-from overlapc.passes.shared_changes import replaced
+from overlapc.shared_changes import replaced
 
 # Set by Megatron for each microbatch; only kernels outside of traces read them.
 EACH_TIME = {"current_microbatch", "is_first_microbatch", "input_tensor"}

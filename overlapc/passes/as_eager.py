@@ -34,7 +34,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from overlapc.passes.functional import twins_traced
 from overlapc.passes.layouts import Strides, is_under_fakes, real_strides
-from overlapc.passes.shared_changes import Shared
+from overlapc.shared_changes import Shared
 
 aten = torch.ops.aten
 

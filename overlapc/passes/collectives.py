@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes.places import is_models
-from overlapc.passes.shared_changes import Shared, replaced
 from overlapc.passes.storages import may_overlap
+from overlapc.shared_changes import Shared, replaced
 
 functional = torch.ops._c10d_functional
 

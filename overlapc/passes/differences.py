@@ -42,7 +42,7 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from overlapc.passes.nodes import line_of
 from overlapc.passes.places import is_models
-from overlapc.passes.shared_changes import Shared, replaced
+from overlapc.shared_changes import Shared, replaced
 
 _TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
 _WHERE_SET = ("forward", "setup_context")  # methods of a custom Function

@@ -48,8 +48,8 @@ from torch._dynamo.variables.user_defined import (
 from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
-from overlapc.passes.shared_changes import Shared, replaced
 from overlapc.passes.switches import switches
+from overlapc.shared_changes import Shared, replaced
 
 _HOOKS = (
     "_global_forward_pre_hooks",

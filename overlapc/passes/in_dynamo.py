@@ -25,7 +25,7 @@ from torch._guards import TracingContext
 from torch.distributed import distributed_c10d as c10d
 
 from overlapc.passes.collectives import STARTS, Flight, current, reduction, start
-from overlapc.passes.shared_changes import Shared, replaced
+from overlapc.shared_changes import Shared, replaced
 
 _OTHER_NAMES = {
     "_all_gather_base": "all_gather_into_tensor",

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from overlapc.passes.shared_changes import replaced
+from overlapc.shared_changes import replaced
 
 aten = torch.ops.aten
 

@@ -28,8 +28,8 @@ from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
 from overlapc.passes.module_state import PLAIN
 from overlapc.passes.reached import Reached
-from overlapc.passes.shared_changes import replaced
 from overlapc.passes.unchanged import unchanged
+from overlapc.shared_changes import replaced
 
 # These are off while an op runs, but on where its module runs.
 _AUTOGRAD = (

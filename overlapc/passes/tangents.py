@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from overlapc.passes.nodes import is_tangent
-from overlapc.passes.shared_changes import Shared, replaced
+from overlapc.shared_changes import Shared, replaced
 
 aten = torch.ops.aten
 # Ops whose backward formulas take gradients of any strides. Other formulas may first make a copy of

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError
 from overlapc.passes import joint
 from overlapc.passes.places import is_models
-from overlapc.passes.shared_changes import Shared, replaced
+from overlapc.shared_changes import Shared, replaced
 
 _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
 _LIMIT = "recompile limit"

@@ -13,22 +13,31 @@ import ctypes
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from opcode import opname
+from types import FrameType
 from typing import TypeVar
 
 from overlapc.errors import RankError
+from overlapc.shared_changes import Shared
 
 T = TypeVar("T")
 
 LOOK_S = 0.5
-# An exception that is raised where C++ calls Python and expects none ends the process. So the guard
-# looks often, for so long, for a moment at which the thread is between two lines of Python.
+# An exception that is raised where C++ calls Python and expects none ends the process; so does one
+# that leaves PyTorch's modes half set; one that ends an import leaves half a module. So the guard
+# looks often for a moment at which the thread runs Python that Python called, between two lines;
+# after so long it takes one that is not between two lines, and after twice as long any.
 _OFTEN_S, _PATIENCE_S = 0.001, 1.0
 _SOON = 1_000  # turns of a loop in which an exception that was sent arrives: the first, so far
 _BETWEEN = ("RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")  # in names of ops that let others run
-_CALLED_BACK = "/torch/_library/"  # files whose functions PyTorch's dispatcher calls
+# In files whose functions C++ calls or that import; names of functions that C++ calls or set modes.
+_CALLED_BACK = ("/torch/_library/", "/torch/fx/experimental/sym_node.py", "weakref", "importlib")
+_UNBROKEN = ("__torch_dispatch__", "__torch_function__", "__del__", "__enter__", "__exit__")
+# Files of wrappers of `__torch_dispatch__`, and how many frames they take until they call it.
+_AROUND, _NEAR = ("/torch/_compile.py", "/torch/utils/_stats.py"), 6
 # In what collectives say when the process of another rank has ended, or waits no more.
 _BROKEN = ("onnection", "Broken pipe", "pair closure", "imed out", "NCCL")
 
@@ -125,6 +134,21 @@ def started(make: Callable[[], T]) -> Future[T]:
     return answer
 
 
+@contextlib.contextmanager
+def _switched_often() -> Iterator[None]:
+    """Have a thread that runs Python let others run within such a time: else it does so nearly only
+    in calls of C++, and those are no good moments."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_OFTEN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+_switching_often = Shared(_switched_often)
+
+
 class _Guard(threading.Thread):
     def __init__(self, look: Callable[[], str | None]) -> None:
         super().__init__(name="overlapc-guard", daemon=True)
@@ -137,26 +161,32 @@ class _Guard(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        until = 0.0  # when the search for a good moment ends
-        while not self._over.wait(_OFTEN_S if time.monotonic() < until else LOOK_S):
+        # Python drops exceptions in finalizers and callbacks of weak references, so a block that
+        # goes on is interrupted again.
+        while not self._over.wait(LOOK_S):
             try:
-                lost = self.found or self._look()
+                found = self.found or self._look()
             except RankError as error:
-                lost = str(error)
+                found = str(error)
+            if found is not None:
+                with _switching_often:
+                    self._interrupt_at_a_good_moment(found)
+
+    def _interrupt_at_a_good_moment(self, found: str) -> None:
+        began = time.monotonic()
+        while not self._over.wait(_OFTEN_S):
             with self._lock:
-                if lost is None or self._over.is_set():
-                    continue
-                self.found = lost
-                # Python drops exceptions in finalizers and callbacks of weak references, so a block
-                # that goes on is interrupted again.
+                if self._over.is_set():
+                    return
+                self.found = found
                 if self.resting or _ends(self._whom):
-                    continue
-                if not until:
-                    until = time.monotonic() + _PATIENCE_S
-                if _is_between(self._whom) or time.monotonic() >= until:
+                    return
+                frame = sys._current_frames().get(self._whom)
+                at = -1 if frame is None else frame.f_lasti
+                if _is_good(frame, at, time.monotonic() - began):
                     self._sent = True
-                    _interrupt(self._whom)
-                    until = 0.0
+                    if _interrupt(self._whom, frame, at):
+                        return
 
     def rest(self, resting: bool) -> None:
         with self._lock:
@@ -195,14 +225,39 @@ def _follows(error: BaseException | None) -> bool:
     return False
 
 
-def _is_between(thread: int) -> bool:
-    """Does the thread run Python, not C++ that may call Python?"""
-    frame = sys._current_frames().get(thread)
-    if frame is None or frame.f_lasti < 0 or _CALLED_BACK in frame.f_code.co_filename:
-        return False
-    op = opname[frame.f_code.co_code[frame.f_lasti]]
-    return any(name in op for name in _BETWEEN)
+def _is_good(frame: FrameType | None, at: int, waited_s: float) -> bool:
+    """Is it a good moment to interrupt the frame at this op, after so long a search?"""
+    if frame is None or waited_s >= 2 * _PATIENCE_S:
+        return frame is not None
+    return (waited_s >= _PATIENCE_S or _is_between(frame, at)) and _may_break(frame)
 
 
-def _interrupt(thread: int) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Lost))
+def _may_break(frame: FrameType) -> bool:
+    """May an exception end the frame and all that called it, as far as their names tell?"""
+    frames = [found for found, _ in traceback.walk_stack(frame)]
+    return not any(
+        found.f_code.co_name in _UNBROKEN
+        or _is_of(found, _CALLED_BACK)
+        or (depth < _NEAR and _is_of(found, _AROUND))
+        for depth, found in enumerate(frames)
+    )
+
+
+def _is_of(frame: FrameType, files: tuple[str, ...]) -> bool:
+    return any(file in frame.f_code.co_filename for file in files)
+
+
+def _is_between(frame: FrameType, at: int) -> bool:
+    """Is this op of the frame Python alone, not C++ that may call Python?"""
+    return at >= 0 and any(name in opname[frame.f_code.co_code[at]] for name in _BETWEEN)
+
+
+def _interrupt(thread: int, frame: FrameType | None = None, at: int = -1) -> bool:
+    """Raise Lost in the thread, if its frame is still at that op; else return False."""
+    send = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    whom, what = ctypes.c_ulong(thread), ctypes.py_object(Lost)
+    # Python lets no other thread run between this comparison and the call.
+    if frame is None or frame.f_lasti == at:
+        send(whom, what)
+        return True
+    return False

@@ -11,10 +11,11 @@ rank at once, of a stopped one when its own timeout has passed.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import os
 import signal
 import statistics
-import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -77,9 +78,10 @@ def _pipeline(rank: int) -> Callable[[], Any]:
 DOORS = {"optimize": _optimized, "TrainStep": _train_step, "Pipeline": _pipeline}
 
 
-def _main(pipe: Connection, port: int, door: str, rank: int) -> None:
+def _main(pipe: Connection, port: int, door: str, rank: int, stderr: Path) -> None:
     torch.set_num_threads(1)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    faulthandler.enable()
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -132,9 +134,11 @@ def attempt(door: str, seed: int) -> Outcome:
     after_s, while_planning = random.random(), random.random() < 0.7
     server = processes_that_know_torch()
     port, pipes, processes = free_port(), [], []
+    stderrs = [Path(tempfile.mkstemp()[1]) for _ in range(2)]
     for rank in range(2):
         ours, theirs = server.Pipe(duplex=False)
-        processes.append(server.Process(target=_main, args=(theirs, port, door, rank)))
+        args = (theirs, port, door, rank, stderrs[rank])
+        processes.append(server.Process(target=_main, args=args))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -159,11 +163,18 @@ def attempt(door: str, seed: int) -> Outcome:
         processes[1 - victim].join(10)
         assert processes[1 - victim].exitcode is not None, "the survivor does not end"
         return Outcome(door, how.name, victim, moment, kind, text, when - struck)
+    except EOFError:
+        processes[1 - victim].join(10)
+        code = processes[1 - victim].exitcode
+        last = stderrs[1 - victim].read_text()[-5000:]
+        raise AssertionError(f"the survivor ended with {code} and no word:\n{last}") from None
     finally:
         for process in processes:
             process.kill()
             process.join()
             assert not Path(f"/proc/{process.pid}").exists()
+        for stderr in stderrs:
+            stderr.unlink()
 
 
 def _next(pipe: Connection) -> Any:

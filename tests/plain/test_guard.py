@@ -7,8 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlapc.errors import RankError
 from overlapc.runtime import guard
@@ -122,10 +125,10 @@ def test_the_interrupt_comes_between_two_lines_of_python(monkeypatch: pytest.Mon
     at = []
     interrupt = guard._interrupt
 
-    def seen(thread: int) -> None:
+    def seen(thread: int, frame: Any = None, op: int = -1) -> bool:
         if threading.get_ident() != thread:
-            at.append(guard._is_between(thread))
-        interrupt(thread)
+            at.append(guard._is_between(frame, op))
+        return interrupt(thread, frame, op)
 
     def block() -> None:
         until = time.monotonic() + 60.0
@@ -136,6 +139,41 @@ def test_the_interrupt_comes_between_two_lines_of_python(monkeypatch: pytest.Mon
     monkeypatch.setattr(guard, "_interrupt", seen)
     _lost(block)
     assert at == [True]
+
+
+@pytest.mark.parametrize("wrap", [lambda method: method, torch._disable_dynamo])
+def test_code_that_the_dispatcher_calls_is_not_interrupted(
+    monkeypatch: pytest.MonkeyPatch, wrap: Any
+) -> None:
+    monkeypatch.setattr(guard, "_PATIENCE_S", 60.0)
+    broken = []
+
+    class Slow(TorchDispatchMode):
+        @wrap
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            try:
+                for _ in range(100_000):
+                    pass
+                return op(*args, **(kwargs or {}))
+            except guard.Lost:
+                broken.append(op)
+                raise
+
+    def block() -> None:
+        until = time.monotonic() + 60.0
+        with Slow():
+            while time.monotonic() < until:
+                torch.ones(1)
+                for _ in range(100_000):
+                    pass
+
+    with Slow():
+        torch.ones(1)  # imports what it needs
+    for _ in range(5):
+        _lost(block)
+    assert not broken
 
 
 def test_a_thread_within_a_call_of_c_is_interrupted_in_the_end() -> None:

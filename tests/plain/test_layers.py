@@ -42,6 +42,7 @@ LAYERS = {
     "collecting": Layer(),
     "functions": Layer("errors"),
     "record": Layer(),
+    "shared_changes": Layer(),
     "digest": Layer("", "ir"),
     "ir": Layer("digest errors record"),
     "valid": Layer("errors ir"),
@@ -70,7 +71,7 @@ LAYERS = {
     # torch, one process.
     "layers": Layer("torch"),
     "context": Layer("torch"),
-    "passes": Layer("errors flags ir layers merge stages torch valid"),
+    "passes": Layer("errors flags ir layers merge shared_changes stages torch valid"),
     "profiler": Layer("emulate errors ir passes timing torch"),
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),
@@ -83,9 +84,9 @@ LAYERS = {
     "emulate.model": Layer("errors"),
     "runtime": Layer(
         "api errors files flags functions ir layers merge passes pipeline planning profiler "
-        "progress schedule shares stages timing torch"
+        "progress schedule shared_changes shares stages timing torch"
     ),
-    "runtime.guard": Layer("errors"),
+    "runtime.guard": Layer("errors shared_changes"),
     # Which layout of a cluster, without running it.
     "search": Layer(
         "errors files ir merge pipeline planning profiler progress record schedule simulate "
@@ -98,7 +99,8 @@ LAYERS = {
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.
     "megatron": Layer(
-        "collecting errors files ir passes planning runtime search simulate solvers stages torch"
+        "collecting errors files ir passes planning runtime search shared_changes simulate solvers "
+        "stages torch"
     ),
     # What people see.
     "report": Layer(
