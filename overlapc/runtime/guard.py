@@ -89,12 +89,14 @@ def lost() -> str | None:
 @contextlib.contextmanager
 def named_dead(within_s: float) -> Iterator[None]:
     """If a collective of the guarded block fails because a connection broke, wait until the guard
-    finds out who died: it interrupts the wait."""
+    finds out who died, and raise that."""
     try:
         yield
     except (RuntimeError, RankError) as error:
         until = time.monotonic() + within_s
         while is_broken(error) and time.monotonic() < until:
+            if (found := lost()) is not None:
+                raise RankError(found) from error
             time.sleep(LOOK_S / 5)
         raise
 

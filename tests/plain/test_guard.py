@@ -176,6 +176,18 @@ def test_code_that_the_dispatcher_calls_is_not_interrupted(
     assert not broken
 
 
+def test_a_wait_for_who_died_ends_when_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_PATIENCE_S", 60.0)
+
+    def block() -> None:
+        with guard.named_dead(60.0):
+            raise RuntimeError("Connection closed by peer")
+
+    began = time.monotonic()
+    assert "Connection" in str(_lost(block).__cause__)
+    assert time.monotonic() - began < 30.0
+
+
 def test_a_thread_within_a_call_of_c_is_interrupted_in_the_end() -> None:
     def block() -> None:
         for _ in range(600):
