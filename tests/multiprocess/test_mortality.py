@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import os
+import shutil
 import signal
 import statistics
 import tempfile
@@ -80,7 +81,7 @@ DOORS = {"optimize": _optimized, "TrainStep": _train_step, "Pipeline": _pipeline
 
 def _main(pipe: Connection, port: int, door: str, rank: int, stderr: Path) -> None:
     torch.set_num_threads(1)
-    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     faulthandler.enable()
     dist.init_process_group(
         "gloo",
@@ -134,7 +135,8 @@ def attempt(door: str, seed: int) -> Outcome:
     after_s, while_planning = random.random(), random.random() < 0.7
     server = processes_that_know_torch()
     port, pipes, processes = free_port(), [], []
-    stderrs = [Path(tempfile.mkstemp()[1]) for _ in range(2)]
+    folder = Path(tempfile.mkdtemp())
+    stderrs = [folder / str(rank) for rank in range(2)]
     for rank in range(2):
         ours, theirs = server.Pipe(duplex=False)
         args = (theirs, port, door, rank, stderrs[rank])
@@ -173,8 +175,7 @@ def attempt(door: str, seed: int) -> Outcome:
             process.kill()
             process.join()
             assert not Path(f"/proc/{process.pid}").exists()
-        for stderr in stderrs:
-            stderr.unlink()
+        shutil.rmtree(folder)
 
 
 def _next(pipe: Connection) -> Any:
