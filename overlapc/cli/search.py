@@ -82,6 +82,12 @@ def _declare_layout(search: argparse.ArgumentParser) -> None:
         "attention (p2p), by all-to-alls of heads (a2a), or by gathering all; open by default",
     )
     add(
+        "--ep",
+        type=positive,
+        default=0,
+        help="ranks that divide the experts; open by default: as many as can, or as a node has",
+    )
+    add(
         "--expert-tensor-parallel",
         action="store_true",
         help="tensor-parallel ranks share each expert's matrices; else each has whole experts",

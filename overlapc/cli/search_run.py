@@ -143,6 +143,7 @@ def _fixed(args: argparse.Namespace) -> Fixed:
         args.first_layers,
         args.last_layers,
         args.cp_comm_type,
+        args.ep,
     )
 
 
@@ -217,7 +218,7 @@ def _document(
         "static_bytes": best and static_bytes(model, best.layout, best.layers, framework),
         "memory_budgets": best and memory_budgets(model, cluster, best),
         "gradient_bytes": best and gradient_bytes(model, best),
-        "expert_ranks": best and expert_ranks(model, best.layout.replicas),
+        "expert_ranks": best and expert_ranks(model, best.layout),
         "divides_optimizer": best
         and divides_optimizer(model, framework)
         and max(replicas(model, best.layout)) > 1,

@@ -155,7 +155,7 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
     schedule = best.layout.schedule
     if schedule not in RUN_BY_MEGATRON:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
-    experts = expert_ranks(model, best.layout.replicas)
+    experts = expert_ranks(model, best.layout)
     where = best.layout, best.layers, best.microbatches, experts
     if model.experts and best.layout.tp > 1 and not best.layout.sequence:
         return ["  Megatron has no experts beside tp without sequence parallelism"]

@@ -37,16 +37,16 @@ class UnitKey:
     fp8: bool = False
     shares_experts: bool = False
     cp_comm_type: str = ""
+    expert_step: int = 1  # how far apart the ranks are that divide the experts
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> UnitKey:
-        experts = expert_ranks(model, layout.replicas)
         return UnitKey(
             find_framework(cluster.framework).of(model),
             cluster.hardware,
             cluster.gpus,
             layout.tp,
-            experts,
+            expert_ranks(model, layout),
             layout.microbatch,
             layout.sequence,
             cluster.costs,
@@ -55,6 +55,7 @@ class UnitKey:
             cluster.fp8,
             layout.shares_experts,
             layout.cp_comm_type if layout.cp > 1 else "",
+            layout.expert_step if model.experts else 1,
         )
 
 
@@ -134,7 +135,7 @@ def _groups(key: UnitKey) -> Iterator[Any]:
     if not key.model.whole:
         torch.set_default_dtype(dtype)
     try:
-        groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp)
+        groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp, key.expert_step)
         with groups as found, FakeTensorMode():
             yield found
     finally:

@@ -31,7 +31,8 @@ class Layout:
     rank holds. With `sequence` each tp rank has a part of each sequence between the matrices
     (Megatron's sequence parallelism). `chunks` is the number of interleaved stages of a rank.
     Context parallelism: cp ranks have a part of each sequence everywhere; for attention keys and
-    values go round ("p2p"), heads are exchanged ("a2a"), or all are gathered. Expert tensor
+    values go round ("p2p"), heads are exchanged ("a2a"), or all are gathered. Expert parallelism:
+    ep ranks, next to each other, divide the experts; 0 stands for as many as can. Expert tensor
     parallelism: with `shares_experts` tp ranks share each expert's matrices, too, else each has
     whole experts. `first_layers` and `last_layers` are those of the first and the last stage; 0: as
     all others, as far as they divide evenly."""
@@ -48,6 +49,7 @@ class Layout:
     first_layers: int = 0
     last_layers: int = 0
     cp_comm_type: str = CP_COMM_TYPES[0]  # with one context-parallel rank without a meaning
+    ep: int = 0
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -57,6 +59,12 @@ class Layout:
     def etp(self) -> int:
         """How many ranks share an expert's matrices."""
         return self.tp if self.shares_experts else 1
+
+    @property
+    def expert_step(self) -> int:
+        """How far apart the ranks are that divide the experts: ranks between them share an expert,
+        or have the same tokens."""
+        return 1 if self.sequence and not self.shares_experts else self.tp
 
     @property
     def replicas(self) -> int:
@@ -83,7 +91,8 @@ class Layout:
         tp = f"{self.tp}+sp" if self.sequence else f"{self.tp}"
         tp += "+etp" * self.shares_experts
         cp = f" cp={self.cp} {self.cp_comm_type}" if self.cp > 1 else ""
-        text = f"tp={tp}{cp} pp={self.pp} dp={self.dp} microbatch={self.microbatch}"
+        ep = f" ep={self.ep}" if self.ep else ""
+        text = f"tp={tp}{cp} pp={self.pp} dp={self.dp}{ep} microbatch={self.microbatch}"
         text += f" {self.schedule}" if self.pp > 1 else ""
         text += f" ends={self.first_layers},{self.last_layers}" if any(self.ends) else ""
         return text + (f" chunks={self.chunks}" if self.schedule == "interleaved" else "")
@@ -120,6 +129,7 @@ class Fixed:
     first_layers: int = 0  # of stages that are a whole rank's
     last_layers: int = 0
     cp_comm_type: str = ""
+    ep: int = 0
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -151,6 +161,7 @@ class Fixed:
             "tp",
             "pp",
             "dp",
+            "ep",
             "microbatch",
             "schedule",
             "chunks",
@@ -197,14 +208,11 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             dp = cluster.gpus // cp // tp // pp
             if pp * model.period > model.layers or cluster.global_batch % dp:
                 continue
-            ranks = expert_ranks(model, dp * cp)
-            if model.experts and (model.experts % ranks or dp * cp % ranks):
-                continue
+            shares = fixed.shares_experts and tp > 1
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > max(_MOST_SEQUENCES, fixed.microbatch):
                     break
                 for (schedule, chunks), kind in product(_schedules(model, pp, fixed), kinds):
-                    shares = fixed.shares_experts and tp > 1
                     where = tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares
                     layout = Layout(*where, *fixed.ends, kind)
                     if layout.stages * model.period > model.layers:
@@ -220,7 +228,8 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                         not getattr(fixed, key) or getattr(fixed, key) == getattr(layout, key)
                         for key in ("tp", "pp", "dp", "microbatch", "schedule", "cp_comm_type")
                     ):
-                        yield layout
+                        for ep in expert_sizes(model, layout, fixed.ep, cluster.gpus_per_node):
+                            yield replace(layout, ep=ep)
 
 
 def comm_types(model: Model, tp: int, cp: int) -> tuple[str, ...]:
@@ -269,15 +278,33 @@ def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]
                 yield "interleaved", chunks
 
 
-def expert_ranks(model: Model, replicas: int) -> int:
-    """The number of replicas over which the experts are divided."""
-    return min(model.experts, replicas) if model.experts else 1
+def expert_sizes(model: Model, layout: Layout, ep: int, node: int = 0) -> list[int]:
+    """Over how many ranks the layout's experts may be divided: as many as can, and as many as a
+    `node` of so many GPUs has; unless it is to be `ep`. Without experts it is 0."""
+    if not model.experts:
+        return [] if ep > 1 else [0]
+    sizes = divisors(math.gcd(model.experts, _across(layout)))
+    if ep:
+        return [ep] if ep in sizes else []
+    near = [size for size in sizes if size * layout.expert_step <= node]
+    return sizes[-1:] if model.whole or not near else sorted({sizes[-1], near[-1]}, reverse=True)
+
+
+def expert_ranks(model: Model, layout: Layout) -> int:
+    """The number of ranks over which the experts are divided."""
+    if not model.experts:
+        return 1
+    return layout.ep or math.gcd(model.experts, _across(layout))
 
 
 def expert_replicas(model: Model, layout: Layout) -> int:
     """How many ranks hold the same experts, for different tokens."""
-    alike = layout.tp if layout.sequence and not layout.shares_experts else 1
-    return layout.replicas * alike // expert_ranks(model, layout.replicas)
+    return _across(layout) // expert_ranks(model, layout)
+
+
+def _across(layout: Layout) -> int:
+    """How many ranks of a stage have other tokens for the experts than each other."""
+    return layout.replicas * layout.tp // layout.expert_step
 
 
 def replicas(model: Model, layout: Layout) -> tuple[int, int]:
@@ -353,7 +380,7 @@ def stage_parameters(
     alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
     firsts = dense_layers(model, counts)
     for stage, (layers, first) in enumerate(zip(counts, firsts, strict=True)):
-        ranks = expert_ranks(model, layout.replicas)
+        ranks = expert_ranks(model, layout)
         dense, experts = model.held(layers, layout.tp, ranks, first, layout.etp)
         if stage == 0:
             dense += model.vocab * model.width // layout.tp + model.position_parameters

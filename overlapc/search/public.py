@@ -32,6 +32,7 @@ from overlapc.search.layouts import (
     Layout,
     check_fp8,
     comm_types,
+    expert_sizes,
     static_bytes,
 )
 from overlapc.search.megatron import check_modules
@@ -53,6 +54,7 @@ _SHAPE = {each.name: each.type for each in fields(Transformer) if each.name not 
 _LAYOUT = (
     *("gpus", "batch", "microbatch", "tp", "cp", "pp", "schedule", "chunks", "sequence"),
     "cp_comm_type",
+    "ep",  # over how many ranks the experts are divided; by default as many as can
     "shares_experts",  # do tensor-parallel ranks share each expert's matrices?
 )
 _HOW = ("hardware", "framework", "recompute", "fp8")
@@ -80,7 +82,9 @@ class Row:
         key = UnitKey.of(self.model, self.cluster, self.layout)
         enough = key.model.dense_first + _BLOCKS * key.model.period
         model = replace(key.model, layers=min(key.model.layers, enough))
-        return replace(key, model=model, gpus=key.tp * max(key.cp, key.expert_ranks))
+        return replace(
+            key, model=model, gpus=max(key.tp * key.cp, key.expert_step * key.expert_ranks)
+        )
 
     @property
     def alike(self) -> UnitKey:
@@ -270,7 +274,7 @@ def _layout(
     kind = cells.get("cp_comm_type", CP_COMM_TYPES[0])
     if kind not in (kinds := comm_types(model, divided[0], cp)):
         raise ValueError(f"cp_comm_type is {kind!r}, expected one of {', '.join(kinds)}")
-    return Layout(
+    layout = Layout(
         *divided,
         cells.get("schedule", "interleaved" if chunks > 1 else "1f1b"),
         _flag(cells, "sequence"),
@@ -279,6 +283,14 @@ def _layout(
         _flag(cells, "shares_experts"),
         cp_comm_type=kind,
     )
+    if "ep" not in cells:
+        return layout
+    sizes = expert_sizes(model, layout, ep := _whole(cells, "ep"))
+    if not sizes:
+        raise ValueError(
+            f"ep is {ep}; expected a divisor of {model.experts} experts and of the ranks of a stage"
+        )
+    return replace(layout, ep=sizes[0])
 
 
 def _flag(cells: Mapping[str, str], key: str, default: bool = False) -> bool:

@@ -69,9 +69,7 @@ class Update:
         the replicas that hold them."""
         machine = load_hardware(cluster.hardware)
         here = machine.gpus_per_node // layout.tp  # replicas in a node
-        alike = max(1, here // expert_ranks(model, layout.replicas)) * (
-            layout.tp if layout.sequence and not layout.shares_experts else 1
-        )
+        alike = machine.gpus_per_node // (layout.expert_step * expert_ranks(model, layout))
         groups = (layout.replicas, here), (expert_replicas(model, layout), alike)
 
         def takes(

@@ -202,8 +202,8 @@ def _none(model: Model, cluster: Cluster, fixed: Fixed) -> OptionError:
         "for interleaved stages a multiple of pp microbatches",
     ]
     if model.experts:
-        expected.append(f"{model.experts} experts that the ranks of dp divide evenly")
-    elif fixed.shares_experts:
+        expected.append(f"an ep that divides {model.experts} experts and the ranks of a stage")
+    elif fixed.shares_experts or fixed.ep:
         expected.append("experts, of which this model has none")
     if any(fixed.ends):
         expected.append("ends that leave layers to the stages between them")

@@ -55,7 +55,7 @@ def as_it_runs(model: OwnModel, cluster: Cluster, found: Found, slices: int = 1)
     from overlapc.search.groups import fake_groups
 
     layout = found.layout
-    experts = expert_ranks(model, layout.replicas)
+    experts = expert_ranks(model, layout)
     joined = layout.tp > 1 or experts > 1
     merged = joined and layout.pp == 1 and found.microbatches > 1 and slices == 1
     found = replace(found, whole=True, rows="", merged=merged, slices=slices)

@@ -232,6 +232,14 @@ def _merged(problem: Problem, solver: str) -> Plan:
     raise Infeasible(problem.budget_bytes or 0, min(smallest))
 
 
+# Rungs of little memory, where a step grows fastest: quarters, and eighths of the last.
+_PART = 1 / (FEW + 1)
+_LAST = (
+    *(n * _PART for n in range(2 * FEW + 1, 1, -1)),
+    *(n * _PART / 2 for n in range(FEW, -1, -1)),
+)
+
+
 def _ladder(
     problem: Problem, steady: Sequence[Plan], best: _Best | None = None, quick: bool = False
 ) -> Iterator[Plan]:
@@ -242,22 +250,24 @@ def _ladder(
     least, most = min(peaks), max(peaks)
     rungs = max(FEW, min(RUNGS, LADDER // max(1, len(problem.trace.ops))))
     periodic = Periodic(replace(problem, budget_bytes=most), quick=quick, reuses=quick)
-    above: int | None = None  # the budget of the rung before: no plan takes more
-    for rung in reversed(range(rungs + 1)):
+
+    def budget_of(rung: float) -> int:
+        return least + round((most - least) * rung / rungs)
+
+    for rung in (*range(rungs, 1, -1), *_LAST):
+        above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
             return
-        budget = least + (most - least) * rung // rungs
         tight = rung <= 1 and len(problem.trace.ops) <= LARGE
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
         if rung == 0 and quick:  # of what is as good there, little fits once it is in order
             periodic = Periodic(replace(problem, budget_bytes=most))
-        less, worth = periodic.within(budget), best.worth if best else _any
+        less, worth = periodic.within(budget_of(rung)), best.worth if best else _any
         for plan in heu_plans(
             less.problem, thorough=tight, grouped=groups, worth=worth, periodic=less
         ):
             if above is None or peak_bytes(problem, plan) <= above:
-                yield replace(plan, found_by=f"rung {rung} of {rungs} {plan.found_by}")
-        above = budget
+                yield replace(plan, found_by=f"rung {rung:g} of {rungs} {plan.found_by}")
 
 
 def _filled(problem: Problem, best: _Best | None) -> Iterator[Plan]:

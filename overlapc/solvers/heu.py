@@ -20,8 +20,8 @@ from overlapc.solvers.work import NEVER, backward_work
 
 _STYLES = (Style(OVERSHOOT**2, False), Style(OVERSHOOT, True))
 _AGAIN = (EXPOSED, EXPOSED / 5)  # assumed shares of recomputed collectives that stay exposed
-_ROOMS = (0.0, 0.015, ROOM**2)  # shares of the budget that are left to the schedule
-_MUCH_ROOM = (ROOM / 2, ROOM, 2 * ROOM)  # the same where nothing would be recomputed
+_ROOMS = (0.0, 0.015, ROOM**2, ROOM / 2)  # shares of the budget that are left to the schedule
+_MUCH_ROOM = (ROOM, 2 * ROOM)  # the same where nothing would be recomputed
 _PASSES = (PASSES[0], PASSES[3])
 _RECOMPUTE_ONLY = ((Taste(True, True, "R"),), (Taste(True, False, "R"),))
 

@@ -63,7 +63,9 @@ ALONE, PAIR = Layout(2, 2, 1, 1), Layout(2, 2, 2, 1)
         (DENSE, PAIR, "overlapc", "--use-distributed-optimizer --overlap-grad-reduce"),
         (DENSE, replace(ALONE, cp=2), "megatron", "--use-distributed-optimizer"),
         (EXPERTS, ALONE, "megatron", ""),
-        (EXPERTS, replace(ALONE, sequence=True), "megatron", "--use-distributed-optimizer"),
+        (EXPERTS, replace(ALONE, sequence=True, ep=1), "megatron", "--use-distributed-optimizer"),
+        (EXPERTS, replace(ALONE, sequence=True, ep=2), "megatron", ""),
+        (EXPERTS, replace(ALONE, sequence=True), "megatron", ""),  # divided by as many as can
         (DENSE, replace(ALONE, sequence=True), "megatron", ""),
         (
             DENSE,

@@ -31,7 +31,7 @@ SIZE = 3 * 256 * 320  # parameters of an expert
 
 
 def layout(sequence: bool, shares: bool) -> Layout:
-    return Layout(2, 1, 2, 2, sequence=sequence, shares_experts=shares)
+    return Layout(2, 1, 2, 2, sequence=sequence, shares_experts=shares, ep=2)
 
 
 @cache

@@ -161,10 +161,11 @@ def test_layouts_divide_everything():
         assert layout.tp * layout.pp * layout.dp == CLUSTER.gpus
         assert CLUSTER.global_batch % (layout.dp * layout.microbatch) == 0
         assert sum(stage_layers(EXPERTS, layout.pp)) == EXPERTS.layers
-    # Experts are on whole replicas, and a tensor-parallel group within a node.
+    # Ranks divide the experts evenly, and a tensor-parallel group is within a node.
     for gpus, model in ((12, PRESETS["mixtral-8x7b"]), (40, PRESETS["gpt-13b"])):
         for layout in layouts(model, replace(CLUSTER, gpus=gpus, global_batch=gpus)):
-            assert not model.experts or layout.dp % min(model.experts, layout.dp) == 0
+            assert model.experts % max(1, layout.ep) == 0
+            assert layout.tp * layout.dp % max(1, layout.ep) == 0
             assert CLUSTER.gpus_per_node % layout.tp == 0
     assert {layout.tp for layout in layouts(TINY, CLUSTER, Fixed(tp=2))} == {2}
     assert all(layout.sequence == (layout.tp > 1) for layout in layouts(TINY, CLUSTER))
