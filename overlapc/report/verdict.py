@@ -162,7 +162,9 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
     framework = find_framework(cluster.framework)
     said = " ".join(
         [
-            *megatron_arguments(*where, cluster.fp8, model.experts > 0, framework.delayed),
+            *megatron_arguments(
+                *where, cluster.fp8, model.experts > 0, framework.delayed, framework.deepep
+            ),
             *replica_arguments(model, best.layout, framework),
             *recompute_arguments(best.solver),
         ]

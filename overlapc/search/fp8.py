@@ -7,8 +7,12 @@ weights once a step, since all microbatches take the same (`is_first_microbatch`
 which Megatron's callers set). What tensor-parallel ranks gather for a product is FP8 already
 (`_all_gather_fp8` of its distributed.py). With scales that follow from earlier steps (delayed
 scaling) nothing has to be read for the largest value first. Attention, norms, the router, the loss
-and its scores stay as they are. What is kept for the backward is counted in half precision, which
-is more than a run keeps.
+and its scores stay as they are.
+
+What a product needs again for its weight's gradient is kept in FP8 (`kept_in_fp8`), beside what is
+kept in half precision where something else needs it, too: attention its own result. Weights are
+counted in half precision, as many bytes as in FP8 in rows and in columns (Megatron's
+`--fp8-param-gather`).
 """
 
 from __future__ import annotations
@@ -49,6 +53,29 @@ def in_fp8(
                 sent_ns = machine.collective_ns(kind, size // 2, *groups[op.lane])
                 costs[op.name] = replace(cost, comm_ns=sent_ns)
     return replace(profile, costs=costs)
+
+
+def kept_in_fp8(described: Described, experts: int) -> Described:
+    """The graph with the sizes of what is kept for the backward; `experts` is as in `in_fp8`."""
+    trace, works = described.trace, described.works
+    reads: dict[str, set[bool]] = {}  # storage -> do backward ops that read it run in FP8?
+    for op in reversed(trace.ops):
+        given = {trace.value[name].storage for name in op.inputs}
+        found = {runs_in_fp8(works[op.name], experts)}
+        if "all_gather" in op.signature or op.role == "wait":  # what is gathered may be again
+            found = set().union(*(reads.get(trace.value[v].storage, set()) for v in op.outputs))
+        elif op.is_forward or works[op.name].kind == "free":
+            continue
+        for storage in given:
+            reads.setdefault(storage, set()).update(found)
+    made = {v.storage for v in trace.values if v.producer and trace.op[v.producer].is_forward}
+    halves = {
+        storage: 1 if found == {True} else 3  # with a copy in FP8 where others read it
+        for storage, found in reads.items()
+        if True in found and storage in made - trace.resident
+    }
+    values = tuple(replace(v, bytes=v.bytes * halves.get(v.storage, 2) // 2) for v in trace.values)
+    return replace(described, trace=replace(trace, values=values))
 
 
 def runs_in_fp8(work: Work, experts: int) -> bool:

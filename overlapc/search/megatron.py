@@ -24,9 +24,10 @@ def megatron_arguments(
     fp8: bool = False,
     experts: bool = False,
     delayed: bool = False,
+    deepep: bool = False,
 ) -> Iterator[str]:
     """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout.
-    With `delayed` scales of FP8 follow from earlier steps."""
+    With `delayed` scales of FP8 follow from earlier steps; `deepep` sends tokens to experts."""
     yield f"--tensor-model-parallel-size {layout.tp}"
     if layout.sequence:
         yield "--sequence-parallel"
@@ -40,7 +41,10 @@ def megatron_arguments(
         yield f"--num-virtual-stages-per-pipeline-rank {layout.stages // layout.pp}"
     if expert_ranks > 1:
         yield f"--expert-model-parallel-size {expert_ranks}"
-        yield "--moe-token-dispatcher-type alltoall"  # by default they gather all tokens
+        if deepep:
+            yield "--moe-token-dispatcher-type flex --moe-enable-deepep"
+        else:
+            yield "--moe-token-dispatcher-type alltoall"  # by default they gather all tokens
     if experts and layout.tp > 1:
         yield f"--expert-tensor-parallel-size {layout.etp}"  # by default as many as tp
     yield "--bf16"

@@ -49,6 +49,7 @@ class Transformer:
     expert_extra: int = 0  # more parameters of a layer with experts
     positions: int = 0  # rows of a table of positions that is learned
     unfused: str = ""  # which of attention, softmax, norm, loss, bias run op by op
+    fused_gate: bool = False  # one kernel gates, which keeps what it reads and nothing else
     dropout: bool = False
     source: str = ""
 

@@ -166,7 +166,7 @@ class MLP(nn.Module):
     def __init__(self, model: Transformer, ranks: Ranks, inner: int) -> None:
         super().__init__()
         inner //= ranks.count
-        self.ranks, self.gated = ranks, model.gated
+        self.ranks, self.model = ranks, model
         biased, apart = _has_biases(model), model.gated and "gate" in model.unfused.split()
         self.gate = _linear(model.width, inner) if apart else None
         self.up = _linear(model.width, inner * (1 + (model.gated and not apart)), biased)
@@ -175,7 +175,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given = self.ranks.enter(x)
         if self.gate is None:
-            return self.ranks.leave(self.down(_act(self.up(given), self.gated)))
+            return self.ranks.leave(self.down(_act(self.up(given), self.model)))
         # Without shared sequences the gradients of both products' inputs are summed apart.
         again = given if self.ranks.sequence else self.ranks.enter(x)
         return self.ranks.leave(self.down(F.silu(self.gate(given)) * self.up(again)))
@@ -205,7 +205,7 @@ class Experts(nn.Module):
         order = order[: rows * model.experts]
         there = self.sharing.enter(self.travel(tokens[order // model.top_k], held * rows))
         parts = there.view(-1, held, rows, model.width).transpose(0, 1).flatten(1, 2)
-        done = torch.bmm(_act(torch.bmm(parts, self.up), model.gated), self.down)
+        done = torch.bmm(_act(torch.bmm(parts, self.up), model), self.down)
         flat = done.view(held, -1, rows, model.width).transpose(0, 1).reshape(-1, model.width)
         flat = self.sharing.leave(flat)
         scaled = self.travel(flat, held * rows) * weights.flatten()[order][:, None]
@@ -384,8 +384,10 @@ def _turned(x: Tensor) -> Tensor:
     return x.neg()
 
 
-def _act(x: Tensor, gated: bool) -> Tensor:
-    if not gated:
+def _act(x: Tensor, model: Transformer) -> Tensor:
+    if not model.gated:
         return F.gelu(x)
+    if model.fused_gate:
+        return F.glu(x)  # stands for SwiGLU's kernels: they move the same bytes, and keep the same
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up

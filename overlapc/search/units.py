@@ -15,8 +15,10 @@ from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.record import Record
 from overlapc.search.beside import beside_products
 from overlapc.search.captures import Captures, Module, UnitKey, captures
-from overlapc.search.fp8 import in_fp8
+from overlapc.search.dispatch import sent_once
+from overlapc.search.fp8 import in_fp8, kept_in_fp8
 from overlapc.search.frameworks import Framework, find_framework
+from overlapc.search.models import Transformer
 from overlapc.search.scores import kept_by_callers
 from overlapc.simulate import simulate
 from overlapc.solvers import bound_ns, has_one_plan, solve
@@ -191,6 +193,8 @@ def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], fl
     from overlapc.profiler.estimate import priced
 
     described = module.described
+    if key.fp8:
+        described = kept_in_fp8(described, getattr(key.model, "experts", 0))
     machine = load_hardware(key.hardware)
     known = Cache(key.costs) if key.costs else None
     framework = find_framework(key.framework)
@@ -205,11 +209,15 @@ def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], fl
         profile = in_fp8(described, profile, machine, experts, framework.delayed)
     elif framework.uncovered:
         profile = _of_experts(profile, described, machine, framework)
+    if framework.deepep and isinstance(key.model, Transformer) and key.model.experts:
+        asked = key.model.experts, key.model.top_k
+        groups = described.groups(machine)
+        profile = sent_once(described.trace, profile, described.works, groups, machine, asked)
     if framework.beside and key.sequence:
         profile = beside_products(described.trace, profile, described.works, machine, key.tp)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
-    launched, launching = _launched(problem, framework, machine, key.model.seq)
+    launched, launching = _launched(problem, framework, machine, key)
     return Problem(problem.trace, launched), received, launching
 
 
@@ -262,17 +270,31 @@ def _dropped_and_added(
     return found
 
 
+def _experts_host_ns(
+    trace: Trace, framework: Framework, machine: Hardware, key: UnitKey, is_forward: bool
+) -> int:
+    """What the host launches for layers with experts, beside their ops: more ops, and each product
+    of each expert that a rank holds."""
+    experts = getattr(key.model, "experts", 0)
+    if not (experts and any(framework.expert_ops)):
+        return 0
+    layers = {path.split(".moe")[0] for path in trace.modules.values() if ".moe" in path}
+    ops = framework.expert_ops[0 if is_forward else 1] * framework.host_ns
+    products = (2 if is_forward else 4) * (experts // key.expert_ranks) * machine.launch_ns
+    return len(layers) * (ops + products)
+
+
 def _launched(
-    problem: Problem, framework: Framework, machine: Hardware, seq: int
+    problem: Problem, framework: Framework, machine: Hardware, key: UnitKey
 ) -> tuple[Profile, float]:
-    """The costs as a framework runs the ops, of sequences of so many tokens. Its host launches them
-    one by one: a forward or a backward takes no less time than the host needs for it. The device's
-    waits are spread evenly over the kernels. Also return the host's part of the time of a forward
-    or a backward, the larger: 1 if the device waits."""
+    """The costs as a framework runs the ops. Its host launches them one by one: a forward or a
+    backward takes no less time than the host needs for it. The device's waits are spread evenly
+    over the kernels. Also return the host's part of the time of a forward or a backward, the
+    larger: 1 if the device waits."""
     profile = problem.profile
     slower = dict.fromkeys(profile.costs, framework.slower)
     if "attention" in framework.unfused:
-        scores = f",{seq},{seq}]"
+        scores = f",{key.model.seq},{key.model.seq}]"
         for op in problem.trace.ops:
             slower[op.name] *= framework.attention if scores in op.signature else 1.0
     if "replaced" in framework.unfused:
@@ -289,6 +311,7 @@ def _launched(
         kernels = [op.name for op in ops if costs[op.name].compute_ns > 0]
         starts = sum(op.role == "start" for op in ops)
         host_ns = len(kernels) * framework.host_ns + starts * framework.host_collective_ns
+        host_ns += _experts_host_ns(problem.trace, framework, machine, key, is_forward)
         device_ns = sum(costs[op.name].compute_ns + costs[op.name].comm_ns for op in ops)
         launching = max(launching, host_ns / max(1, host_ns, device_ns))
         for name in kernels:

@@ -332,7 +332,7 @@ def megatron(problem: Problem) -> Plan:
     modules = (
         core_attention(problem),
         _outputs_of(problem, "native_layer_norm", "_fused_rms_norm"),
-        _outputs_of(problem, "gelu", "silu", "relu"),
+        _outputs_of(problem, "gelu", "silu", "glu", "relu"),
     )
     there = [storages for storages in modules if storages]
     plans = [megatron_without(problem, made_inside(problem.trace, layers(problem.trace)), "full")]

@@ -42,7 +42,7 @@ from overlapc.solvers.baselines import (
 )
 
 PREFIX = "megatron-selective:"
-_ACTIVATIONS = ("gelu", "silu")
+_ACTIVATIONS = ("gelu", "silu", "glu")
 _THIN = ("q_thin", "kv_thin")
 _EXPERTS = ("moe", "shared")
 # Modules that run again whole, by their parts, and of which what comes out is kept

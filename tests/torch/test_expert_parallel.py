@@ -10,6 +10,7 @@ from overlapc.cli import main
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     Cluster,
     Fixed,
@@ -143,3 +144,22 @@ def test_a_table_may_say_it(tmp_path, capsys) -> None:
     assert main(["validate", str(path)]) == 2
     said = capsys.readouterr().err
     assert "row 1: ep is 3; expected a divisor of 16 experts and of the ranks of a stage" in said
+
+
+def test_the_host_launches_more_for_experts() -> None:
+    """A few tokens wait for their host: each op of the module, what Megatron's has besides, and
+    each product of the experts that a rank holds."""
+    model, layout = replace(MODEL, seq=32), Layout(1, 1, 16, 1, ep=8)
+    cluster = replace(CLUSTER, gpus=16, framework="megatron")
+    unit = make_unit(UnitKey.of(model, cluster, layout), bounded=False, most=1)
+    framework, machine = find_framework("megatron"), load_hardware(CLUSTER.hardware)
+    for is_forward, more, products in ((True, 24, 2), (False, 17, 4)):
+        ops = [op for op in unit.problem.trace.ops if op.is_forward == is_forward]
+        costs = [unit.problem.cost(op.name) for op in ops]
+        kernels = sum(cost.compute_ns > 0 for cost in costs)
+        starts = sum(op.role == "start" for op in ops)
+        expected = (kernels + more) * framework.host_ns + starts * framework.host_collective_ns
+        expected += 2 * products * machine.launch_ns  # two experts a rank
+        took = sum(cost.compute_ns + cost.comm_ns for cost in costs)
+        assert took == pytest.approx(expected, abs=kernels)
+    assert unit.launching == 1

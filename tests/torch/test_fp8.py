@@ -19,6 +19,7 @@ from overlapc.search.megatron import megatron_arguments
 from overlapc.search.models import Transformer
 from overlapc.search.search import search
 from overlapc.search.units import make_unit
+from overlapc.solvers import solve
 
 M, N, K = 8192, 4096, 2048
 SIZE = 2 * (M * K + K * N + M * N)
@@ -87,3 +88,49 @@ def test_what_is_printed_and_what_is_refused() -> None:
     ):
         with pytest.raises(OptionError, match=named):
             search(MODEL, replace(cluster, **change), workers=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_kept_by_hand(sequence: bool) -> None:
+    """Of a dense block: what its products need again is half as large, beside attention's result,
+    of which there are both."""
+    dense = replace(MODEL, experts=0, top_k=0, expert_width=0, moe_every=1)
+    tp, tokens = (2, 4096) if sequence else (1, 4096)
+    layout = Layout(tp, 1, 8 // tp, 1, sequence=sequence)
+
+    def kept(fp8: bool) -> int:
+        cluster = replace(CLUSTER, fp8=fp8, framework="megatron")
+        problem = make_unit(UnitKey.of(dense, cluster, layout), bounded=False, most=1).problem
+        plan = solve(replace(problem, budget_bytes=None), "megatron-none")
+        values = [problem.trace.value[name] for name in plan.saved]
+        return sum({v.storage: v.bytes for v in values if v.producer}.values())
+
+    norms = 2 * tokens * dense.width // tp  # of which each rank has its part of the sequence
+    inner, mixed = tokens * dense.ffn // tp, tokens * dense.width // tp
+    assert kept(False) - kept(True) == norms + inner - mixed
+
+
+def test_a_fused_gate_keeps_what_it_reads() -> None:
+    """Megatron's SwiGLU is one kernel, forward and backward."""
+    dense = replace(MODEL, experts=0, top_k=0, expert_width=0, moe_every=1)
+
+    def ran(framework: str) -> tuple[list[str], int, int]:
+        cluster = replace(CLUSTER, framework=framework)
+        key = UnitKey.of(dense, cluster, Layout(1, 1, 8, 1))
+        problem = make_unit(key, bounded=False, most=1).problem
+        plan = solve(replace(problem, budget_bytes=None), "none")
+        values = [problem.trace.value[name] for name in plan.saved]
+        gates = [op for op in problem.trace.ops if "glu" in op.signature or "silu" in op.signature]
+        took = sum(problem.cost(op.name).compute_ns for op in gates)
+        return (
+            [op.signature.split(".")[1] for op in gates],
+            sum({v.storage: v.bytes for v in values if v.producer}.values()),
+            took,
+        )
+
+    (ours, more, _), (fused, kept, took) = ran("overlapc"), ran("megatron")
+    assert ours == ["silu", "silu_backward"]
+    assert fused == ["glu", "glu_backward"]
+    inner = 4096 * dense.ffn * 2
+    assert more - kept == inner  # the gate's own result
+    assert took == pytest.approx(2 * H100.launch_ns + H100.memory_ns((3 + 5) * inner), abs=2)

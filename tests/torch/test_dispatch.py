@@ -1,0 +1,86 @@
+"""Tokens that are sent once to each node, and once to each rank of it, counted one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+
+from overlapc.profiler.hardware import load_hardware
+from overlapc.search.captures import UnitKey
+from overlapc.search.dispatch import once_ns
+from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.megatron import megatron_arguments
+from overlapc.search.models import Transformer
+from overlapc.search.units import make_unit
+
+H100 = load_hardware("h100-sxm")
+MODEL = Transformer(
+    "experts", layers=2, width=256, heads=4, ffn=512, vocab=512, seq=256, gated=True, experts=16,
+    top_k=4, expert_width=320,
+)  # fmt: skip
+CLUSTER = Cluster("h100-sxm", 16, 8, 1 << 40, 32, framework="megatron-overlap")
+DEEPEP = replace(CLUSTER, framework="megatron-overlap+deepep")
+
+
+def counted(ranks: int, near: int, experts: int, top_k: int) -> tuple[Fraction, Fraction]:
+    """For each token of a rank, and all choices of experts: nodes beside its own that it is sent
+    to, and the copies that a rank passes on to the others of its node for as many tokens."""
+    each = experts // ranks
+    crossing, passed, choices = 0, 0, 0
+    for chosen in combinations(range(experts), top_k):
+        there = {expert // each for expert in chosen}
+        crossing += len({rank // near for rank in there} - {0})
+        # What comes to a node comes to the rank of the same number in it, here 0.
+        passed += sum(rank % near != 0 for rank in there)
+        choices += 1
+    return Fraction(crossing, choices), Fraction(passed, choices)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "near", "experts", "top_k"),
+    [(4, 2, 8, 2), (4, 2, 8, 1), (8, 4, 16, 3), (4, 4, 8, 4), (8, 8, 8, 2), (6, 2, 12, 3)],
+)
+def test_copies_are_those_of_all_choices(ranks: int, near: int, experts: int, top_k: int) -> None:
+    tokens = 1 << 26  # bytes of a copy of all of them: so much that latencies do not count
+    crossing, passed = counted(ranks, near, experts, top_k)
+    link = float(tokens * passed) / (450e9 * 153 / 200)
+    card = float(tokens * crossing) / (50e9 * 43 / 50)
+    alpha = 44000 if near == ranks else 50000
+    expected = alpha + max(link, card) * 1e9
+    found = once_ns(H100, tokens * top_k, ranks, near, experts, top_k)
+    assert found == pytest.approx(expected, abs=1)
+
+
+def test_one_expert_a_token_is_an_all_to_all() -> None:
+    """Then nothing is sent twice: the bytes are those of NCCL's, at DeepEP's rates."""
+    size = 1 << 30
+    once = once_ns(H100, size, 16, 8, 16, 1) - 50000
+    nccl = H100.collective_ns("all_to_all", size, 16, 8) - 50000
+    assert once / nccl == pytest.approx(0.6 / (43 / 50), rel=1e-3)
+    assert once_ns(H100, 0, 16, 8, 16, 1) == once_ns(H100, size, 1, 1, 16, 1) == 0
+
+
+def test_only_experts_are_sent_so() -> None:
+    """Context parallelism's all-to-alls are as before."""
+    layout = Layout(1, 1, 8, 2, cp=2, cp_comm_type="a2a", ep=16)
+    took = []
+    for cluster in (CLUSTER, DEEPEP):
+        problem = make_unit(UnitKey.of(MODEL, cluster, layout), bounded=False, most=1).problem
+        starts = [op for op in problem.trace.ops if op.role == "start"]
+        took.append({op.name: (op.lane, problem.cost(op.name).comm_ns) for op in starts})
+    plain, once = took
+    changed = {name for name in plain if plain[name] != once[name]}
+    assert len({plain[name][0] for name in changed}) == 1
+    assert len(changed) == 4  # there and back, in the forward and in the backward
+    size = 2 * 128 * MODEL.top_k * MODEL.width * 2
+    assert {once[name][1] for name in changed} == {once_ns(H100, size, 16, 8, 16, 4)}
+
+
+def test_megatron_is_told() -> None:
+    asked = Layout(1, 1, 8, 1, ep=8), (2,), 1, 8
+    said = " ".join(megatron_arguments(*asked, experts=True, deepep=True))
+    assert "--moe-token-dispatcher-type flex --moe-enable-deepep" in said
+    assert "alltoall" in " ".join(megatron_arguments(*asked, experts=True))
