@@ -135,7 +135,9 @@ def _groups(key: UnitKey) -> Iterator[Any]:
     if not key.model.whole:
         torch.set_default_dtype(dtype)
     try:
-        groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp, key.expert_step)
+        node = load_hardware(key.hardware).gpus_per_node
+        divided = key.tp, key.expert_ranks, key.cp, key.expert_step, node
+        groups = fake_groups(key.gpus, *divided)
         with groups as found, FakeTensorMode():
             yield found
     finally:

@@ -89,7 +89,8 @@ def load_search(path: StrPath) -> Chosen:
             Transformer(**document["model"])  # raises if they are not those of one
         budgets, gradients = _memory(document, layout.stages)
         expert_ranks, divided = document["expert_ranks"], document["divides_optimizer"]
-        if type(expert_ranks) is not int or expert_ranks < 1 or not isinstance(divided, bool):
+        whole = type(expert_ranks) is int and expert_ranks > 0
+        if not (whole and layout.ep in (0, expert_ranks) and isinstance(divided, bool)):
             raise ValueError(f"expert_ranks {expert_ranks!r}, divides_optimizer {divided!r}")
     except (
         ValueError,

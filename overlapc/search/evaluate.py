@@ -106,7 +106,7 @@ class Found:
             raise ValueError(f"found {sizes}, expected whole numbers")
         ranks = layout.tp, layout.pp, layout.dp, layout.cp, layout.chunks
         planned = parsed.microbatches or 1  # none, if nothing fits
-        counts = *ranks, layout.microbatch, planned, parsed.slices
+        counts = *ranks, layout.microbatch, planned, parsed.slices, layout.ep or 1
         if not all(isinstance(count, int) and 1 <= count <= _MOST for count in counts):
             raise ValueError(f"found {counts}, expected whole numbers from 1 to {_MOST:,}")
         if layout.cp_comm_type not in CP_COMM_TYPES:

@@ -280,13 +280,14 @@ def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]
 
 def expert_sizes(model: Model, layout: Layout, ep: int, node: int = 0) -> list[int]:
     """Over how many ranks the layout's experts may be divided: as many as can, and as many as a
-    `node` of so many GPUs has; unless it is to be `ep`. Without experts it is 0."""
+    `node` of so many GPUs has whole groups of; unless it is to be `ep`. Without experts it is
+    0."""
     if not model.experts:
         return [] if ep > 1 else [0]
     sizes = divisors(math.gcd(model.experts, _across(layout)))
     if ep:
         return [ep] if ep in sizes else []
-    near = [size for size in sizes if size * layout.expert_step <= node]
+    near = [size for size in sizes if node % (size * layout.expert_step) == 0]
     return sizes[-1:] if model.whole or not near else sorted({sizes[-1], near[-1]}, reverse=True)
 
 

@@ -167,10 +167,11 @@ class Transformer:
         moe = (layers - dense_first) // self.period if self.experts else 0
         each = self.attention_parameters // tp + self.thin_parameters + self.small_parameters
         dense = layers * each + (layers - moe) * self.mlp_parameters(self.ffn) // tp
-        dense += moe * (self.experts * self.width + self.expert_extra)
+        bias = self.expert_extra // max(1, self.experts)  # of each expert
+        dense += moe * (self.experts * (self.width - bias) + self.expert_extra)
         dense += moe * self.mlp_parameters(self.shared_width) // tp
         here = moe * (self.experts // expert_ranks)
-        return dense, here * self.mlp_parameters(self.expert_width) // etp
+        return dense, here * (self.mlp_parameters(self.expert_width) // etp + bias)
 
     def hint(self) -> str:
         """For errors: the conditions on the model's layouts."""

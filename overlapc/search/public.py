@@ -21,7 +21,7 @@ from typing import Any
 
 from overlapc.errors import FileError, OverlapcError
 from overlapc.files import StrPath, printable, read_text
-from overlapc.profiler.hardware import load_hardware
+from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.frameworks import find_framework
@@ -77,14 +77,21 @@ class Row:
     fits: bool
 
     @property
+    def machine(self) -> Hardware:
+        return load_hardware(self.cluster.hardware)
+
+    @property
     def key(self) -> UnitKey:
         """What is captured for the row; rows of other depths and batches share it."""
         key = UnitKey.of(self.model, self.cluster, self.layout)
         enough = key.model.dense_first + _BLOCKS * key.model.period
         model = replace(key.model, layers=min(key.model.layers, enough))
-        return replace(
-            key, model=model, gpus=max(key.tp * key.cp, key.expert_step * key.expert_ranks)
+        spans, node = (
+            (key.tp * key.cp, key.expert_step * key.expert_ranks),
+            self.machine.gpus_per_node,
         )
+        odd = any(node % span and span % node for span in spans)  # groups lie on nodes unevenly
+        return replace(key, model=model, gpus=key.gpus if odd else max(spans))
 
     @property
     def alike(self) -> UnitKey:
@@ -136,7 +143,7 @@ class Predicted:
     @property
     def answer(self) -> Answer:
         """Whether it will run."""
-        return answer(load_hardware(self.row.cluster.hardware), self.needed_bytes)
+        return answer(self.row.machine, self.needed_bytes)
 
 
 def predict(row: Row, unit: Unit) -> Predicted:
@@ -287,9 +294,8 @@ def _layout(
         return layout
     sizes = expert_sizes(model, layout, ep := _whole(cells, "ep"))
     if not sizes:
-        raise ValueError(
-            f"ep is {ep}; expected a divisor of {model.experts} experts and of the ranks of a stage"
-        )
+        among = f"a divisor of {model.experts} experts and of the ranks of a stage"
+        raise ValueError(f"ep is {ep}; expected {among if model.experts else 'none, or experts'}")
     return replace(layout, ep=sizes[0])
 
 

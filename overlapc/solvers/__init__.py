@@ -254,7 +254,8 @@ def _ladder(
     def budget_of(rung: float) -> int:
         return least + round((most - least) * rung / rungs)
 
-    for rung in (*range(rungs, 1, -1), *_LAST):
+    halves = (n / 2 for n in range(2 * rungs, 2, -1)) if quick else range(rungs, 1, -1)
+    for rung in (*halves, *_LAST):
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
             return

@@ -11,6 +11,7 @@ from overlapc.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.frameworks import find_framework
+from overlapc.search.groups import spread
 from overlapc.search.layouts import (
     Cluster,
     Fixed,
@@ -85,6 +86,43 @@ def test_tokens_go_to_neighbours(layout: Layout, near: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("count", "step", "ranks", "expected"),
+    [
+        (8, 1, 32, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (16, 1, 32, list(range(16))),
+        (4, 2, 32, [0, 2, 4, 6]),
+        (6, 1, 24, [0, 1, 8, 9, 10, 11]),  # ranks 6 to 11: two and four on a node
+        (6, 1, 6, [0, 1, 2, 3, 4, 5]),  # there is no other
+        (3, 4, 24, [0, 1, 8]),  # ranks 0, 4 and 8
+        (12, 1, 24, list(range(12))),  # eight and four, or four and eight
+        (5, 1, 40, [0, 1, 2, 8, 9]),  # ranks 5 to 9: three and two
+    ],
+)
+def test_the_worst_group_is_priced(count: int, step: int, ranks: int, expected: list[int]) -> None:
+    """Groups that do not divide a node lie on two, some of them: the slowest sets the time."""
+    assert sorted(spread(count, step, ranks, 8)) == expected
+
+
+def test_six_of_eight_cross_nodes() -> None:
+    model = replace(MODEL, experts=12, seq=1024)
+    cluster = replace(CLUSTER, gpus=24, global_batch=24)
+    key = UnitKey.of(model, cluster, Layout(1, 1, 24, 1, ep=6))
+    problem = make_unit(key, bounded=False, most=1).problem
+    assert "6 ranks, 4 a node" in problem.profile.conditions["groups"]
+    sizes = {found.ep for found in layouts(model, cluster, Fixed(tp=1, pp=1, microbatch=1))}
+    assert sizes == {12, 4}  # six would not stay inside
+
+
+def test_biases_of_experts_go_with_them() -> None:
+    """GPT-OSS has them: 16 of 100 numbers here, and 7 of the layer."""
+    plain, biased = MODEL, replace(MODEL, expert_extra=16 * 100 + 7)
+    layout = replace(TWO, ep=8)
+    ((dense, experts),) = stage_parameters(plain, layout)
+    assert stage_parameters(biased, layout) == [(dense + 2 * 7, experts + 2 * 2 * 100)]
+    assert biased.parameters() - plain.parameters() == 2 * (16 * 100 + 7)
+
+
 def test_gradients_of_experts_are_summed_over_their_replicas() -> None:
     """With eight ranks a node, and the experts over eight, replicas are on as many nodes."""
     layout, machine = replace(TWO, ep=8), load_hardware(CLUSTER.hardware)
@@ -144,6 +182,11 @@ def test_a_table_may_say_it(tmp_path, capsys) -> None:
     assert main(["validate", str(path)]) == 2
     said = capsys.readouterr().err
     assert "row 1: ep is 3; expected a divisor of 16 experts and of the ranks of a stage" in said
+    path.write_text(
+        TABLE.format(ep=8).replace("experts,top_k,expert_width,", "").replace("16,2,320,", "")
+    )
+    assert main(["validate", str(path)]) == 2
+    assert "row 1: ep is 8; expected none, or experts" in capsys.readouterr().err
 
 
 def test_the_host_launches_more_for_experts() -> None:

@@ -26,7 +26,8 @@ from overlapc.profiler.work import Product, Work, work_ns
 
 EXPECTED = {
     "a100-pcie-40", "a100-pcie-80", "a100-sxm-40", "a100-sxm-80", "a800-sxm-80", "ascend-910b",
-    "b200", "cpu-gloo", "gb200", "gb300", "h100-sxm", "h200-sxm", "l20", "l40", "rtx4090", "v100-sxm2-32",
+    "b200", "cpu-gloo", "gb200", "gb300", "h100-sxm", "h200-sxm", "l20", "l40",
+    "rtx4090", "v100-sxm2-32",
 }  # fmt: skip
 
 
