@@ -188,6 +188,11 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
     sequences wherever they can: that sends the same bytes and holds fewer."""
     if cluster.fp8:
         check_fp8(model, cluster)
+    if find_framework(cluster.framework).deepep and not isinstance(model, Transformer):
+        raise OptionError(
+            f"framework {cluster.framework} with a block of your own, {model.name}, which sends "
+            "its tokens itself; expected a preset or a config.json"
+        )
     cp = fixed.cp
     if not find_framework(cluster.framework).of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(

@@ -86,10 +86,8 @@ class Row:
         key = UnitKey.of(self.model, self.cluster, self.layout)
         enough = key.model.dense_first + _BLOCKS * key.model.period
         model = replace(key.model, layers=min(key.model.layers, enough))
-        spans, node = (
-            (key.tp * key.cp, key.expert_step * key.expert_ranks),
-            self.machine.gpus_per_node,
-        )
+        spans = key.tp * key.cp, key.expert_step * key.expert_ranks
+        node = self.machine.gpus_per_node
         odd = any(node % span and span % node for span in spans)  # groups lie on nodes unevenly
         return replace(key, model=model, gpus=key.gpus if odd else max(spans))
 

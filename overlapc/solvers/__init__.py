@@ -232,11 +232,12 @@ def _merged(problem: Problem, solver: str) -> Plan:
     raise Infeasible(problem.budget_bytes or 0, min(smallest))
 
 
-# Rungs of little memory, where a step grows fastest: quarters, and eighths of the last.
-_PART = 1 / (FEW + 1)
-_LAST = (
-    *(n * _PART for n in range(2 * FEW + 1, 1, -1)),
-    *(n * _PART / 2 for n in range(FEW, -1, -1)),
+# A ladder's rungs in halves, the last in quarters and eighths: a step grows fastest there.
+_QUARTER = 1 / (FEW + 1)
+_FINE = (
+    *(n / 2 for n in range(2 * RUNGS, FEW, -1)),
+    *(n * _QUARTER for n in range(2 * FEW + 1, 1, -1)),
+    *(n * _QUARTER / 2 for n in range(FEW, -1, -1)),
 )
 
 
@@ -254,8 +255,7 @@ def _ladder(
     def budget_of(rung: float) -> int:
         return least + round((most - least) * rung / rungs)
 
-    halves = (n / 2 for n in range(2 * rungs, 2, -1)) if quick else range(rungs, 1, -1)
-    for rung in (*halves, *_LAST):
+    for rung in _FINE if quick and rungs == RUNGS else range(rungs, -1, -1):
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
             return

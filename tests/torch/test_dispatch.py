@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 
+from overlapc.cli import main
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.dispatch import once_ns
@@ -84,3 +85,9 @@ def test_megatron_is_told() -> None:
     said = " ".join(megatron_arguments(*asked, experts=True, deepep=True))
     assert "--moe-token-dispatcher-type flex --moe-enable-deepep" in said
     assert "alltoall" in " ".join(megatron_arguments(*asked, experts=True))
+
+
+def test_a_block_of_ones_own_sends_its_tokens_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "examples.gpt.model:for_search", "--gpus", "8", "--hardware", "h100-sxm"]
+    assert main([*asked, "--framework", "megatron-overlap+deepep"]) == 2
+    assert "sends its tokens itself; expected a preset" in capsys.readouterr().err
