@@ -27,17 +27,11 @@ from overlapc.search.chosen import VERSION, gradient_bytes, memory_budgets
 from overlapc.search.evaluate import Found, Outcome, evaluate
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
-from overlapc.search.layouts import (
-    Cluster,
-    Fixed,
-    divides_optimizer,
-    expert_ranks,
-    replicas,
-    static_bytes,
-)
+from overlapc.search.layouts import Cluster, Fixed, expert_ranks, replicas
 from overlapc.search.models import Model, Transformer, find_model
 from overlapc.search.nearest import Nearest, Run, load_runs
 from overlapc.search.search import Progress, Result, compare, search
+from overlapc.search.weights import divides_optimizer, held_bytes
 from overlapc.solvers import PREFIX, SOLVERS
 
 
@@ -215,7 +209,7 @@ def _document(
         "pruned": result.pruned,
         "best": None if best is None else best.as_json(),
         "within": best and asdict(interval(best, cluster)),
-        "static_bytes": best and static_bytes(model, best.layout, best.layers, framework),
+        "static_bytes": best and held_bytes(model, cluster, best.layout, best.layers),
         "memory_budgets": best and memory_budgets(model, cluster, best),
         "gradient_bytes": best and gradient_bytes(model, best),
         "expert_ranks": best and expert_ranks(model, best.layout),

@@ -37,6 +37,7 @@ _FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
 _FILLS = ("attention_forward_fill", "attention_backward_fill")
 _LONG = ("attention_forward_long", "attention_backward_long")
+_OLDER = ("products", "attention")  # of libraries of 2023
 _STREAMS = ("norm", "norm_backward", "softmax", "softmax_backward", "cast", "dropout")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
@@ -227,6 +228,7 @@ def format_hardware(machine: Hardware) -> str:
         parts = {**machine.kernels.parts, **machine.kernels.fills}
         lines += [figure(f"kernels.{k}", part) for k, part in parts.items()]
         lines += [figure(f"kernels.{k}", table) for k, table in machine.kernels.long.items()]
+        lines += [figure(f"kernels.older_{k}", part) for k, part in machine.kernels.older.items()]
         if machine.kernels.aligned:
             lines += [figure("kernels.aligned", machine.kernels.aligned)]
         if not math.isinf(machine.kernels.writing):
@@ -300,6 +302,7 @@ class _TomlReader:
             {key: self.table(f"kernels.{key}") for key in _LONG if self.has(f"kernels.{key}")},
             self.aligned() if self.has("kernels.aligned") else (),
             self.writing() if self.has("kernels.writing") else math.inf,
+            {k: self.part(f"kernels.older_{k}") for k in _OLDER if self.has(f"kernels.older_{k}")},
         )
 
     def writing(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from overlapc.profiler.link_spec import Table, interpolate
 
@@ -58,6 +58,17 @@ class Kernels:
     # By how many bytes all rows are a multiple of, the part of its rate that a product keeps
     aligned: Table = ()
     writing: float = math.inf
+    # Of these rates, the parts that libraries of 2023 reached, which were written for Ampere
+    older: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def of_2023(self) -> Kernels:
+        """The same machine with libraries of 2023."""
+        parts = {
+            kind: part * self.older.get("attention" if "attention" in kind else "products", 1.0)
+            for kind, part in self.parts.items()
+        }
+        return replace(self, parts=parts, older={})
 
     def matmul_part(
         self, m: int, n: int, k: int, layout: str, batch: int = 1, width: int = 2

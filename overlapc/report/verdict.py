@@ -13,7 +13,7 @@ from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
-from overlapc.search.layouts import Cluster, divides_optimizer, expert_ranks, static_bytes
+from overlapc.search.layouts import Cluster, expert_ranks
 from overlapc.search.megatron import (
     RUN_BY_MEGATRON,
     megatron_arguments,
@@ -24,6 +24,7 @@ from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
 from overlapc.search.nearest import Nearest
 from overlapc.search.search import Result
+from overlapc.search.weights import divides_optimizer, held_bytes
 from overlapc.solvers.partition import layout
 
 _PUBLIC = 4  # published runs that are shown
@@ -67,7 +68,7 @@ def _room(model: Model, cluster: Cluster, result: Result, best: Found, machine: 
     of the planned layouts that leaves room."""
 
     def needed(found: Found) -> int:
-        static = static_bytes(model, found.layout, found.layers, find_framework(cluster.framework))
+        static = held_bytes(model, cluster, found.layout, found.layers)
         return max(map(needed_bytes, repeat(found.layout), static, found.peak_bytes), default=0)
 
     said = answer(machine, needed(best))
@@ -152,14 +153,15 @@ def _within(best: Found, cluster: Cluster) -> str:
 
 def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
     """The arguments of Megatron's scripts for this layout."""
-    schedule = best.layout.schedule
+    schedule, framework = best.layout.schedule, find_framework(cluster.framework)
+    if framework.gathers and framework.pytorch:
+        return ["  Not of Megatron: PyTorch's FSDP divides weights, gradients and optimizer"]
     if schedule not in RUN_BY_MEGATRON:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
     experts = expert_ranks(model, best.layout)
     where = best.layout, best.layers, best.microbatches, experts
     if model.experts and best.layout.tp > 1 and not best.layout.sequence:
         return ["  Megatron has no experts beside tp without sequence parallelism"]
-    framework = find_framework(cluster.framework)
     said = " ".join(
         [
             *megatron_arguments(
@@ -239,7 +241,14 @@ def pareto(found: Sequence[Found]) -> list[Found]:
 
 def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
     guessed = [key for key, source in machine.sources.items() if _is_guess(source)]
-    divided = divides_optimizer(model, find_framework(cluster.framework))
+    framework = find_framework(cluster.framework)
+    kept = {
+        2: "bf16 gradients, float32 optimizer, the latter",
+        4: "float32 gradients and optimizer, the latter",
+    }.get(framework.gradient_bytes, "bf16 and float32 gradients, float32 optimizer, the latter")
+    kept += f" {'divided over' if divides_optimizer(model, framework) else 'on all'}"
+    if framework.gathers:
+        kept = "weights, gradients and optimizer divided over"
     return [
         f"{model.name}: {model.parameters() / 1e9:.2f}B parameters, {model.layers} layers of width "
         f"{model.width}, sequences of {model.seq}" + (f" ({model.source})" if model.source else ""),
@@ -247,8 +256,7 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{gigabytes(cluster.memory_bytes)} of {gigabytes(machine.memory_bytes)} GB each "
         f"({machine.status})",
         f"{cluster.global_batch} sequences a step; {'FP8 products, all else ' * cluster.fp8}bf16, "
-        f"float32 gradients and optimizer, the latter {'divided over' if divided else 'on all'} "
-        "replicas",
+        f"{kept} replicas",
         f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} "
         "figures of the hardware are guesses (`overlapc hardware --json` has the sources)"
         + ":"

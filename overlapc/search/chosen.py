@@ -10,15 +10,9 @@ from overlapc.errors import FileError, InvalidSchedule, OptionError
 from overlapc.files import StrPath, read_json
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
-from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import (
-    GRADIENT_BYTES,
-    Cluster,
-    Layout,
-    stage_parameters,
-    static_bytes,
-)
+from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Model, Transformer
+from overlapc.search.weights import GRADIENT_BYTES, held_bytes, stage_parameters
 
 # Version of the file; 7 did not say who shares experts and the optimizer, 6 not how keys and values
 # are exchanged, 5 not what is merged
@@ -159,7 +153,7 @@ def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
     the rank holds at its worst moment; stages may have their worst moments at different times."""
     layout, layers = found.layout, found.layers
     schedule = layout.rows(found.microbatches)
-    static = static_bytes(model, layout, layers, find_framework(cluster.framework))
+    static = held_bytes(model, cluster, layout, layers)
     budgets = gradient_bytes(model, found)
     for rank in range(layout.pp):
         mine = layout.stages_of(rank)

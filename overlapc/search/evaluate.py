@@ -13,7 +13,7 @@ from overlapc.ir import Problem, Timeline
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule, parse_schedule
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks import find_framework, slowest_of
 from overlapc.search.layouts import (
     CP_COMM_TYPES,
     Cluster,
@@ -21,13 +21,13 @@ from overlapc.search.layouts import (
     dense_layers,
     microbatches,
     stage_layers,
-    static_bytes,
 )
 from overlapc.search.models import Model
 from overlapc.search.place import Place, Stage, merging, planned, sent_between
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows, least_ns, placed, waited
 from overlapc.search.units import Part, Unit
+from overlapc.search.weights import held_bytes
 from overlapc.solvers import SOLVERS, is_of_field
 from overlapc.solvers.schedules import merged as merged_rows
 
@@ -247,7 +247,7 @@ def evaluate(
     finish = 0 < may_take < below_ns
     if finish and layout.pp == 1:
         ranks[0] = merging(places[0], unit, ranks[0], solver, count)
-    static = static_bytes(model, layout, layers, find_framework(cluster.framework))
+    static = held_bytes(model, cluster, layout, layers)
     placing = finish and layout.pp > 1
     how = placing, known, pinned, is_of_field(solver)
     ran = Ran.of(cluster, layout, unit, ranks, count, static, *how)
@@ -368,11 +368,14 @@ def figures_of(
     uncovered_ns = update.uncovered_ns(forward_ns, sum(cost.takes("B") for cost in costs))
     exposed_dp = whole.step_ns - ran.timeline.step_ns + update.late_ns + update.gather_ns
     exposed_dp += uncovered_ns + update.shared_ns
+    exposed_dp += count * sum(stage.sharding_ns for stage in stages)
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
     step_ns = gradients_ns + update.after_ns + uncovered_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
-    if layout.replicas > 1 and cluster.gpus > cluster.gpus_per_node:
-        late_ns = round(step_ns * find_framework(cluster.framework).stragglers)
+    waiting = min(layout.replicas, cluster.gpus // cluster.gpus_per_node)
+    if waiting > 1:
+        spread = find_framework(cluster.framework).stragglers
+        late_ns = round(step_ns * spread * slowest_of(waiting))
         exposed |= {"stragglers": late_ns} if late_ns else {}
         step_ns += late_ns
     slowest = [ran_of for stage in stages for ran_of in stage.ran(count)]

@@ -6,12 +6,19 @@ cross memory, which is most of what separates measured steps from the flops of t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from statistics import NormalDist
+from typing import Any, Literal, TypeVar
 
 from overlapc.errors import OptionError
 from overlapc.search.models import Transformer
 
 _M = TypeVar("_M")
+
+
+def slowest_of(count: int) -> float:
+    """How far the slowest of so many is above the average, in standard deviations: the expected
+    largest of normal numbers, as Blom (1958) approximates it."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -27,11 +34,18 @@ class Framework:
     unfused: str = ""
     attention: float = 1.0  # how long fused attention takes, or unfused one's ops on all scores,
     # beside the best kernels
+    of_2023: bool = False  # its libraries, which were written for Ampere, are
     loss: float = 1.0  # how long a fused loss takes, beside what its kernels move
     loss_bytes: int = 0  # of memory at the loss for a token and a word, if more than its ops take
     dropout: bool = False  # of which the one before a sum is one kernel with it
     fused_gate: bool = False  # a gated activation is one kernel, forward and backward
     shards_optimizer: bool = True  # over the replicas
+    # Weights and gradients are divided over the replicas, too, layer by layer (search/sharded.py).
+    # A layer's weights are gathered for its forward, and kept until its backward; or they are
+    # gathered again for it
+    gathers: Literal["", "once", "twice"] = ""
+    gather_moves: int = 0  # bytes that are copied for an element behind its gathering
+    in_node: bool = False  # they are divided over the replicas of a node alone
     gradient_bytes: int = 4  # of an element, as it is added up and summed over replicas
     hides_reduction: bool = True  # under the backward of the last microbatch
     hides_sums: bool = True  # of tensor-parallel ranks' gradients, under a product for a weight's
@@ -50,7 +64,9 @@ class Framework:
     # divided; and for their scaling, where there are replicas
     held_moves: int = 0
     scaling_moves: int = 0
-    stragglers: float = 0.0  # of a step, that replicas on several nodes wait for the slowest
+    # How far steps of replicas on several nodes are apart (their standard deviation, as a part of a
+    # step), of which all wait for the slowest
+    stragglers: float = 0.0
     slower: float = 1.0  # than its kernels alone, for reasons that nobody gave: calibrated
     host_ns: int = 0  # that the host takes for an op
     host_collective_ns: int = 0
@@ -58,6 +74,10 @@ class Framework:
     # the host launches beside those that the search's own module has: in a forward, in a backward
     expert_ops: tuple[int, int] = 0, 0
     blocking: bool = False  # each kernel waits until the one before has ended to be launched
+    # Layers are recomputed by PyTorch's checkpoints; norms, losses and casts are its own kernels
+    # ("eager"), or its compiler's
+    pytorch: Literal["", "eager", "compiled"] = ""
+    whole_layers: bool = False  # checkpoints recompute a layer to its last op, also what none needs
     beside: bool = False  # tensor-parallel traffic runs while products do (search/beside.py)
     delayed: bool = False  # scales of FP8 follow from earlier steps
     deepep: bool = False  # tokens go to experts once for each node (search/dispatch.py)
@@ -69,15 +89,10 @@ class Framework:
     # stage behind theirs, and behind a backward with the one before: in 1F1B, and interleaved
     waits: tuple[int, int] = 0, 0
 
-    @property
-    def pytorch_kernels(self) -> bool:
-        """Does it run norms, losses and casts by PyTorch's own kernels?"""
-        return self.name == "overlapc"
-
     def plan(self, recompute: str) -> str:
         """The solver that plans as this framework runs, by what it recomputes: none, selective,
         full, or of Megatron the modules behind `selective:`."""
-        first = "" if self.name.startswith("overlapc") or not self.hides_sums else "megatron-"
+        first = "" if self.pytorch or not self.hides_sums else "megatron-"
         kind, colon, _ = recompute.partition(":")
         if kind not in ("none", "selective", "full") or (
             colon and not (first and kind == "selective")
@@ -86,7 +101,7 @@ class Framework:
             raise OptionError(
                 f"recompute {recompute!r}: expected one of none, selective, full{more}"
             )
-        if not self.hides_sums:
+        if self.whole_layers or not self.hides_sums:
             return "whole" if kind == "full" else kind
         return first + recompute
 
@@ -125,8 +140,9 @@ _MEGATRON_HELD, _MEGATRON_SCALING = 4 + 4, 8
 _MEGATRON_BUCKETS = 40_000_000, 1_000_000
 # From one to eight replicas of 280 GPUs a step went from 37.83 to 39.15 s (Korthikanti et al. 2022,
 # section 6.3; 54.2% of the peak, as its abstract has it, are 39.1 s); the reduction of gradients in
-# half precision is 0.9% of it by our estimate, and the rest is this.
-_STRAGGLERS = 0.026
+# half precision is 0.9% of it by our estimate, and the rest, 2.6%, is what the slowest of eight
+# takes more than the average.
+_STRAGGLERS = 0.026 / slowest_of(8)
 # What the host of PyTorch takes without CUDA graphs: calibrated by `vtrain-small-calibration`,
 # whose steps were put together of kernels of a layer, traced with the gaps between them; as if they
 # recomputed, which they do not (docs/validation.md).
@@ -197,11 +213,50 @@ _SCALING: dict[str, Any] = {
     "host_ns": _HOST_NS,
     "host_collective_ns": _HOST_COLLECTIVE_NS,
 }
+# PyTorch's FSDP (its version of 2023) as MosaicML's llm-foundry runs it with Composer: parameters
+# of a layer are one flat tensor, to which their gradients are joined (2 + 2 bytes an element),
+# copied to float32 (2 + 4) and divided (4 + 4). Composer's DecoupledAdamW is eight kernels for a
+# tensor (80), behind the norm (4) and clipping (8). FlashAttention's loss reads the scores (2), and
+# then reads them and writes their gradient (2 + 2), where the search's op for it moves 10. Behind
+# each backward two metrics (use_train_metrics, which is the default; _eval_train_metrics of its
+# trainer.py) take the loss of all scores again, in float32: a cast (2 + 4) and a softmax (4 + 4).
+_LLM_FOUNDRY: dict[str, Any] = {
+    "pytorch": "eager",
+    "of_2023": True,
+    "unfused": "bias replaced",
+    "loss": (2 + 2 + 2 + 2 * (2 + 4 + 4 + 4)) / (2 + 2 + 2 + 2 + 2),
+    "loss_bytes": 2 + 2,
+    "gathers": "twice",
+    "slower": 1.05,
+    "added_moves": 4 + 6 + 8,
+    "optimizer_moves": 80 + 12,
+    "stragglers": _STRAGGLERS,
+    "host_ns": _HOST_NS,
+    "host_collective_ns": _HOST_COLLECTIVE_NS,
+}
+# PyTorch's FSDP2: weights are copied from where they are gathered (2 + 2 bytes an element), and
+# gradients to where they are summed in float32 (2 + 4). Fused AdamW in float32 (28) behind the norm
+# (4) and clipping (8). A compiled loss reads the scores twice and writes their gradient (2 + 2 +
+# 2 + 2), where the search's op for it moves 10.
+_FSDP: dict[str, Any] = {
+    "pytorch": "compiled",
+    "fused_gate": True,
+    "unfused": "replaced",
+    "loss": (2 + 2 + 2 + 2) / (2 + 2 + 2 + 2 + 2),
+    "loss_bytes": 2 + 2,
+    "gathers": "twice",
+    "gather_moves": 2 + 2,
+    "added_moves": 2 + 4,
+    "optimizer_moves": 28 + 12,
+    "stragglers": _STRAGGLERS,
+    "host_ns": _HOST_NS,
+    "host_collective_ns": _HOST_COLLECTIVE_NS,
+}
 
 FRAMEWORKS = {
     each.name: each
     for each in (
-        Framework("overlapc", "this project"),
+        Framework("overlapc", "this project", pytorch="eager"),
         Framework(
             "megatron",
             "Megatron-LM with its defaults and a distributed optimizer: kernels of Transformer "
@@ -243,6 +298,23 @@ FRAMEWORKS = {
             optimizer_moves=34,
             hides_sums=False,
             **_MEGATRON_2021 | {"waits": _WAITS_IN_TURN},
+        ),
+        Framework(
+            "fsdp",
+            "PyTorch's FSDP2 around layers that are compiled, as torchtitan runs it",
+            **_FSDP,
+        ),
+        Framework(
+            "llm-foundry",
+            "MosaicML's llm-foundry of 2024: PyTorch's FSDP, which sums gradients in float32, with "
+            "FlashAttention 2",
+            **_LLM_FOUNDRY,
+        ),
+        Framework(
+            "llm-foundry-triton",
+            "the same in 2023, with FlashAttention in Triton",
+            attention=1.8,
+            **_LLM_FOUNDRY,
         ),
         *(
             Framework(
@@ -299,6 +371,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "held_moves": 0,
         "scaling_moves": 2 + 2,
     },
+    # Megatron-FSDP (--use-megatron-fsdp) with optim_grads_params: weights are divided, too
+    "fsdp": {"gathers": "twice", "buckets": (0, 0), "held_moves": 0, "scaling_moves": 0},
+    # FSDP's SHARD_GRAD_OP: what is gathered for a forward is kept for its backward
+    "kept-weights": {"gathers": "once"},
+    # FSDP's HYBRID_SHARD: over the replicas of a node, whose sums are summed over the nodes
+    "hybrid": {"in_node": True},
+    # FSDP's reduce_dtype bf16 (Composer's mixed_precision PURE): sums of gradients are in it
+    "bf16-sums": {"summed_bytes": 2, "added_moves": 4 + 4},
+    # Before PyTorch 2.1, whose checkpoints stop when all is there that the backward needs
+    "whole-layers": {"whole_layers": True},
+    # Libraries of 2023 and early 2024 (CUDA 12.1), which were written for Ampere
+    "of-2023": {"of_2023": True},
     # Of DeepSpeed: an optimizer that is divided over the replicas
     "zero-1": {"shards_optimizer": True},
     # DeepSpeed's bf16_optimizer.py of February 2022, and _bf16_reduce_grads of its pipe/engine.py:
@@ -315,6 +399,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "optimizer_moves": _MEGATRON_FLOAT32,
     },
 }
+# Options that mean something for frameworks of one kind alone.
+_ONLY = {
+    "fsdp": ("megatron",),
+    "kept-weights": ("fsdp", "llm-foundry"),
+    "hybrid": ("fsdp", "llm-foundry"),
+    "bf16-sums": ("fsdp", "llm-foundry"),
+    "whole-layers": ("fsdp", "llm-foundry"),
+    "of-2023": ("fsdp",),
+}
 OURS = FRAMEWORKS["overlapc"]
 
 
@@ -327,6 +420,9 @@ def find_framework(name: str) -> Framework:
             f"+ and one of {', '.join(OPTIONS)}"
         )
     found = FRAMEWORKS[first]
+    for option, named in _ONLY.items():
+        if option in options and not first.startswith(named):
+            raise OptionError(f"framework {name!r}: expected +{option} behind {' or '.join(named)}")
     for option in options:
         found = replace(found, name=name, **OPTIONS[option])
     return found

@@ -1,5 +1,4 @@
-"""`layouts` lists how a model can be divided over a cluster; `static_bytes` counts the memory that
-weights and optimizer take."""
+"""`layouts` lists how a model can be divided over a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from itertools import product
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import FP8, load_hardware
 from overlapc.schedule import Schedule
-from overlapc.search.frameworks import OURS, Framework, find_framework
+from overlapc.search.frameworks import find_framework
 from overlapc.search.models import Model, Transformer
 from overlapc.solvers.schedules import make_schedule
 
@@ -20,8 +19,6 @@ SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
 CP_COMM_TYPES = ("p2p", "a2a", "all_gather")
 _MOST_CHUNKS = 8
 _MOST_SEQUENCES = 16  # of a microbatch, unless the user names a number
-# bf16 weight, float32 gradient (or the framework's); float32 weight and both moments
-WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 
 
 @dataclass(frozen=True, order=True)
@@ -188,13 +185,16 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
     sequences wherever they can: that sends the same bytes and holds fewer."""
     if cluster.fp8:
         check_fp8(model, cluster)
-    if find_framework(cluster.framework).deepep and not isinstance(model, Transformer):
+    framework = find_framework(cluster.framework)
+    if framework.deepep and not isinstance(model, Transformer):
         raise OptionError(
             f"framework {cluster.framework} with a block of your own, {model.name}, which sends "
             "its tokens itself; expected a preset or a config.json"
         )
+    if framework.gathers:
+        check_sharded(model, cluster.framework)
     cp = fixed.cp
-    if not find_framework(cluster.framework).of(model).splits_sequence(cp) or cluster.gpus % cp:
+    if not framework.of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(
             f"cp={cp} on {cluster.gpus} GPUs, with sequences of {model.seq} tokens of "
             f"{model.name}: expected a divisor of the GPUs, sequences of a multiple of {2 * cp} "
@@ -211,6 +211,8 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
         kinds = comm_types(model, tp, cp)
         for pp in divisors(cluster.gpus // cp // tp):
             dp = cluster.gpus // cp // tp // pp
+            if pp > 1 and framework.gathers:
+                break  # weights would be gathered for each microbatch and stage
             if pp * model.period > model.layers or cluster.global_batch % dp:
                 continue
             shares = fixed.shares_experts and tp > 1
@@ -269,6 +271,17 @@ def check_fp8(model: Model, cluster: Cluster) -> None:
     raise OptionError(f"FP8 {found}")
 
 
+def check_sharded(model: Model, framework: str) -> None:
+    """Raise OptionError if the search cannot say what dividing the model's weights gives."""
+    if not isinstance(model, Transformer):
+        found = f"a block of your own, {model.name}; expected a preset or a config.json"
+    elif model.experts:
+        found = f"experts, {model.experts} in {model.name}; expected a model without"
+    else:
+        return
+    raise OptionError(f"framework {framework}, which divides weights over replicas, with {found}")
+
+
 def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
     """The schedules with their chunks: two, more where all chunks have equal size. If the user says
     how many chunks, those alone that have so many."""
@@ -316,12 +329,6 @@ def _across(layout: Layout) -> int:
 def replicas(model: Model, layout: Layout) -> tuple[int, int]:
     """How many ranks hold the same dense weights, and how many the same experts."""
     return layout.replicas, expert_replicas(model, layout) if model.experts else 1
-
-
-def divides_optimizer(model: Model, framework: Framework) -> bool:
-    """Is the optimizer's part divided over all replicas that hold the same weights (a distributed
-    optimizer)? A model that is planned whole has the user's own optimizer, which is not divided."""
-    return framework.shards_optimizer and not model.whole
 
 
 def divisors(number: int) -> list[int]:
@@ -374,57 +381,6 @@ def dense_layers(model: Model, counts: Sequence[int]) -> list[int]:
         found.append(max(0, min(layers, model.dense_first - before)))
         before += layers
     return found
-
-
-def stage_parameters(
-    model: Model, layout: Layout, layers_of: Sequence[int] | None = None
-) -> list[tuple[int, int]]:
-    """(dense, of experts) that one rank holds of each stage; with an even split by default."""
-    found = []
-    counts = layers_of or stage_layers(model, layout.stages, layout.ends)
-    last = len(counts) - 1
-    alone = last in layout.stages_of(0)  # also has the embedding, which tied weights need only once
-    firsts = dense_layers(model, counts)
-    for stage, (layers, first) in enumerate(zip(counts, firsts, strict=True)):
-        ranks = expert_ranks(model, layout)
-        dense, experts = model.held(layers, layout.tp, ranks, first, layout.etp)
-        if stage == 0:
-            dense += model.vocab * model.width // layout.tp + model.position_parameters
-        if stage == last:
-            twice = model.tied and alone
-            dense += model.norm_parameters + (not twice) * (model.vocab * model.width // layout.tp)
-        found.append((dense, experts))
-    return found
-
-
-def rank_parameters(
-    model: Model, layout: Layout, layers_of: Sequence[int] | None = None
-) -> list[tuple[int, int]]:
-    """(dense, of experts) that each rank of the pipeline holds in all its stages."""
-    of_stage = stage_parameters(model, layout, layers_of)
-    found = []
-    for rank in range(layout.pp):
-        mine = [of_stage[stage] for stage in layout.stages_of(rank)]
-        found.append((sum(dense for dense, _ in mine), sum(experts for _, experts in mine)))
-    return found
-
-
-def static_bytes(
-    model: Model,
-    layout: Layout,
-    layers_of: Sequence[int] | None = None,
-    framework: Framework = OURS,
-) -> list[int]:
-    """Count the bytes of weights, gradients and optimizer on each rank of the pipeline."""
-    alike, of_experts = replicas(model, layout)
-    if not divides_optimizer(model, framework):
-        alike = of_experts = 1
-    held = WEIGHT_BYTES + framework.gradient_bytes
-    return [
-        (dense + experts) * held
-        + dense * OPTIMIZER_BYTES // alike + experts * OPTIMIZER_BYTES // of_experts
-        for dense, experts in rank_parameters(model, layout, layers_of)
-    ]  # fmt: skip
 
 
 def microbatches(cluster: Cluster, layout: Layout) -> int:

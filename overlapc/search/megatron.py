@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from overlapc.errors import OptionError
 from overlapc.search.frameworks import Framework
-from overlapc.search.layouts import Layout, divides_optimizer, replicas
+from overlapc.search.layouts import Layout, replicas
 from overlapc.search.models import Model, Transformer
+from overlapc.search.weights import divides_optimizer
 from overlapc.solvers import PREFIX, modules_of
 from overlapc.solvers.partition import layout as layer_layout
 
@@ -61,6 +62,10 @@ def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Ite
     if framework.gradient_bytes == 2:
         yield "--grad-reduce-in-bf16"
     if max(replicas(model, layout)) == 1:
+        return
+    if framework.gathers:
+        yield "--use-distributed-optimizer --use-megatron-fsdp"
+        yield "--data-parallel-sharding-strategy optim_grads_params"
         return
     divided = divides_optimizer(model, framework)
     in_buckets = framework.buckets[0] > 0

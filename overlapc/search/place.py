@@ -22,9 +22,11 @@ from overlapc.planning.road import judged, reports
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule, Step, is_pair
 from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Cluster, Layout, dense_layers, static_bytes
+from overlapc.search.layouts import Cluster, Layout, dense_layers
 from overlapc.search.models import Model
+from overlapc.search.sharded import Shards, Times
 from overlapc.search.units import Unit
+from overlapc.search.weights import held_bytes
 from overlapc.simulate import copies_bytes, simulate
 from overlapc.solvers import has_one_plan, solve
 from overlapc.solvers.step import solve_step
@@ -50,6 +52,7 @@ class Place:
     in_pieces: bool  # does the schedule separate I and W?
     within: int | None = None  # of the memory that is left, what other kinds of blocks leave
     has_head: bool = True  # may one of its stages have the head?
+    shards: Shards | None = None  # of weights that are divided over replicas
 
     @staticmethod
     def of(
@@ -66,6 +69,7 @@ class Place:
         inputs = schedule.held(rank, dict.fromkeys(mine, 1)) + len(mine)
         every = dense_layers(model, layers)
         dense = {stage: every[stage] for stage in mine}
+        gathers = find_framework(cluster.framework).gathers
         return Place(
             cluster,
             layout,
@@ -74,9 +78,10 @@ class Place:
             tuple(dense.values()),
             schedule.held(rank, {stage: layers[stage] - dense[stage] for stage in mine}),
             schedule.held(rank, dense),
-            static_bytes(model, layout, layers, find_framework(cluster.framework))[rank],
+            held_bytes(model, cluster, layout, layers)[rank],
             unit.boundary_bytes * inputs,
             any(action.kind == "I" for action in schedule.actions),
+            shards=Shards.of(model, cluster, layout) if gathers else None,
         )
 
     @property
@@ -142,6 +147,7 @@ class Stage:
     times: float  # the stage is so many times the captured blocks
     peak_bytes: int
     first: Stage | None = None  # first layers without experts, if others have them
+    sharding_ns: int = 0  # of a microbatch, that gathering weights and summing gradients adds
 
     @property
     def microbatch_ns(self) -> int:
@@ -337,7 +343,22 @@ def _with_ends(place: Place, unit: Unit, stage: Stage) -> Stage:
         )
     if place.head is not None:
         costs[place.head] = _with_head(costs[place.head], unit.head_ran)
-    return replace(stage, costs=tuple(costs))
+    if place.shards is None:
+        return replace(stage, costs=tuple(costs))
+    (alone,), (cost,), (forward, backward) = stage.costs, costs, unit.head_ran.phase_ns
+    layers = alone.forward_ns / place.layers, alone.takes("B") / place.layers
+    before = (
+        cost.forward_ns - alone.forward_ns - forward,
+        cost.takes("B") - alone.takes("B") - backward,
+    )
+    more = place.shards.more_ns(Times(place.layers, *layers, before, (forward, backward)))
+    cost = replace(
+        cost,
+        forward_ns=cost.forward_ns + more[0],
+        input_ns=cost.input_ns + more[1],
+        whole_ns=cost.whole_ns + more[1],
+    )
+    return replace(stage, costs=(cost,), sharding_ns=sum(more))
 
 
 def _of_layers(cost: StageCost, times: float) -> StageCost:

@@ -31,14 +31,15 @@ from overlapc.search.layouts import (
     Cluster,
     Layout,
     check_fp8,
+    check_sharded,
     comm_types,
     expert_sizes,
-    static_bytes,
 )
 from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
 from overlapc.search.models import Transformer
 from overlapc.search.units import Unit, make_units
+from overlapc.search.weights import held_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -154,7 +155,7 @@ def predict(row: Row, unit: Unit) -> Predicted:
         found = evaluate(*where, layers=layers, bounded=False, pinned=True).found
     except OverlapcError as error:
         return Predicted(row, refused=str(error))
-    static = static_bytes(row.model, row.layout, found.layers, framework)
+    static = held_bytes(row.model, cluster, row.layout, found.layers)
     ranks = zip(static, found.peak_bytes, strict=True)
     needed = max(needed_bytes(row.layout, *rank) for rank in ranks)
     within = interval(found, cluster)
@@ -245,6 +246,10 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     framework = find_framework(cells["framework"])
     if not framework.of(model).splits_sequence(cp):
         raise ValueError(f"cp={cp} does not divide sequences of {model.seq} in fused attention")
+    if framework.gathers:
+        check_sharded(model, framework.name)
+        if pp > 1:
+            raise ValueError(f"pp={pp} with {framework.name}, which divides weights: expected 1")
     recompute = framework.plan(cells["recompute"])
     check_modules(model, recompute)
     hardware = cells["hardware"]

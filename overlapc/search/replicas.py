@@ -10,16 +10,14 @@ from typing import Literal
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.fp8 import CAST_BYTES
 from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import (
-    Cluster,
-    Layout,
+from overlapc.search.layouts import Cluster, Layout, expert_ranks, expert_replicas
+from overlapc.search.models import Model
+from overlapc.search.weights import (
     divides_optimizer,
-    expert_ranks,
-    expert_replicas,
     rank_parameters,
+    sharing_ranks,
     stage_parameters,
 )
-from overlapc.search.models import Model
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,11 @@ class Update:
             return sum(each)
 
         of_rank = rank_parameters(model, layout, layers)
+        if find_framework(cluster.framework).gathers:
+            (held,) = of_rank
+            ranks = sharing_ranks(layout, find_framework(cluster.framework), machine.gpus_per_node)
+            moved = _moved(cluster, layout, held, (ranks, 1))
+            return Update((0,) * layout.stages, round(machine.memory_ns(moved)), 0)
         of_stage = stage_parameters(model, layout, layers)
         framework = find_framework(cluster.framework)
         shards = divides_optimizer(model, framework)

@@ -12,12 +12,12 @@ from typing import Any
 from overlapc.search.cache import Cache
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound
-from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Cluster, Layout, static_bytes
+from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.tasks import Packed, as_it_runs_or_none, bounded, evaluated, tried
 from overlapc.search.units import Unit, make_units
+from overlapc.search.weights import held_bytes
 from overlapc.solvers import has_one_plan, is_of_field
 
 _LESS = (0.85, 0.7, 0.55)  # shares of the best layout's memory that are tried
@@ -113,8 +113,7 @@ class Running:
             heapq.heappush(self.heap, (bound, layout))
 
     def static(self, layout: Layout) -> list[int]:
-        framework = find_framework(self.cluster.framework)
-        return static_bytes(self.model, layout, framework=framework)
+        return held_bytes(self.model, self.cluster, layout)
 
     def take(self, found: Found, outcome: Outcome | None = None) -> None:
         self.tried.append(found)

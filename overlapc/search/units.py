@@ -198,11 +198,13 @@ def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], fl
     machine = load_hardware(key.hardware)
     known = Cache(key.costs) if key.costs else None
     framework = find_framework(key.framework)
+    if framework.of_2023 and machine.kernels is not None:
+        machine = replace(machine, kernels=machine.kernels.of_2023)
     add_ns = machine.add_ns_per_kib
     if not key.model.whole:
         add_ns = machine.memory_ns(framework.added_moves * 512)  # elements of two bytes
     step = TrainingStep(gradients=module.gradients, add_ns_per_kib=add_ns)
-    own = framework.pytorch_kernels
+    own = framework.pytorch == "eager"
     profile = priced(described, machine, known, framework.attention, own)
     if key.fp8:
         experts = getattr(key.model, "experts", 0)

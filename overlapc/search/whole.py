@@ -21,11 +21,11 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found, Outcome, Ran, figures_of, gap_of
-from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Cluster, Layout, expert_ranks, static_bytes
+from overlapc.search.layouts import Cluster, Layout, expert_ranks
 from overlapc.search.place import Stage
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
+from overlapc.search.weights import held_bytes
 from overlapc.solvers import bound_ns
 from overlapc.solvers.schedules import in_pairs
 
@@ -183,7 +183,7 @@ def _outcome(
     if reports[0].pair is not None:
         rows = in_pairs(found.microbatches)
     ranks = [[stages[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pp)]
-    static = static_bytes(model, layout, found.layers, find_framework(cluster.framework))
+    static = held_bytes(model, cluster, layout, found.layers)
 
     def simulated(costs: Sequence[StageCost]) -> PipelineTimeline:
         """Simulate without the replicas' sums. Steps are merged if there is one rank with one

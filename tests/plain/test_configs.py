@@ -10,8 +10,9 @@ import pytest
 
 from overlapc.errors import FileError, OptionError
 from overlapc.search.configs import from_config
-from overlapc.search.layouts import Layout, stage_parameters
+from overlapc.search.layouts import Layout
 from overlapc.search.models import find_model
+from overlapc.search.weights import stage_parameters
 
 
 def llama(layers: int, width: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> Any:

@@ -154,7 +154,8 @@ def test_the_verdict_has_megatrons_arguments_and_what_they_divide(framework: str
     assert "--pipeline-model-parallel-size 2 " in said
     assert divided == (framework == "overlapc")
     where = "divided over" if divided else "on all"
-    assert f"float32 gradients and optimizer, the latter {where} replicas" in text
+    kept = "float32 gradients and" if divided else "bf16 gradients, float32"
+    assert f"{kept} optimizer, the latter {where} replicas" in text
 
 
 # Says what is wider than the window, what the wheel does, and whether the choice of what to compare

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Layout, static_bytes
+from overlapc.search.layouts import Layout
 from overlapc.search.megatron import megatron_arguments, replica_arguments
 from overlapc.search.models import Transformer
+from overlapc.search.weights import static_bytes
 
 
 @pytest.mark.parametrize(

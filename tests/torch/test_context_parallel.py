@@ -13,12 +13,13 @@ from overlapc.ir import Op, Problem
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
-from overlapc.search.layouts import CP_COMM_TYPES, Cluster, Fixed, Layout, layouts, static_bytes
+from overlapc.search.layouts import CP_COMM_TYPES, Cluster, Fixed, Layout, layouts
 from overlapc.search.megatron import megatron_arguments
 from overlapc.search.models import Transformer
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
 from overlapc.search.units import Unit, make_unit
+from overlapc.search.weights import static_bytes
 from overlapc.simulate import simulate
 from overlapc.solvers import solve
 

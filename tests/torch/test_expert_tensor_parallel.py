@@ -9,18 +9,12 @@ import pytest
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
-from overlapc.search.layouts import (
-    Cluster,
-    Fixed,
-    Layout,
-    expert_replicas,
-    layouts,
-    stage_parameters,
-)
+from overlapc.search.layouts import Cluster, Fixed, Layout, expert_replicas, layouts
 from overlapc.search.megatron import megatron_arguments
 from overlapc.search.models import Transformer
 from overlapc.search.search import search
 from overlapc.search.units import Unit, make_unit
+from overlapc.search.weights import stage_parameters
 
 MODEL = Transformer(
     "experts", layers=2, width=256, heads=4, ffn=512, vocab=512, seq=128, gated=True, experts=4,

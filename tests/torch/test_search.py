@@ -28,16 +28,7 @@ from overlapc.search.captures import UnitKey
 from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.configs import from_config
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound, memory_bound
-from overlapc.search.layouts import (
-    SCHEDULES,
-    Cluster,
-    Fixed,
-    Layout,
-    layouts,
-    stage_layers,
-    stage_parameters,
-    static_bytes,
-)
+from overlapc.search.layouts import SCHEDULES, Cluster, Fixed, Layout, layouts, stage_layers
 from overlapc.search.models import PRESETS, Transformer, find_model
 from overlapc.search.modules import Block, Blocks, Head, Ranks
 from overlapc.search.own import Repeats
@@ -48,6 +39,7 @@ from overlapc.search.replicas import Update
 from overlapc.search.search import Progress, search
 from overlapc.search.tasks import Packed, warn_of_uncut
 from overlapc.search.units import make_unit
+from overlapc.search.weights import stage_parameters, static_bytes
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import bound_ns, solve
 from overlapc.solvers.schedules import make_schedule

@@ -8,9 +8,10 @@ import pytest
 
 from overlapc.errors import OptionError
 from overlapc.search.evaluate import Found
-from overlapc.search.layouts import Cluster, Fixed, Layout, layouts, rank_parameters, stage_layers
+from overlapc.search.layouts import Cluster, Fixed, Layout, layouts, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.search import search
+from overlapc.search.weights import rank_parameters
 
 MODEL = Transformer("small", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)
 EXPERTS = replace(MODEL, experts=4, top_k=2, expert_width=512, moe_every=2)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +16,8 @@ from overlapc.planning.road import judged
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
-from overlapc.search.frameworks import FRAMEWORKS, find_framework
-from overlapc.search.layouts import Cluster, Layout, rank_parameters, stage_layers
+from overlapc.search.frameworks import FRAMEWORKS, find_framework, slowest_of
+from overlapc.search.layouts import Cluster, Layout, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.nearest import load_runs
 from overlapc.search.place import Place, planned
@@ -24,6 +25,7 @@ from overlapc.search.public import load_table, predict_alike
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
 from overlapc.search.units import Unit, make_unit
+from overlapc.search.weights import rank_parameters
 from overlapc.solvers import ONE_PLAN, solve
 from overlapc.stages import stage_cost
 
@@ -111,8 +113,17 @@ def test_replicas_on_several_nodes_wait_for_the_slowest() -> None:
         found = evaluate(MODEL, cluster, layout, unit(), "megatron-full", bounded=False).found
         steps[per_node] = found
     late = steps[8].exposed_ns["stragglers"]
-    assert late == pytest.approx(framework.stragglers * (steps[8].step_ns - late), abs=1)
+    expected = framework.stragglers * slowest_of(2) * (steps[8].step_ns - late)
+    assert late == pytest.approx(expected, abs=1)
     assert "stragglers" not in steps[16].exposed_ns
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 64])
+def test_the_slowest_of_many_is_what_many_draws_have(count: int) -> None:
+    drawn = np.random.default_rng(0).standard_normal((20_000, count)).max(axis=1).mean()
+    assert slowest_of(count) == pytest.approx(drawn, abs=0.04)
+    assert slowest_of(1) == 0
+    assert find_framework("megatron").stragglers * slowest_of(8) == pytest.approx(0.026)
 
 
 def test_scaling_gathers_scores_and_sums_in_float32() -> None:
