@@ -211,7 +211,7 @@ def _document(
         "within": best and asdict(interval(best, cluster)),
         "static_bytes": best and held_bytes(model, cluster, best.layout, best.layers),
         "memory_budgets": best and memory_budgets(model, cluster, best),
-        "gradient_bytes": best and gradient_bytes(model, best),
+        "gradient_bytes": best and gradient_bytes(model, cluster, best),
         "expert_ranks": best and expert_ranks(model, best.layout),
         "divides_optimizer": best
         and divides_optimizer(model, framework)

@@ -117,8 +117,8 @@ class Hardware:
         """How long a collective over `ranks` takes, of which at most `per_node` are on one node.
 
         Between nodes a ring enters and leaves each node once, so its ranks share the network
-        cards of as many GPUs as they are, and never more than the link inside the node carries. Of
-        an all-to-all only what other nodes get crosses; the rest stays inside meanwhile.
+        cards of as many GPUs as they are; it takes no less than inside a node, whose links it
+        passes. Of an all-to-all only what other nodes get crosses; the rest stays inside meanwhile.
         """
         if ranks <= per_node:
             return self.intra.collective_ns(kind, size_bytes, ranks)
@@ -126,8 +126,11 @@ class Hardware:
         share = min(per_node / self.gpus_per_node, self.intra.bytes_per_s / rate)
         if kind in ("all_to_all", "p2p", "broadcast"):  # no ring: every rank crosses by itself
             share = min(1 / self.gpus_per_node, self.intra.bytes_per_s / rate)
-        if kind != "all_to_all":
+        if kind in ("p2p", "broadcast"):
             return self.inter.collective_ns(kind, size_bytes, ranks, share)
+        if kind != "all_to_all":
+            across_ns = self.inter.collective_ns(kind, size_bytes, ranks, share)
+            return max(across_ns, self.intra.collective_ns(kind, size_bytes, per_node))
         crossing = round(size_bytes * (ranks - per_node) / (ranks - 1))
         inside_ns = self.intra.collective_ns(kind, size_bytes * per_node // ranks, per_node)
         return max(inside_ns, self.inter.collective_ns(kind, crossing, ranks, share))

@@ -155,7 +155,11 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
     """The arguments of Megatron's scripts for this layout."""
     schedule, framework = best.layout.schedule, find_framework(cluster.framework)
     if framework.gathers and framework.pytorch:
-        return ["  Not of Megatron: PyTorch's FSDP divides weights, gradients and optimizer"]
+        return [
+            "  PyTorch's FSDP gathers and sums around layers, which no plan of overlapc sees: none "
+            "and full",
+            "  are what it runs by itself",
+        ]
     if schedule not in RUN_BY_MEGATRON:
         return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
     experts = expert_ranks(model, best.layout)
@@ -164,9 +168,7 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
         return ["  Megatron has no experts beside tp without sequence parallelism"]
     said = " ".join(
         [
-            *megatron_arguments(
-                *where, cluster.fp8, model.experts > 0, framework.delayed, framework.deepep
-            ),
+            *megatron_arguments(*where, cluster.fp8, model.experts > 0, framework),
             *replica_arguments(model, best.layout, framework),
             *recompute_arguments(best.solver),
         ]
@@ -249,6 +251,7 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
     kept += f" {'divided over' if divides_optimizer(model, framework) else 'on all'}"
     if framework.gathers:
         kept = "weights, gradients and optimizer divided over"
+        kept += " a node's" if framework.in_node else ""
     return [
         f"{model.name}: {model.parameters() / 1e9:.2f}B parameters, {model.layers} layers of width "
         f"{model.width}, sequences of {model.seq}" + (f" ({model.source})" if model.source else ""),

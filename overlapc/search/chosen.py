@@ -10,9 +10,15 @@ from overlapc.errors import FileError, InvalidSchedule, OptionError
 from overlapc.files import StrPath, read_json
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Model, Transformer
-from overlapc.search.weights import GRADIENT_BYTES, held_bytes, stage_parameters
+from overlapc.search.weights import (
+    GRADIENT_BYTES,
+    held_bytes,
+    sharing_ranks,
+    stage_parameters,
+)
 
 # Version of the file; 7 did not say who shares experts and the optimizer, 6 not how keys and values
 # are exchanged, 5 not what is merged
@@ -141,10 +147,13 @@ def _counts(document: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def gradient_bytes(model: Model, found: Found) -> list[int]:
-    """What the gradients of each stage take, as `Pipeline` adds them up."""
+def gradient_bytes(model: Model, cluster: Cluster, found: Found) -> list[int]:
+    """What the gradients of each stage take, as `Pipeline` adds them up, or FSDP divides them."""
     parameters = stage_parameters(model, found.layout, found.layers)
-    return [GRADIENT_BYTES * sum(each) for each in parameters]
+    framework, parts = find_framework(cluster.framework), 1
+    if framework.gathers:
+        parts = sharing_ranks(found.layout, framework, cluster.gpus_per_node)
+    return [GRADIENT_BYTES * sum(each) // parts for each in parameters]
 
 
 def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
@@ -154,7 +163,7 @@ def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
     layout, layers = found.layout, found.layers
     schedule = layout.rows(found.microbatches)
     static = held_bytes(model, cluster, layout, layers)
-    budgets = gradient_bytes(model, found)
+    budgets = gradient_bytes(model, cluster, found)
     for rank in range(layout.pp):
         mine = layout.stages_of(rank)
         held = schedule.held(rank, {stage: layers[stage] for stage in mine})

@@ -19,6 +19,18 @@ from overlapc.profiler.hardware import Hardware
 from overlapc.profiler.work import Work
 
 _LINKS, _CARDS = 153 / 200, 43 / 50  # of their rates, that it reaches
+# Ops around experts that move tokens, and weigh what comes back, in the search's own module.
+_MOVING = (
+    "clone",
+    "index",
+    "index_add",
+    "index_put",
+    "index_select",
+    "mul",
+    "new_zeros",
+    "sum",
+    "zeros_like",
+)
 
 
 def sent_once(
@@ -40,6 +52,23 @@ def sent_once(
             took_ns = once_ns(machine, traffic[1], *groups[op.lane], *experts)
             costs[op.name] = replace(costs[op.name], comm_ns=took_ns)
     return replace(profile, costs=costs)
+
+
+def ordered_as_sent(trace: Trace, profile: Profile) -> Profile:
+    """The profile without what brings tokens into the order of experts and back, and weighs what
+    experts make: HybridEP's kernels do the first while they send, the kernel that gates the second
+    (Megatron-core 0.16.1, `_HybridEPManager` of token_dispatcher.py and `TEGroupedMLP`)."""
+    costs = dict(profile.costs)
+    for op in trace.ops:
+        inside = "moe" in trace.modules.get(op.name, "").split(".")
+        if inside and op.role not in ("start", "wait") and _is_moving(op.signature):
+            costs[op.name] = replace(costs[op.name], compute_ns=0)
+    return replace(profile, costs=costs)
+
+
+def _is_moving(signature: str) -> bool:
+    name = signature.removeprefix("aten.").split(".")[0].split(" ")[0]
+    return name in _MOVING
 
 
 def once_ns(

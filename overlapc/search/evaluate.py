@@ -13,7 +13,8 @@ from overlapc.ir import Problem, Timeline
 from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
 from overlapc.profiler.hardware import load_hardware
 from overlapc.schedule import Schedule, format_schedule, parse_schedule
-from overlapc.search.frameworks import find_framework, slowest_of
+from overlapc.search.framework import slowest_of
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import (
     CP_COMM_TYPES,
     Cluster,
@@ -242,7 +243,7 @@ def evaluate(
     may_take = 0  # least time if rows are placed or microbatches merged
     if layout.pp > 1 and not is_of_field(solver):
         may_take = least_ns(layout, _by_stage(layout, ranks), count) + update.least_ns
-    elif count > 1 and unit.problem.trace.lanes and not is_of_field(solver):
+    elif count > 1 and places[0].merges(unit) and not is_of_field(solver):
         may_take = bound
     finish = 0 < may_take < below_ns
     if finish and layout.pp == 1:
@@ -372,7 +373,7 @@ def figures_of(
     gradients_ns = ran.pipeline_ns + whole.step_ns - ran.timeline.step_ns
     step_ns = gradients_ns + update.after_ns + uncovered_ns
     exposed: dict[str, int] = {"dp": exposed_dp, "p2p": ran.exposed_p2p_ns}
-    waiting = min(layout.replicas, cluster.gpus // cluster.gpus_per_node)
+    waiting = min(layout.replicas, -(-cluster.gpus // cluster.gpus_per_node))
     if waiting > 1:
         spread = find_framework(cluster.framework).stragglers
         late_ns = round(step_ns * spread * slowest_of(waiting))

@@ -1,132 +1,15 @@
-"""A framework is how a model is run: which kernels are fused, what becomes of gradients and of the
-optimizer, and what the host takes to launch an op. What it fuses decides how often activations
-cross memory, which is most of what separates measured steps from the flops of their matrices.
+"""The frameworks that are known, each from its sources, and options that a run may add to one. What
+a framework fuses decides how often activations cross memory, which is most of what separates
+measured steps from the flops of their matrices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from statistics import NormalDist
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from overlapc.errors import OptionError
-from overlapc.search.models import Transformer
-
-_M = TypeVar("_M")
-
-
-def slowest_of(count: int) -> float:
-    """How far the slowest of so many is above the average, in standard deviations: the expected
-    largest of normal numbers, as Blom (1958) approximates it."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class Framework:
-    """How a model is run; by default as overlapc runs it."""
-
-    name: str
-    source: str
-    # Of attention, softmax, norm, rotary, loss: what is not one kernel; bias, where gradients of a
-    # GPT's biases are kernels; gate, where a gate and what it gates are two products, each with an
-    # input of its own; scores, where each rank gathers those of all words; and replaced, where a
-    # fused loss writes the scores' gradient in their place
-    unfused: str = ""
-    attention: float = 1.0  # how long fused attention takes, or unfused one's ops on all scores,
-    # beside the best kernels
-    of_2023: bool = False  # its libraries, which were written for Ampere, are
-    loss: float = 1.0  # how long a fused loss takes, beside what its kernels move
-    loss_bytes: int = 0  # of memory at the loss for a token and a word, if more than its ops take
-    dropout: bool = False  # of which the one before a sum is one kernel with it
-    fused_gate: bool = False  # a gated activation is one kernel, forward and backward
-    shards_optimizer: bool = True  # over the replicas
-    # Weights and gradients are divided over the replicas, too, layer by layer (search/sharded.py).
-    # A layer's weights are gathered for its forward, and kept until its backward; or they are
-    # gathered again for it
-    gathers: Literal["", "once", "twice"] = ""
-    gather_moves: int = 0  # bytes that are copied for an element behind its gathering
-    in_node: bool = False  # they are divided over the replicas of a node alone
-    gradient_bytes: int = 4  # of an element, as it is added up and summed over replicas
-    hides_reduction: bool = True  # under the backward of the last microbatch
-    hides_sums: bool = True  # of tensor-parallel ranks' gradients, under a product for a weight's
-    # Buckets of gradients are summed under the last backward, and weights gathered under the first
-    # forward; the elements of a bucket, and of one for each replica, of which the larger counts
-    buckets: tuple[int, int] = 0, 0
-    summed_bytes: int = 0  # of an element on its way between replicas, if not as it is kept
-    sums_all: bool = False  # on every replica, though the optimizer is divided
-    summing_moves: int = 0  # bytes that are copied for an element before and behind the sum
-    added_moves: int = 10  # bytes that move for an element of a gradient to be added up
-    uncovered: float = 0.0  # of the time of what experts' grouped products move, beside them
-    # Bytes that the optimizer moves for an element: float32 weight and moments read and written,
-    # gradient read, bf16 weight written
-    optimizer_moves: int = 2 * 12 + 4 + 2
-    # Bytes that move for an element of all gradients that a rank holds, however the optimizer is
-    # divided; and for their scaling, where there are replicas
-    held_moves: int = 0
-    scaling_moves: int = 0
-    # How far steps of replicas on several nodes are apart (their standard deviation, as a part of a
-    # step), of which all wait for the slowest
-    stragglers: float = 0.0
-    slower: float = 1.0  # than its kernels alone, for reasons that nobody gave: calibrated
-    host_ns: int = 0  # that the host takes for an op
-    host_collective_ns: int = 0
-    # Ops of a layer's router, of sorting its tokens and of taking them to experts and back, that
-    # the host launches beside those that the search's own module has: in a forward, in a backward
-    expert_ops: tuple[int, int] = 0, 0
-    blocking: bool = False  # each kernel waits until the one before has ended to be launched
-    # Layers are recomputed by PyTorch's checkpoints; norms, losses and casts are its own kernels
-    # ("eager"), or its compiler's
-    pytorch: Literal["", "eager", "compiled"] = ""
-    whole_layers: bool = False  # checkpoints recompute a layer to its last op, also what none needs
-    beside: bool = False  # tensor-parallel traffic runs while products do (search/beside.py)
-    delayed: bool = False  # scales of FP8 follow from earlier steps
-    deepep: bool = False  # tokens go to experts once for each node (search/dispatch.py)
-    # As how many layers the table of words, and the last norm and the scores, count when stages get
-    # as many each, the first of them what is left over
-    ends: tuple[int, int] = 0, 0
-    scatters: bool = True  # between stages on two nodes, tensor-parallel ranks send a part each
-    # Transfers, one after the other, for which ranks of a pipeline wait behind a forward with the
-    # stage behind theirs, and behind a backward with the one before: in 1F1B, and interleaved
-    waits: tuple[int, int] = 0, 0
-
-    def plan(self, recompute: str) -> str:
-        """The solver that plans as this framework runs, by what it recomputes: none, selective,
-        full, or of Megatron the modules behind `selective:`."""
-        first = "" if self.pytorch or not self.hides_sums else "megatron-"
-        kind, colon, _ = recompute.partition(":")
-        if kind not in ("none", "selective", "full") or (
-            colon and not (first and kind == "selective")
-        ):
-            more = ", selective:MODULES" if first else ""
-            raise OptionError(
-                f"recompute {recompute!r}: expected one of none, selective, full{more}"
-            )
-        if self.whole_layers or not self.hides_sums:
-            return "whole" if kind == "full" else kind
-        return first + recompute
-
-    def waits_in(self, schedule: str) -> int:
-        """For how many transfers a rank waits behind a forward or a backward."""
-        plain, interleaved = self.waits
-        return {"1f1b": plain, "interleaved": interleaved}.get(schedule, 0)
-
-    def layers_of(self, layers: int, stages: int) -> tuple[int, ...] | None:
-        """How many layers each stage gets; None where ends do not count."""
-        first, last = self.ends
-        each, more = divmod(layers + first + last, stages)
-        counts = [each + (stage < more) for stage in range(stages)]
-        counts[0] -= first
-        counts[-1] -= last
-        return tuple(counts) if first + last and min(counts) > 0 else None
-
-    def of(self, model: _M) -> _M:
-        """The model as this framework runs it; a block of the user's own is as it is."""
-        if isinstance(model, Transformer):
-            return replace(
-                model, unfused=self.unfused, dropout=self.dropout, fused_gate=self.fused_gate
-            )
-        return model
-
+from overlapc.search.framework import Framework, slowest_of
 
 # What Megatron's optimizer moves for an element, counted op by op: of gradients that are in float32
 # the norm 4 and the clipping 8, Adam 28, the weight's copy 6; of those in half precision the copy
@@ -156,8 +39,13 @@ _WAITS_PLAIN, _WAITS_ALWAYS, _WAITS_IN_TURN = (1, 0), (1, 1), (2, 0)
 # leaves a median error of 9 to 14% and of 2 to 13%; none, 21 to 37% and 10 to 21%.
 # Of Megatron-core 0.16.1's MoELayer, dropless with an auxiliary loss, 37 ops of a forward and 32 of
 # a backward are not of experts (benchmarks/expert_ops.py counts them); the search's has 13 and 15.
+# Biases of experts (`_apply_bias` of its experts.py), op by op: a bias times a row's weight is
+# written in float32 (4), added (2 + 4 + 4), joined (4 + 4) and copied to bf16 (4 + 2). Backward:
+# copies (2 + 4 and 4 + 2), the gradients of bias and weight (4 + 4 + 4 each), and what is split
+# joined (2 + 2).
 _MEGATRON: dict[str, Any] = {
     "expert_ops": (37 - 13, 32 - 15),
+    "bias_moves": (28, 40),
     "fused_gate": True,  # --no-bias-swiglu-fusion is not the default
     "uncovered": 0.5,
     "hides_reduction": False,
@@ -229,6 +117,7 @@ _LLM_FOUNDRY: dict[str, Any] = {
     "gathers": "twice",
     "slower": 1.05,
     "added_moves": 4 + 6 + 8,
+    "half_moves": 4 + 4,
     "optimizer_moves": 80 + 12,
     "stragglers": _STRAGGLERS,
     "host_ns": _HOST_NS,
@@ -247,6 +136,7 @@ _FSDP: dict[str, Any] = {
     "gathers": "twice",
     "gather_moves": 2 + 2,
     "added_moves": 2 + 4,
+    "half_moves": 2 + 2,
     "optimizer_moves": 28 + 12,
     "stragglers": _STRAGGLERS,
     "host_ns": _HOST_NS,
@@ -352,8 +242,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tp-overlap": {"beside": True},
     # Transformer Engine's FP8 with scales of earlier steps (Megatron's --fp8-recipe delayed)
     "delayed-scaling": {"delayed": True},
-    # Megatron's --moe-token-dispatcher-type flex with DeepEP, or with HybridEP
-    "deepep": {"deepep": True},
+    # Megatron's --moe-token-dispatcher-type flex, with DeepEP or with HybridEP
+    "deepep": {"dispatcher": "deepep"},
+    "hybridep": {"dispatcher": "hybridep"},
+    # A whole step in a CUDA graph (Megatron's --cuda-graph-scope full_iteration): its host launches
+    # nothing
+    "cuda-graphs": {
+        "graphs": True,
+        "host_ns": 0,
+        "host_collective_ns": 0,
+        "expert_ops": (0, 0),
+        "bias_moves": (0, 0),
+    },
     # CUDA_LAUNCH_BLOCKING=1
     "blocking": {"blocking": True},
     # Megatron's --grad-reduce-in-bf16: of all gradients zeros 2, and what looks for NaNs 2; of a
@@ -366,19 +266,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     # Megatron in fp16, whose gradients are scaled: they are unscaled, which looks for NaNs.
     "fp16": {
+        "fp16": True,
         "gradient_bytes": 2,
         "optimizer_moves": _MEGATRON_HALF,
         "held_moves": 0,
         "scaling_moves": 2 + 2,
     },
     # Megatron-FSDP (--use-megatron-fsdp) with optim_grads_params: weights are divided, too
-    "fsdp": {"gathers": "twice", "buckets": (0, 0), "held_moves": 0, "scaling_moves": 0},
+    "fsdp": {"gathers": "twice"},
     # FSDP's SHARD_GRAD_OP: what is gathered for a forward is kept for its backward
     "kept-weights": {"gathers": "once"},
     # FSDP's HYBRID_SHARD: over the replicas of a node, whose sums are summed over the nodes
     "hybrid": {"in_node": True},
     # FSDP's reduce_dtype bf16 (Composer's mixed_precision PURE): sums of gradients are in it
-    "bf16-sums": {"summed_bytes": 2, "added_moves": 4 + 4},
+    "bf16-sums": {"summed_bytes": 2},
     # Before PyTorch 2.1, whose checkpoints stop when all is there that the backward needs
     "whole-layers": {"whole_layers": True},
     # Libraries of 2023 and early 2024 (CUDA 12.1), which were written for Ampere
@@ -400,12 +301,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 # Options that mean something for frameworks of one kind alone.
-_ONLY = {
-    "fsdp": ("megatron",),
-    "kept-weights": ("fsdp", "llm-foundry"),
-    "hybrid": ("fsdp", "llm-foundry"),
-    "bf16-sums": ("fsdp", "llm-foundry"),
-    "whole-layers": ("fsdp", "llm-foundry"),
+_FSDPS = "fsdp", "llm-foundry", "llm-foundry-triton"
+_ONLY: dict[str, tuple[str, ...]] = {
+    "fsdp": ("megatron", "megatron-fused-loss", "megatron-overlap"),
+    "bf16-gradients": ("megatron", "megatron-fused-loss", "megatron-overlap"),
+    "zero-1": ("megatron-deepspeed",),
+    "bf16-optimizer": ("megatron-deepspeed",),
+    **dict.fromkeys(("kept-weights", "hybrid", "bf16-sums", "whole-layers"), _FSDPS),
     "of-2023": ("fsdp",),
 }
 OURS = FRAMEWORKS["overlapc"]
@@ -421,8 +323,13 @@ def find_framework(name: str) -> Framework:
         )
     found = FRAMEWORKS[first]
     for option, named in _ONLY.items():
-        if option in options and not first.startswith(named):
-            raise OptionError(f"framework {name!r}: expected +{option} behind {' or '.join(named)}")
+        if option in options and first not in named:
+            raise OptionError(
+                f"framework {name!r}: found +{option} with {first}; expected one of "
+                f"{', '.join(named)} before the first +"
+            )
     for option in options:
         found = replace(found, name=name, **OPTIONS[option])
+    if found.gathers and found.summed_bytes == 2:
+        found = replace(found, added_moves=found.half_moves)
     return found

@@ -10,6 +10,7 @@ from itertools import product
 from overlapc.errors import OptionError
 from overlapc.profiler.hardware import FP8, load_hardware
 from overlapc.schedule import Schedule
+from overlapc.search.framework import Framework
 from overlapc.search.frameworks import find_framework
 from overlapc.search.models import Model, Transformer
 from overlapc.solvers.schedules import make_schedule
@@ -183,17 +184,8 @@ ANY = Fixed()
 def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layout]:
     """Every layout that divides ranks, heads, layers and batch without remainder. Ranks share
     sequences wherever they can: that sends the same bytes and holds fewer."""
-    if cluster.fp8:
-        check_fp8(model, cluster)
-    framework = find_framework(cluster.framework)
-    if framework.deepep and not isinstance(model, Transformer):
-        raise OptionError(
-            f"framework {cluster.framework} with a block of your own, {model.name}, which sends "
-            "its tokens itself; expected a preset or a config.json"
-        )
-    if framework.gathers:
-        check_sharded(model, cluster.framework)
-    cp = fixed.cp
+    framework, cp = find_framework(cluster.framework), fixed.cp
+    _check(model, cluster, fixed)
     if not framework.of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(
             f"cp={cp} on {cluster.gpus} GPUs, with sequences of {model.seq} tokens of "
@@ -213,6 +205,8 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             dp = cluster.gpus // cp // tp // pp
             if pp > 1 and framework.gathers:
                 break  # weights would be gathered for each microbatch and stage
+            if not fills_nodes(Layout(tp, pp, dp, 1, cp=cp), framework, cluster.gpus_per_node):
+                continue
             if pp * model.period > model.layers or cluster.global_batch % dp:
                 continue
             shares = fixed.shares_experts and tp > 1
@@ -237,6 +231,32 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                     ):
                         for ep in expert_sizes(model, layout, fixed.ep, cluster.gpus_per_node):
                             yield replace(layout, ep=ep)
+
+
+def _check(model: Model, cluster: Cluster, fixed: Fixed) -> None:
+    """Raise OptionError if the search cannot say what the cluster's framework makes of the
+    model."""
+    if cluster.fp8:
+        check_fp8(model, cluster)
+    framework = find_framework(cluster.framework)
+    sends_once = framework.dispatcher != "alltoall"
+    if sends_once and isinstance(model, Transformer) and not model.experts:
+        raise OptionError(
+            f"framework {cluster.framework} with {model.name}: expected a model with experts, "
+            "whose tokens it sends"
+        )
+    if sends_once and not isinstance(model, Transformer):
+        raise OptionError(
+            f"framework {cluster.framework} with a block of your own, {model.name}, which sends "
+            "its tokens itself; expected a preset or a config.json"
+        )
+    if framework.gathers:
+        check_sharded(model, cluster.framework)
+        if fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b"):
+            raise OptionError(
+                f"framework {cluster.framework}, which divides weights over replicas, with "
+                f"{fixed}: expected no pipeline"
+            )
 
 
 def comm_types(model: Model, tp: int, cp: int) -> tuple[str, ...]:
@@ -269,6 +289,13 @@ def check_fp8(model: Model, cluster: Cluster) -> None:
     else:
         return
     raise OptionError(f"FP8 {found}")
+
+
+def fills_nodes(layout: Layout, framework: Framework, node: int) -> bool:
+    """Can the layout's replicas be divided into nodes of so many GPUs, if weights are divided over
+    those of a node?"""
+    here = max(1, min(layout.replicas, node // layout.tp))
+    return not framework.in_node or layout.replicas % here == 0
 
 
 def check_sharded(model: Model, framework: str) -> None:

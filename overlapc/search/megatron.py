@@ -7,13 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from overlapc.errors import OptionError
-from overlapc.search.frameworks import Framework
+from overlapc.search.framework import Framework
+from overlapc.search.frameworks import FRAMEWORKS
 from overlapc.search.layouts import Layout, replicas
 from overlapc.search.models import Model, Transformer
 from overlapc.search.weights import divides_optimizer
 from overlapc.solvers import PREFIX, modules_of
 from overlapc.solvers.partition import layout as layer_layout
 
+MEGATRON = FRAMEWORKS["megatron"]
 RUN_BY_MEGATRON = ("1f1b", "interleaved")  # schedules that Megatron runs
 
 
@@ -24,11 +26,10 @@ def megatron_arguments(
     expert_ranks: int = 1,
     fp8: bool = False,
     experts: bool = False,
-    delayed: bool = False,
-    deepep: bool = False,
+    framework: Framework = MEGATRON,
 ) -> Iterator[str]:
-    """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout.
-    With `delayed` scales of FP8 follow from earlier steps; `deepep` sends tokens to experts."""
+    """Return the arguments, `--flag value`, with which Megatron's scripts train in this layout
+    as the framework runs it."""
     yield f"--tensor-model-parallel-size {layout.tp}"
     if layout.sequence:
         yield "--sequence-parallel"
@@ -42,16 +43,19 @@ def megatron_arguments(
         yield f"--num-virtual-stages-per-pipeline-rank {layout.stages // layout.pp}"
     if expert_ranks > 1:
         yield f"--expert-model-parallel-size {expert_ranks}"
-        if deepep:
-            yield "--moe-token-dispatcher-type flex --moe-enable-deepep"
+        if framework.dispatcher != "alltoall":
+            yield "--moe-token-dispatcher-type flex"
+            yield {"deepep": "--moe-enable-deepep"}.get(
+                framework.dispatcher, f"--moe-flex-dispatcher-backend {framework.dispatcher}"
+            )
         else:
             yield "--moe-token-dispatcher-type alltoall"  # by default they gather all tokens
     if experts and layout.tp > 1:
         yield f"--expert-tensor-parallel-size {layout.etp}"  # by default as many as tp
-    yield "--bf16"
+    yield "--fp16" if framework.fp16 else "--bf16"
     if fp8:
         yield "--fp8-format hybrid"
-        yield f"--fp8-recipe {'delayed' if delayed else 'tensorwise'}"
+        yield f"--fp8-recipe {'delayed' if framework.delayed else 'tensorwise'}"
     yield f"--micro-batch-size {layout.microbatch}"
     yield f"--global-batch-size {layout.microbatch * microbatches * layout.dp}"
 
@@ -59,13 +63,16 @@ def megatron_arguments(
 def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Iterator[str]:
     """Return the arguments with which Megatron's replicas divide the optimizer and hide the sums of
     gradients as the search counts both in this framework."""
-    if framework.gradient_bytes == 2:
+    if framework.gradient_bytes == 2 and not framework.fp16:
         yield "--grad-reduce-in-bf16"
+    if framework.graphs:
+        yield "--cuda-graph-impl local --cuda-graph-scope full_iteration"
+        yield "--no-check-for-nan-in-loss-and-grad"
     if max(replicas(model, layout)) == 1:
         return
     if framework.gathers:
         yield "--use-distributed-optimizer --use-megatron-fsdp"
-        yield "--data-parallel-sharding-strategy optim_grads_params"
+        yield "--data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
         return
     divided = divides_optimizer(model, framework)
     in_buckets = framework.buckets[0] > 0

@@ -138,6 +138,11 @@ class Transformer:
         norms += 2 * self.head if self.head_norms else 0
         return norms + (self.q_rank + self.kv_rank if self.kv_rank else 0) + self.layer_extra
 
+    @property
+    def expert_bias(self) -> int:
+        """Parameters of an expert that are no matrix."""
+        return self.expert_extra // max(1, self.experts)
+
     def mlp_parameters(self, inner: int) -> int:
         return (3 if self.gated else 2) * self.width * inner
 
@@ -167,7 +172,7 @@ class Transformer:
         moe = (layers - dense_first) // self.period if self.experts else 0
         each = self.attention_parameters // tp + self.thin_parameters + self.small_parameters
         dense = layers * each + (layers - moe) * self.mlp_parameters(self.ffn) // tp
-        bias = self.expert_extra // max(1, self.experts)  # of each expert
+        bias = self.expert_bias
         dense += moe * (self.experts * (self.width - bias) + self.expert_extra)
         dense += moe * self.mlp_parameters(self.shared_width) // tp
         here = moe * (self.experts // expert_ranks)

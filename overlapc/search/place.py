@@ -115,6 +115,10 @@ class Place:
         others = replace(self, counts=rest, dense=none)
         return [(replace(first, has_head=False), unit.first), (others, unit)]
 
+    def merges(self, unit: Unit) -> bool:
+        """Can microbatches be merged? FSDP asks for weights in the order of plain ones."""
+        return bool(unit.problem.trace.lanes) and self.shards is None
+
     def problem(self, unit: Unit) -> Problem:
         """The problem in which the captured blocks stand for all blocks of the rank."""
         times = Fraction(self.in_flight, unit.blocks)

@@ -34,6 +34,7 @@ from overlapc.search.layouts import (
     check_sharded,
     comm_types,
     expert_sizes,
+    fills_nodes,
 )
 from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
@@ -248,13 +249,17 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         raise ValueError(f"cp={cp} does not divide sequences of {model.seq} in fused attention")
     if framework.gathers:
         check_sharded(model, framework.name)
-        if pp > 1:
-            raise ValueError(f"pp={pp} with {framework.name}, which divides weights: expected 1")
+        node = load_hardware(_hardware(path, cells)).gpus_per_node
+        if not fills_nodes(layout, framework, node):
+            raise ValueError(f"{layout} with {framework.name}: expected replicas that fill nodes")
+        if pp > 1 or layout.schedule != "1f1b":
+            raise ValueError(
+                f"pp={pp} and schedule {layout.schedule} with {framework.name}, which divides "
+                "weights: expected no pipeline"
+            )
     recompute = framework.plan(cells["recompute"])
     check_modules(model, recompute)
-    hardware = cells["hardware"]
-    if hardware.endswith(".toml"):
-        hardware = str(path.parent / hardware)
+    hardware = _hardware(path, cells)
     machine = load_hardware(hardware)
     where = machine.gpus_per_node, machine.memory_bytes, batch
     fp8 = _flag(cells, "fp8")
@@ -271,6 +276,12 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         _measured(cells, "peak_gb", 1e9),
         _flag(cells, "fits", default=True),
     )
+
+
+def _hardware(path: Path, cells: Mapping[str, str]) -> str:
+    """A preset, or the path of a file beside the table."""
+    hardware = cells["hardware"]
+    return str(path.parent / hardware) if hardware.endswith(".toml") else hardware
 
 
 def _layout(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlapc.ir import Slowdown
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.fp8 import CAST_BYTES
 from overlapc.search.frameworks import find_framework
@@ -35,7 +34,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Shards:
-    """The traffic of a layer and of the ends, in nanoseconds."""
+    """The traffic of a layer and of the ends, in nanoseconds, beside kernels."""
 
     gather: float
     scatter: float
@@ -43,7 +42,7 @@ class Shards:
     ends_scatter: float
     copies: float  # of a layer's gathered weights, also to FP8
     again: bool  # are weights gathered for the backward, too?
-    slowdown: Slowdown
+    slowdown: float  # how many times as long kernels take beside traffic
 
     @staticmethod
     def of(model: Model, cluster: Cluster, layout: Layout) -> Shards:
@@ -53,17 +52,20 @@ class Shards:
         ranks = sharing_ranks(layout, framework, machine.gpus_per_node)
         size = framework.summed_bytes or framework.gradient_bytes
 
-        def gathered(elements: int) -> int:
-            return machine.collective_ns("all_gather", elements * 2, ranks, here)
+        nodes = layout.replicas // ranks
+        # Between nodes a ring passes the links inside of each, too.
+        links = [machine.intra.slowdown, machine.inter.slowdown][: 1 + (layout.replicas > here)]
+        slower = max(link.comm_permille for link in links) / 1000
 
-        def scattered(elements: int) -> int:
-            parts_ns = machine.collective_ns("reduce_scatter", elements * size, ranks, here)
-            nodes = layout.replicas // ranks
-            return parts_ns + machine.collective_ns(
-                "all_reduce", elements * size // ranks, nodes, 1
-            )
+        def gathered(elements: int) -> float:
+            return slower * machine.collective_ns("all_gather", elements * 2, ranks, here)
 
-        copied = framework.gather_moves + cluster.fp8 * CAST_BYTES
+        def scattered(elements: int) -> float:
+            took_ns = machine.collective_ns("reduce_scatter", elements * size, ranks, here)
+            part = elements * size // ranks
+            return slower * (took_ns + machine.collective_ns("all_reduce", part, nodes, 1))
+
+        copied = framework.gather_moves * (ranks > 1) + cluster.fp8 * CAST_BYTES
         return Shards(
             gathered(layer),
             scattered(layer),
@@ -71,7 +73,7 @@ class Shards:
             scattered(ends),
             machine.memory_ns(copied * layer),
             framework.gathers == "twice",
-            machine.inter.slowdown if ranks > here else machine.intra.slowdown,
+            max(link.compute_permille for link in links) / 1000,
         )
 
     def more_ns(self, times: Times) -> tuple[int, int]:
@@ -83,8 +85,7 @@ class Shards:
 
     def _beside(self, compute: float, traffic: float) -> float:
         """How long kernels take beside so much traffic."""
-        slow = self.slowdown.compute_permille / 1000
-        traffic *= self.slowdown.comm_permille / 1000
+        slow = self.slowdown
         return compute + min(traffic * (1 - 1 / slow), compute * (slow - 1))
 
     def _forward(self, times: Times) -> float:

@@ -15,9 +15,11 @@ from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.record import Record
 from overlapc.search.beside import beside_products
 from overlapc.search.captures import Captures, Module, UnitKey, captures
-from overlapc.search.dispatch import sent_once
+from overlapc.search.dispatch import ordered_as_sent, sent_once
+from overlapc.search.experts import host_ns_of, of_experts, with_biases
 from overlapc.search.fp8 import in_fp8, kept_in_fp8
-from overlapc.search.frameworks import Framework, find_framework
+from overlapc.search.framework import Framework
+from overlapc.search.frameworks import find_framework
 from overlapc.search.models import Transformer
 from overlapc.search.scores import kept_by_callers
 from overlapc.simulate import simulate
@@ -28,7 +30,7 @@ from overlapc.stages import in_parts
 from overlapc.valid import validated
 
 if TYPE_CHECKING:
-    from overlapc.profiler.estimate import Described
+    pass
 
 _T = TypeVar("_T")
 Part = Literal["whole", "forward", "inputs", "merged"]
@@ -210,38 +212,23 @@ def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], fl
         experts = getattr(key.model, "experts", 0)
         profile = in_fp8(described, profile, machine, experts, framework.delayed)
     elif framework.uncovered:
-        profile = _of_experts(profile, described, machine, framework)
-    if framework.deepep and isinstance(key.model, Transformer) and key.model.experts:
+        profile = of_experts(profile, described, machine, framework)
+    width = key.model.width
+    if isinstance(key.model, Transformer) and key.model.expert_bias > width:  # one of each number
+        profile = with_biases(profile, described, machine, framework.bias_moves, width)
+    sends_once = framework.dispatcher != "alltoall"
+    if sends_once and isinstance(key.model, Transformer) and key.model.experts:
         asked = key.model.experts, key.model.top_k
         groups = described.groups(machine)
         profile = sent_once(described.trace, profile, described.works, groups, machine, asked)
+        if framework.dispatcher == "hybridep":
+            profile = ordered_as_sent(described.trace, profile)
     if framework.beside and key.sequence:
         profile = beside_products(described.trace, profile, described.works, machine, key.tp)
     problem = step.microbatch(described.trace, profile)
     received = problem.trace.of_kind("batch", "gradient")
     launched, launching = _launched(problem, framework, machine, key)
     return Problem(problem.trace, launched), received, launching
-
-
-def _of_experts(
-    profile: Profile, described: Described, machine: Hardware, framework: Framework
-) -> Profile:
-    """The costs with those of experts' products, batches of them: what they read and write takes a
-    part of its time beside them. Weight gradients (NT) are added up by the product itself."""
-    from overlapc.profiler.work import work_ns
-
-    costs = dict(profile.costs)
-    for name, work in described.works.items():
-        product = work.product
-        if product is None or product.batch == 1 or costs[name].source != "estimated":
-            continue
-        moved = work.moved_bytes
-        if product.layout == "nt":
-            moved += (2 * framework.gradient_bytes - 2) * product.batch * product.m * product.n
-        more_ns = framework.uncovered * machine.memory_ns(moved)
-        alone_ns = work_ns(machine, replace(work, moved_bytes=0))
-        costs[name] = replace(costs[name], compute_ns=round(alone_ns + more_ns))
-    return replace(profile, costs=costs)
 
 
 def _is_of_loss(trace: Trace, op: Op) -> bool:
@@ -272,20 +259,6 @@ def _dropped_and_added(
     return found
 
 
-def _experts_host_ns(
-    trace: Trace, framework: Framework, machine: Hardware, key: UnitKey, is_forward: bool
-) -> int:
-    """What the host launches for layers with experts, beside their ops: more ops, and each product
-    of each expert that a rank holds."""
-    experts = getattr(key.model, "experts", 0)
-    if not (experts and any(framework.expert_ops)):
-        return 0
-    layers = {path.split(".moe")[0] for path in trace.modules.values() if ".moe" in path}
-    ops = framework.expert_ops[0 if is_forward else 1] * framework.host_ns
-    products = (2 if is_forward else 4) * (experts // key.expert_ranks) * machine.launch_ns
-    return len(layers) * (ops + products)
-
-
 def _launched(
     problem: Problem, framework: Framework, machine: Hardware, key: UnitKey
 ) -> tuple[Profile, float]:
@@ -313,7 +286,7 @@ def _launched(
         kernels = [op.name for op in ops if costs[op.name].compute_ns > 0]
         starts = sum(op.role == "start" for op in ops)
         host_ns = len(kernels) * framework.host_ns + starts * framework.host_collective_ns
-        host_ns += _experts_host_ns(problem.trace, framework, machine, key, is_forward)
+        host_ns += host_ns_of(problem.trace, framework, key, is_forward)
         device_ns = sum(costs[op.name].compute_ns + costs[op.name].comm_ns for op in ops)
         launching = max(launching, host_ns / max(1, host_ns, device_ns))
         for name in kernels:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlapc.search.frameworks import OURS, Framework, find_framework
+from overlapc.search.framework import Framework
+from overlapc.search.frameworks import OURS, find_framework
 from overlapc.search.layouts import (
     Cluster,
     Layout,

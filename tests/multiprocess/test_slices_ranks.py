@@ -189,6 +189,7 @@ def automatic(rank: int, ranks: int) -> dict[str, Any]:
     return {"slices": slices, "same": all(same), "said": step.explain().splitlines()[-3:]}
 
 
+@pytest.mark.slow
 def test_all_ranks_take_as_many_slices() -> None:
     one, other = run_ranks(automatic, 2, timeout_s=280)
     assert one["same"]

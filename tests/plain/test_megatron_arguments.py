@@ -92,6 +92,6 @@ def test_replicas_share_the_optimizer_as_its_memory_is_counted(
     ("framework", "recipe"), [("megatron", "tensorwise"), ("megatron+delayed-scaling", "delayed")]
 )
 def test_scales_of_fp8_are_those_of_the_framework(framework: str, recipe: str) -> None:
-    delayed = find_framework(framework).delayed
-    said = list(megatron_arguments(ALONE, (2, 2), 1, fp8=True, delayed=delayed))
+    run = find_framework(framework)
+    said = list(megatron_arguments(ALONE, (2, 2), 1, fp8=True, framework=run))
     assert f"--fp8-recipe {recipe}" in said

@@ -12,8 +12,9 @@ from overlapc.cli import main
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.dispatch import once_ns
+from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.megatron import megatron_arguments
+from overlapc.search.megatron import megatron_arguments, replica_arguments
 from overlapc.search.models import Transformer
 from overlapc.search.units import make_unit
 
@@ -23,6 +24,7 @@ MODEL = Transformer(
     top_k=4, expert_width=320,
 )  # fmt: skip
 CLUSTER = Cluster("h100-sxm", 16, 8, 1 << 40, 32, framework="megatron-overlap")
+DEEP, HYBRID = map(find_framework, ("megatron+deepep", "megatron+hybridep"))
 DEEPEP = replace(CLUSTER, framework="megatron-overlap+deepep")
 
 
@@ -80,10 +82,58 @@ def test_only_experts_are_sent_so() -> None:
     assert {once[name][1] for name in changed} == {once_ns(H100, size, 16, 8, 16, 4)}
 
 
+def test_hybridep_orders_tokens_while_it_sends_them() -> None:
+    """Products, activations and what is beside experts take as long as with DeepEP."""
+    layout = Layout(1, 1, 16, 2, ep=8)
+    took = []
+    for framework in ("megatron-overlap+deepep", "megatron-overlap+hybridep"):
+        cluster = replace(CLUSTER, framework=framework + "+cuda-graphs")
+        problem = make_unit(UnitKey.of(MODEL, cluster, layout), bounded=False, most=1).problem
+        took.append({op.name: (op, problem.cost(op.name)) for op in problem.trace.ops})
+    apart, joined = took
+    changed = [op for name, (op, cost) in apart.items() if cost != joined[name][1]]
+    assert {op.signature.split(".")[1] for op in changed} == {
+        *("clone", "index", "index_add", "index_put", "index_select", "mul", "new_zeros", "sum"),
+        "zeros_like",
+    }
+    assert all("moe" in problem.trace.modules[op.name] for op in changed)
+    assert {joined[op.name][1].compute_ns for op in changed} == {0}
+
+
+def test_a_graph_is_launched_once() -> None:
+    """A step of few tokens takes what its kernels take; one by one, as long as the host."""
+    layout = Layout(1, 1, 16, 1, ep=16)
+    launching = []
+    for options in ("", "+cuda-graphs"):
+        cluster = replace(CLUSTER, framework="megatron-overlap" + options)
+        key = UnitKey.of(MODEL, cluster, layout)
+        launching.append(make_unit(key, bounded=False, most=1).launching)
+    assert launching == [1, 0]
+
+
+def test_biases_of_experts_move_what_their_ops_do() -> None:
+    bias = MODEL.experts * (1 + 2 * MODEL.expert_width + MODEL.width)
+    layout = Layout(1, 1, 16, 2048, ep=16)  # so many sequences that no kernel waits for the host
+    took = []
+    for extra in (bias, MODEL.experts):
+        key = UnitKey.of(replace(MODEL, expert_extra=extra), CLUSTER, layout)
+        problem = make_unit(key, bounded=False, most=1).problem
+        products = [op for op in problem.trace.ops if op.signature.startswith("aten.bmm.")]
+        took.append(sum(problem.cost(op.name).compute_ns for op in products))
+    rows = 2048 * MODEL.seq * MODEL.top_k  # of a rank's experts, if all ranks send as many
+    moved = (28 + 40) * rows * MODEL.width
+    assert took[0] - took[1] == pytest.approx(H100.memory_ns(moved), rel=0.02)
+
+
 def test_megatron_is_told() -> None:
     asked = Layout(1, 1, 8, 1, ep=8), (2,), 1, 8
-    said = " ".join(megatron_arguments(*asked, experts=True, deepep=True))
+    said = " ".join(megatron_arguments(*asked, experts=True, framework=DEEP))
     assert "--moe-token-dispatcher-type flex --moe-enable-deepep" in said
+    said = " ".join(megatron_arguments(*asked, experts=True, framework=HYBRID))
+    assert "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep" in said
+    framework = find_framework("megatron-overlap+cuda-graphs")
+    said = " ".join(replica_arguments(MODEL, asked[0], framework))
+    assert "--cuda-graph-impl local --cuda-graph-scope full_iteration" in said
     assert "alltoall" in " ".join(megatron_arguments(*asked, experts=True))
 
 

@@ -132,7 +132,7 @@ def test_it_is_searched() -> None:
     small = replace(CLUSTER, gpus=8, global_batch=16)
     every = list(layouts(MODEL, small, Fixed(microbatch=2)))
     open_, fixed = (
-        search(MODEL, small, replace(Fixed(microbatch=2, pp=1), ep=ep), workers=1).best
+        search(MODEL, small, Fixed(microbatch=2, tp=2, pp=1, ep=ep), workers=1).best
         for ep in (0, 8)
     )
     assert open_ is not None
@@ -187,14 +187,14 @@ def test_the_host_launches_more_for_experts() -> None:
     model, layout = replace(MODEL, seq=32), Layout(1, 1, 16, 1, ep=8)
     cluster = replace(CLUSTER, gpus=16, framework="megatron")
     unit = make_unit(UnitKey.of(model, cluster, layout), bounded=False, most=1)
-    framework, machine = find_framework("megatron"), load_hardware(CLUSTER.hardware)
+    framework = find_framework("megatron")
     for is_forward, more, products in ((True, 24, 2), (False, 17, 4)):
         ops = [op for op in unit.problem.trace.ops if op.is_forward == is_forward]
         costs = [unit.problem.cost(op.name) for op in ops]
         kernels = sum(cost.compute_ns > 0 for cost in costs)
         starts = sum(op.role == "start" for op in ops)
         expected = (kernels + more) * framework.host_ns + starts * framework.host_collective_ns
-        expected += 2 * products * machine.launch_ns  # two experts a rank
+        expected += 2 * products * framework.host_ns  # two experts a rank
         took = sum(cost.compute_ns + cost.comm_ns for cost in costs)
         assert took == pytest.approx(expected, abs=kernels)
     assert unit.launching == 1

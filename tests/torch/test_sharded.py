@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from overlapc.cli import main
 from overlapc.errors import FileError, OptionError
-from overlapc.ir import Slowdown
 from overlapc.profiler.hardware import load_hardware
+from overlapc.search.chosen import gradient_bytes
+from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Cluster, Layout, layouts
+from overlapc.search.layouts import Cluster, Fixed, Layout, layouts
 from overlapc.search.megatron import replica_arguments
 from overlapc.search.models import PRESETS, Transformer
 from overlapc.search.public import load_table, predict_alike
@@ -65,7 +66,7 @@ def simulated(
                 beside += shards.scatter * (layer < max(layers))
             elif layer == max(layers):
                 beside = 0.0
-            slow = shards.slowdown.compute_permille / 1000
+            slow = shards.slowdown
             kernels = begin + run + min(beside * (1 - 1 / slow), run * (slow - 1))
         else:
             if layer == ENDS:
@@ -85,7 +86,7 @@ times = st.floats(0, 100, allow_nan=False)
     ends=st.tuples(times, times, times, times),
     traffic=st.tuples(times, times, times, times),
     again=st.booleans(),
-    slow=st.sampled_from([1000, 1200]),
+    slow=st.sampled_from([1.0, 1.2]),
 )
 def test_times_are_those_of_streams_that_wait(
     layers: int,
@@ -94,10 +95,10 @@ def test_times_are_those_of_streams_that_wait(
     ends: tuple[float, float, float, float],
     traffic: tuple[float, float, float, float],
     again: bool,
-    slow: int,
+    slow: float,
 ) -> None:
     gather, scatter, ends_gather, ends_scatter = traffic
-    shards = Shards(gather, scatter, ends_gather, ends_scatter, 0.0, again, Slowdown(slow, 1000))
+    shards = Shards(gather, scatter, ends_gather, ends_scatter, 0.0, again, slow)
     before, behind = ends[:2], ends[2:]
     more = shards.more_ns(Times(layers, forward, backward, before, behind))
     there, back = asked(layers, again)
@@ -113,7 +114,7 @@ def test_times_are_those_of_streams_that_wait(
 
 def test_nothing_is_added_where_one_rank_has_all() -> None:
     shards = Shards.of(MODEL, replace(CLUSTER, gpus=1), Layout(1, 1, 1, 1))
-    assert shards.more_ns(Times(3, 1e6, 2e6, (1e3, 1e3), (1e5, 1e5))) == (0, 0) or shards.copies
+    assert shards.more_ns(Times(3, 1e6, 2e6, (1e3, 1e3), (1e5, 1e5))) == (0, 0)
 
 
 def test_bytes_are_those_of_a_layer_and_of_the_ends() -> None:
@@ -154,9 +155,13 @@ def test_only_layouts_without_a_pipeline_are_listed() -> None:
     ("framework", "model", "words"),
     [
         ("fsdp", PRESETS["mixtral-8x7b"], "experts, 8 in mixtral-8x7b"),
-        ("megatron+kept-weights", MODEL, "behind fsdp or llm-foundry"),
-        ("fsdp+fsdp", MODEL, "expected +fsdp behind megatron"),
-        ("overlapc+fsdp", MODEL, "expected +fsdp behind megatron"),
+        (
+            "megatron+kept-weights",
+            MODEL,
+            "found +kept-weights with megatron; expected one of fsdp",
+        ),
+        ("fsdp+fsdp", MODEL, "; expected one of megatron, megatron-fused-loss"),
+        ("overlapc+fsdp", MODEL, "; expected one of megatron, megatron-fused-loss"),
     ],
 )
 def test_what_no_figure_is_known_of_is_refused(
@@ -207,9 +212,42 @@ def test_links_that_cost_nothing_leave_a_step_as_it_was(tmp_path: Path) -> None:
     path.write_text(TABLE.format("fsdp,1,1,64,1\nfsdp,8,1,512,1\nfsdp,64,1,4096,1"))
     alone, node, nodes = predict_alike(load_table(path).rows)
     assert alone.step_ns < node.step_ns < nodes.step_ns
-    path.write_text(TABLE.format("fsdp,8,2,512,1"))
-    with pytest.raises(FileError, match="pp=2 with fsdp, which divides weights"):
+    for row, words in (
+        ("fsdp,8,2,512,1", "pp=2 and schedule 1f1b with fsdp, which divides weights"),
+        ("fsdp+hybrid,12,1,96,1", "expected replicas that fill nodes"),
+    ):
+        path.write_text(TABLE.format(row))
+        with pytest.raises(FileError, match=words):
+            load_table(path)
+    path.write_text(TABLE.format("fsdp,8,1,64,1") + 'schedule = "interleaved"\n')
+    with pytest.raises(FileError, match="schedule interleaved with fsdp"):
         load_table(path)
+
+
+def test_options_may_stand_in_any_order_and_bf16_is_no_slower(tmp_path: Path) -> None:
+    path = tmp_path / "rows.toml"
+    names = (
+        "megatron+fsdp+bf16-gradients", "megatron+bf16-gradients+fsdp",
+        "fsdp", "fsdp+bf16-sums", "fsdp+kept-weights",
+    )  # fmt: skip
+    path.write_text(TABLE.format("\n".join(f"{name},16,1,128,1" for name in names)))
+    one, other, plain, half, kept = (p.step_ns for p in predict_alike(load_table(path).rows))
+    assert one == other
+    assert max(half, kept) < plain
+
+
+def test_a_searched_budget_leaves_gradients_their_part() -> None:
+    layout = Layout(1, 1, 16, 1)
+    found = Found(layout, "none", layers=(3,), microbatches=2)
+    total = MODEL.parameters()
+    assert gradient_bytes(MODEL, CLUSTER, found) == [4 * total // 16]
+    assert gradient_bytes(MODEL, replace(CLUSTER, framework="megatron"), found) == [4 * total]
+
+
+@pytest.mark.parametrize("fixed", [Fixed(pp=2), Fixed(schedule="zero-bubble"), Fixed(chunks=2)])
+def test_a_pipeline_is_refused(fixed: Fixed) -> None:
+    with pytest.raises(OptionError, match=r"divides weights over replicas.*expected no pipeline"):
+        list(layouts(MODEL, CLUSTER, fixed))
 
 
 def test_it_is_searched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -220,7 +258,9 @@ def test_it_is_searched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         '"max_position_embeddings": 512}'
     )
     asked_for = [str(config), "--gpus", "8", "--hardware", "a100-sxm-80", "--batch", "16"]
-    assert main(["search", *asked_for, "--framework", "fsdp", "--compare", "none,full"]) == 0
+    assert (
+        main(["search", *asked_for, "--framework", "fsdp", "--compare", "full", "--tp", "1"]) == 0
+    )
     said = capsys.readouterr().out
     assert "weights, gradients and optimizer divided over replicas" in said
-    assert "Not of Megatron: PyTorch's FSDP" in said
+    assert "PyTorch's FSDP gathers and sums around layers" in said

@@ -69,7 +69,8 @@ def test_layouts_have_them_when_asked() -> None:
 
 
 def test_a_search_keeps_them() -> None:
-    best = search(MODEL, CLUSTER, Fixed(pp=4, first_layers=1, schedule="1f1b"), workers=1).best
+    asked = Fixed(pp=4, first_layers=1, schedule="1f1b", microbatch=1)
+    best = search(MODEL, CLUSTER, asked, workers=1).best
     assert best is not None
     assert best.layers == (1, 2, 3, 2)
     assert "ends=1,0" in str(best.layout)

@@ -16,7 +16,8 @@ from overlapc.planning.road import judged
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
-from overlapc.search.frameworks import FRAMEWORKS, find_framework, slowest_of
+from overlapc.search.framework import slowest_of
+from overlapc.search.frameworks import FRAMEWORKS, find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
 from overlapc.search.models import Transformer
 from overlapc.search.nearest import load_runs
