@@ -173,8 +173,10 @@ def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
             *recompute_arguments(best.solver),
         ]
     )
+    unseen = "Megatron-FSDP" * bool(framework.gathers) or "CUDA graphs" * framework.graphs
+    more = f" (overlapc.megatron plans no run with {unseen})" if unseen else ""
     return textwrap.wrap(
-        f"Megatron: {said}",
+        f"Megatron: {said}{more}",
         100,
         initial_indent="  ",
         subsequent_indent="    ",

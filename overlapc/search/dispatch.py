@@ -48,17 +48,22 @@ def sent_once(
     lanes = {op.lane for op in exchanges if "moe" in trace.modules.get(op.name, "").split(".")}
     for op in exchanges:
         traffic = works[op.name].traffic
-        if op.lane in lanes and traffic is not None:
+        ranks, near = groups.get(op.lane, (1, 1))
+        filled = ranks <= near or ranks % near == 0  # as DeepEP's kernels ask for
+        if op.lane in lanes and traffic is not None and filled:
             took_ns = once_ns(machine, traffic[1], *groups[op.lane], *experts)
             costs[op.name] = replace(costs[op.name], comm_ns=took_ns)
     return replace(profile, costs=costs)
 
 
 def ordered_as_sent(trace: Trace, profile: Profile) -> Profile:
-    """The profile without what brings tokens into the order of experts and back, and weighs what
-    experts make: HybridEP's kernels do the first while they send, the kernel that gates the second
-    (Megatron-core 0.16.1, `_HybridEPManager` of token_dispatcher.py and `TEGroupedMLP`)."""
+    """The profile, if tokens are sent, without what brings them into the order of experts and back,
+    and weighs what experts make: HybridEP's kernels do the first while they send, the kernel that
+    gates the second (Megatron-core 0.16.1, `_HybridEPManager` of token_dispatcher.py and
+    `TEGroupedMLP`)."""
     costs = dict(profile.costs)
+    if not any(op.role == "start" and "all_to_all" in op.signature for op in trace.ops):
+        return profile
     for op in trace.ops:
         inside = "moe" in trace.modules.get(op.name, "").split(".")
         if inside and op.role not in ("start", "wait") and _is_moving(op.signature):

@@ -164,7 +164,8 @@ FRAMEWORKS = {
         ),
         Framework(
             "megatron-overlap",
-            "Megatron-LM with --overlap-grad-reduce and --overlap-param-gather",
+            "Megatron-LM with --overlap-grad-reduce, --overlap-param-gather and "
+            "--cross-entropy-loss-fusion",
             buckets=_MEGATRON_BUCKETS,
             **_MEGATRON,
         ),
@@ -301,15 +302,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 # Options that mean something for frameworks of one kind alone.
+MEGATRONS = "megatron", "megatron-fused-loss", "megatron-overlap"
 _FSDPS = "fsdp", "llm-foundry", "llm-foundry-triton"
 _ONLY: dict[str, tuple[str, ...]] = {
-    "fsdp": ("megatron", "megatron-fused-loss", "megatron-overlap"),
-    "bf16-gradients": ("megatron", "megatron-fused-loss", "megatron-overlap"),
+    **dict.fromkeys(("fsdp", "te-loss", "tp-overlap", "deepep", "hybridep"), MEGATRONS),
+    **dict.fromkeys(("fp16", "cuda-graphs"), MEGATRONS),
+    "delayed-scaling": (*MEGATRONS, *_FSDPS),
+    "bf16-gradients": MEGATRONS,
     "zero-1": ("megatron-deepspeed",),
     "bf16-optimizer": ("megatron-deepspeed",),
     **dict.fromkeys(("kept-weights", "hybrid", "bf16-sums", "whole-layers"), _FSDPS),
     "of-2023": ("fsdp",),
 }
+# Options of which one undoes the other.
+_APART = ("deepep", "hybridep"), ("fp16", "bf16-gradients"), ("blocking", "cuda-graphs")
 OURS = FRAMEWORKS["overlapc"]
 
 
@@ -328,6 +334,9 @@ def find_framework(name: str) -> Framework:
                 f"framework {name!r}: found +{option} with {first}; expected one of "
                 f"{', '.join(named)} before the first +"
             )
+    for both in _APART:
+        if set(both) <= set(options):
+            raise OptionError(f"framework {name!r}: expected one of +{both[0]} and +{both[1]}")
     for option in options:
         found = replace(found, name=name, **OPTIONS[option])
     if found.gathers and found.summed_bytes == 2:

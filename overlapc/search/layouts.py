@@ -252,6 +252,12 @@ def _check(model: Model, cluster: Cluster, fixed: Fixed) -> None:
         )
     if framework.gathers:
         check_sharded(model, cluster.framework)
+        node = cluster.gpus_per_node
+        if framework.in_node and cluster.gpus > node and cluster.gpus % node:
+            raise OptionError(
+                f"framework {cluster.framework} on {cluster.gpus} GPUs, {node} a node: expected "
+                "replicas that fill nodes"
+            )
         if fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b"):
             raise OptionError(
                 f"framework {cluster.framework}, which divides weights over replicas, with "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from overlapc.errors import OptionError
 from overlapc.search.framework import Framework
-from overlapc.search.frameworks import FRAMEWORKS
+from overlapc.search.frameworks import FRAMEWORKS, MEGATRONS
 from overlapc.search.layouts import Layout, replicas
 from overlapc.search.models import Model, Transformer
 from overlapc.search.weights import divides_optimizer
@@ -65,6 +65,12 @@ def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Ite
     gradients as the search counts both in this framework."""
     if framework.gradient_bytes == 2 and not framework.fp16:
         yield "--grad-reduce-in-bf16"
+    if framework.beside and layout.sequence:
+        yield "--tp-comm-overlap"
+    if framework.name.split("+")[0] in MEGATRONS and "loss" not in framework.unfused.split():
+        yield "--cross-entropy-loss-fusion"
+        if "replaced" in framework.unfused:
+            yield "--cross-entropy-fusion-impl te"
     if framework.graphs:
         yield "--cuda-graph-impl local --cuda-graph-scope full_iteration"
         yield "--no-check-for-nan-in-loss-and-grad"

@@ -70,7 +70,8 @@ class Transformer:
         if self.experts and not (0 < self.top_k <= self.experts and self.expert_width > 0):
             raise OptionError(
                 f"model {self.name}: {self.experts} experts, top_k {self.top_k}, expert_width "
-                f"{self.expert_width}: expected 1 to {self.experts} for top_k, and a width"
+                f"{self.expert_width}: expected 1 to {self.experts} for top_k, and 1 or more for "
+                "expert_width"
             )
 
         if self.parameters() > _MOST_PARAMETERS:

@@ -247,16 +247,16 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     framework = find_framework(cells["framework"])
     if not framework.of(model).splits_sequence(cp):
         raise ValueError(f"cp={cp} does not divide sequences of {model.seq} in fused attention")
+    if framework.dispatcher != "alltoall" and not model.experts:
+        raise ValueError(f"framework {framework.name} without experts: expected experts to send to")
     if framework.gathers:
         check_sharded(model, framework.name)
         node = load_hardware(_hardware(path, cells)).gpus_per_node
         if not fills_nodes(layout, framework, node):
             raise ValueError(f"{layout} with {framework.name}: expected replicas that fill nodes")
         if pp > 1 or layout.schedule != "1f1b":
-            raise ValueError(
-                f"pp={pp} and schedule {layout.schedule} with {framework.name}, which divides "
-                "weights: expected no pipeline"
-            )
+            found = f"pp={pp}" if pp > 1 else f"schedule {layout.schedule}"
+            raise ValueError(f"{found} with {framework.name}, which divides weights: expected pp=1")
     recompute = framework.plan(cells["recompute"])
     check_modules(model, recompute)
     hardware = _hardware(path, cells)

@@ -127,8 +127,8 @@ def _moved(
     optimizer's part."""
     framework = find_framework(cluster.framework)
     kept = framework.held_moves + (framework.scaling_moves if layout.replicas > 1 else 0)
-    kept *= not framework.gathers  # of which a rank holds its part alone
     kept += cluster.fp8 * CAST_BYTES  # weights become FP8 once a step
+    kept *= not framework.gathers  # of which a rank holds its part alone, and casts what it gathers
     each = (framework.optimizer_moves / by + kept for by in sharing)
     return sum(count * moves for count, moves in zip(held, each, strict=True))
 

@@ -72,6 +72,7 @@ ALONE, PAIR = Layout(2, 2, 1, 1), Layout(2, 2, 2, 1)
             DENSE,
             PAIR,
             "megatron-overlap",
+            "--cross-entropy-loss-fusion "
             "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         ),
         (DENSE, PAIR, "megatron-2021", "--grad-reduce-in-bf16"),

@@ -9,6 +9,7 @@ from itertools import combinations
 import pytest
 
 from overlapc.cli import main
+from overlapc.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.dispatch import once_ns
@@ -135,6 +136,37 @@ def test_megatron_is_told() -> None:
     said = " ".join(replica_arguments(MODEL, asked[0], framework))
     assert "--cuda-graph-impl local --cuda-graph-scope full_iteration" in said
     assert "alltoall" in " ".join(megatron_arguments(*asked, experts=True))
+
+
+def test_nodes_that_are_not_full_are_as_without() -> None:
+    layout = Layout(1, 1, 9, 1, ep=9)
+    model = replace(MODEL, experts=9)
+    took = []
+    for framework in ("megatron-overlap", "megatron-overlap+deepep"):
+        cluster = replace(CLUSTER, gpus=9, framework=framework)
+        problem = make_unit(UnitKey.of(model, cluster, layout), bounded=False, most=1).problem
+        took.append([problem.cost(op.name).comm_ns for op in problem.trace.ops])
+    assert took[0] == took[1]
+
+
+@pytest.mark.parametrize(
+    "framework",
+    ["megatron+deepep+hybridep", "megatron+fp16+bf16-gradients", "megatron+blocking+cuda-graphs"],
+)
+def test_options_that_undo_each_other_are_refused(framework: str) -> None:
+    with pytest.raises(OptionError, match=r"expected one of \+"):
+        find_framework(framework)
+
+
+def test_what_is_priced_is_printed() -> None:
+    said = {
+        name: " ".join(replica_arguments(MODEL, Layout(2, 1, 4, 1, sequence=True), framework))
+        for name in ("megatron", "megatron+te-loss", "megatron-overlap+tp-overlap")
+        for framework in [find_framework(name)]
+    }
+    assert "cross-entropy" not in said["megatron"]
+    assert "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te" in said["megatron+te-loss"]
+    assert "--tp-comm-overlap" in said["megatron-overlap+tp-overlap"]
 
 
 def test_a_block_of_ones_own_sends_its_tokens_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,7 @@ def test_links_that_cost_nothing_leave_a_step_as_it_was(tmp_path: Path) -> None:
     alone, node, nodes = predict_alike(load_table(path).rows)
     assert alone.step_ns < node.step_ns < nodes.step_ns
     for row, words in (
-        ("fsdp,8,2,512,1", "pp=2 and schedule 1f1b with fsdp, which divides weights"),
+        ("fsdp,8,2,512,1", "pp=2 with fsdp, which divides weights"),
         ("fsdp+hybrid,12,1,96,1", "expected replicas that fill nodes"),
     ):
         path.write_text(TABLE.format(row))
