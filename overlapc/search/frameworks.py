@@ -304,7 +304,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # Options that mean something for frameworks of one kind alone.
 MEGATRONS = "megatron", "megatron-fused-loss", "megatron-overlap"
 _FSDPS = "fsdp", "llm-foundry", "llm-foundry-triton"
-_ONLY: dict[str, tuple[str, ...]] = {
+ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp", "te-loss", "tp-overlap", "deepep", "hybridep"), MEGATRONS),
     **dict.fromkeys(("fp16", "cuda-graphs"), MEGATRONS),
     "delayed-scaling": (*MEGATRONS, *_FSDPS),
@@ -328,7 +328,7 @@ def find_framework(name: str) -> Framework:
             f"+ and one of {', '.join(OPTIONS)}"
         )
     found = FRAMEWORKS[first]
-    for option, named in _ONLY.items():
+    for option, named in ONLY.items():
         if option in options and first not in named:
             raise OptionError(
                 f"framework {name!r}: found +{option} with {first}; expected one of "

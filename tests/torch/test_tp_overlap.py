@@ -10,7 +10,7 @@ from overlapc.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.profiler.shapes import filled
 from overlapc.search.captures import UnitKey
-from overlapc.search.frameworks import FRAMEWORKS, OPTIONS, find_framework
+from overlapc.search.frameworks import FRAMEWORKS, ONLY, OPTIONS, find_framework
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models import Transformer
 from overlapc.search.units import make_unit
@@ -55,7 +55,8 @@ def test_options_of_frameworks() -> None:
     assert (found.gradient_bytes, found.dropout) == (2, True)
     assert find_framework("megatron") is FRAMEWORKS["megatron"]
     for option in OPTIONS:
-        assert find_framework(f"megatron+{option}") != FRAMEWORKS["megatron"]
+        for first in ONLY.get(option, FRAMEWORKS):
+            assert find_framework(f"{first}+{option}") != FRAMEWORKS[first]
     with pytest.raises(OptionError, match=r"one of .*tp-overlap"):
         find_framework("megatron+tp")
 
