@@ -147,7 +147,8 @@ def twice(rank: int, ranks: int, version: str) -> list[tuple[list[str], list[str
     return found
 
 
-@pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
 def test_what_recompute_itself_does_to_a_step(version: str) -> None:
     cpu.need(version)
     ((counted, frozen),) = run_ranks(twice, 1, version)

@@ -124,11 +124,15 @@ def test_gradients_of_experts_are_summed_over_their_replicas() -> None:
     assert Update.of(MODEL, CLUSTER, layout).reduce_ns == (expected,)
 
 
-def test_it_is_searched() -> None:
+def test_it_is_listed() -> None:
     asked = Fixed(tp=1, pp=1, microbatch=2)
     assert {found.ep for found in layouts(MODEL, CLUSTER, asked)} == {16, 8}  # 8 are a node's
     assert {found.ep for found in layouts(MODEL, CLUSTER, replace(asked, ep=2))} == {2}
     assert not list(layouts(MODEL, CLUSTER, replace(asked, ep=3)))
+
+
+@pytest.mark.slow
+def test_it_is_searched() -> None:
     small = replace(CLUSTER, gpus=8, global_batch=16)
     every = list(layouts(MODEL, small, Fixed(microbatch=2)))
     open_, fixed = (

@@ -75,6 +75,10 @@ def test_a_search_keeps_them() -> None:
     assert best.layers == (1, 2, 3, 2)
     assert "ends=1,0" in str(best.layout)
     assert Found.parse(best.as_json()) == best
+
+
+@pytest.mark.slow
+def test_a_search_with_experts_keeps_them() -> None:
     fixed = Fixed(tp=2, pp=2, first_layers=2, microbatch=1)
     whole = search(EXPERTS, CLUSTER, fixed, workers=1).best
     assert whole is not None
