@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import comb
 
-from overlapc.ir import Profile, Trace
+from overlapc.ir import Op, Profile, Trace
 from overlapc.profiler.hardware import Hardware
 from overlapc.profiler.work import Work
 
@@ -33,6 +33,15 @@ _MOVING = (
 )
 
 
+def _sent(trace: Trace, groups: Mapping[str, tuple[int, int]]) -> list[Op]:
+    """All-to-alls of experts whose groups fill their nodes, as DeepEP's kernels ask for."""
+    exchanges = [op for op in trace.ops if op.role == "start" and "all_to_all" in op.signature]
+    lanes = {op.lane for op in exchanges if "moe" in trace.modules.get(op.name, "").split(".")}
+    sizes = ((lane, *groups[lane]) for lane in lanes)
+    filled = {lane for lane, ranks, near in sizes if ranks <= near or ranks % near == 0}
+    return [op for op in exchanges if op.lane in filled]
+
+
 def sent_once(
     trace: Trace,
     profile: Profile,
@@ -44,25 +53,22 @@ def sent_once(
     """The profile with such all-to-alls. `groups` has of each lane its ranks, and how many of them
     a node has; `experts` are all, and those of a token."""
     costs = dict(profile.costs)
-    exchanges = [op for op in trace.ops if op.role == "start" and "all_to_all" in op.signature]
-    lanes = {op.lane for op in exchanges if "moe" in trace.modules.get(op.name, "").split(".")}
-    for op in exchanges:
-        traffic = works[op.name].traffic
-        ranks, near = groups.get(op.lane, (1, 1))
-        filled = ranks <= near or ranks % near == 0  # as DeepEP's kernels ask for
-        if op.lane in lanes and traffic is not None and filled:
+    for op in _sent(trace, groups):
+        if (traffic := works[op.name].traffic) is not None:
             took_ns = once_ns(machine, traffic[1], *groups[op.lane], *experts)
             costs[op.name] = replace(costs[op.name], comm_ns=took_ns)
     return replace(profile, costs=costs)
 
 
-def ordered_as_sent(trace: Trace, profile: Profile) -> Profile:
+def ordered_as_sent(
+    trace: Trace, profile: Profile, groups: Mapping[str, tuple[int, int]]
+) -> Profile:
     """The profile, if tokens are sent, without what brings them into the order of experts and back,
     and weighs what experts make: HybridEP's kernels do the first while they send, the kernel that
     gates the second (Megatron-core 0.16.1, `_HybridEPManager` of token_dispatcher.py and
     `TEGroupedMLP`)."""
     costs = dict(profile.costs)
-    if not any(op.role == "start" and "all_to_all" in op.signature for op in trace.ops):
+    if not _sent(trace, groups):
         return profile
     for op in trace.ops:
         inside = "moe" in trace.modules.get(op.name, "").split(".")

@@ -69,6 +69,10 @@ class Layout:
         """How many ranks hold the same dense weights, for different tokens."""
         return self.dp * self.cp
 
+    def replicas_near(self, node: int) -> int:
+        """How many of them share a node of so many GPUs."""
+        return max(1, min(self.replicas, node // self.tp))
+
     @property
     def stages(self) -> int:
         return self.pp * {"interleaved": self.chunks, "zero-bubble-v": 2}.get(self.schedule, 1)
@@ -185,7 +189,13 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
     """Every layout that divides ranks, heads, layers and batch without remainder. Ranks share
     sequences wherever they can: that sends the same bytes and holds fewer."""
     framework, cp = find_framework(cluster.framework), fixed.cp
-    _check(model, cluster, fixed)
+    check_framework(model, cluster)
+    piped = fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b")
+    if framework.gathers and piped:
+        raise OptionError(
+            f"framework {cluster.framework}, which divides weights over replicas, with {fixed}: "
+            "expected no pipeline"
+        )
     if not framework.of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(
             f"cp={cp} on {cluster.gpus} GPUs, with sequences of {model.seq} tokens of "
@@ -205,8 +215,6 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             dp = cluster.gpus // cp // tp // pp
             if pp > 1 and framework.gathers:
                 break  # weights would be gathered for each microbatch and stage
-            if not fills_nodes(Layout(tp, pp, dp, 1, cp=cp), framework, cluster.gpus_per_node):
-                continue
             if pp * model.period > model.layers or cluster.global_batch % dp:
                 continue
             shares = fixed.shares_experts and tp > 1
@@ -233,36 +241,40 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                             yield replace(layout, ep=ep)
 
 
-def _check(model: Model, cluster: Cluster, fixed: Fixed) -> None:
+def check_framework(model: Model, cluster: Cluster) -> None:
     """Raise OptionError if the search cannot say what the cluster's framework makes of the
     model."""
+    framework = find_framework(cluster.framework)
     if cluster.fp8:
         check_fp8(model, cluster)
-    framework = find_framework(cluster.framework)
-    sends_once = framework.dispatcher != "alltoall"
-    if sends_once and isinstance(model, Transformer) and not model.experts:
-        raise OptionError(
-            f"framework {cluster.framework} with {model.name}: expected a model with experts, "
-            "whose tokens it sends"
-        )
-    if sends_once and not isinstance(model, Transformer):
+    if framework.dispatcher != "alltoall" and not isinstance(model, Transformer):
         raise OptionError(
             f"framework {cluster.framework} with a block of your own, {model.name}, which sends "
             "its tokens itself; expected a preset or a config.json"
         )
+    if framework.dispatcher != "alltoall" and not model.experts:
+        raise OptionError(
+            f"framework {cluster.framework} with {model.name}: expected a model with experts, "
+            "whose tokens it sends"
+        )
     if framework.gathers:
-        check_sharded(model, cluster.framework)
-        node = cluster.gpus_per_node
-        if framework.in_node and cluster.gpus > node and cluster.gpus % node:
-            raise OptionError(
-                f"framework {cluster.framework} on {cluster.gpus} GPUs, {node} a node: expected "
-                "replicas that fill nodes"
-            )
-        if fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b"):
-            raise OptionError(
-                f"framework {cluster.framework}, which divides weights over replicas, with "
-                f"{fixed}: expected no pipeline"
-            )
+        _check_sharded(model, cluster, framework)
+
+
+def _check_sharded(model: Model, cluster: Cluster, framework: Framework) -> None:
+    """Raise OptionError if the search cannot say what dividing the model's weights gives."""
+    node = cluster.gpus_per_node
+    if not isinstance(model, Transformer):
+        found = f"a block of your own, {model.name}; expected a preset or a config.json"
+    elif model.experts:
+        found = f"experts, {model.experts} in {model.name}; expected a model without"
+    elif framework.in_node and cluster.gpus > node and cluster.gpus % node:
+        found = f"{cluster.gpus} GPUs, {node} a node; expected replicas that fill nodes"
+    else:
+        return
+    raise OptionError(
+        f"framework {cluster.framework}, which divides weights over replicas, with {found}"
+    )
 
 
 def comm_types(model: Model, tp: int, cp: int) -> tuple[str, ...]:
@@ -295,24 +307,6 @@ def check_fp8(model: Model, cluster: Cluster) -> None:
     else:
         return
     raise OptionError(f"FP8 {found}")
-
-
-def fills_nodes(layout: Layout, framework: Framework, node: int) -> bool:
-    """Can the layout's replicas be divided into nodes of so many GPUs, if weights are divided over
-    those of a node?"""
-    here = max(1, min(layout.replicas, node // layout.tp))
-    return not framework.in_node or layout.replicas % here == 0
-
-
-def check_sharded(model: Model, framework: str) -> None:
-    """Raise OptionError if the search cannot say what dividing the model's weights gives."""
-    if not isinstance(model, Transformer):
-        found = f"a block of your own, {model.name}; expected a preset or a config.json"
-    elif model.experts:
-        found = f"experts, {model.experts} in {model.name}; expected a model without"
-    else:
-        return
-    raise OptionError(f"framework {framework}, which divides weights over replicas, with {found}")
 
 
 def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:

@@ -44,10 +44,9 @@ def megatron_arguments(
     if expert_ranks > 1:
         yield f"--expert-model-parallel-size {expert_ranks}"
         if framework.dispatcher != "alltoall":
-            yield "--moe-token-dispatcher-type flex"
-            yield {"deepep": "--moe-enable-deepep"}.get(
-                framework.dispatcher, f"--moe-flex-dispatcher-backend {framework.dispatcher}"
-            )
+            backend = f"--moe-flex-dispatcher-backend {framework.dispatcher}"
+            older = framework.dispatcher == "deepep"  # by a name that older versions know, too
+            yield f"--moe-token-dispatcher-type flex {'--moe-enable-deepep' if older else backend}"
         else:
             yield "--moe-token-dispatcher-type alltoall"  # by default they gather all tokens
     if experts and layout.tp > 1:

@@ -30,11 +30,9 @@ from overlapc.search.layouts import (
     CP_COMM_TYPES,
     Cluster,
     Layout,
-    check_fp8,
-    check_sharded,
+    check_framework,
     comm_types,
     expert_sizes,
-    fills_nodes,
 )
 from overlapc.search.megatron import check_modules
 from overlapc.search.memory import Answer, answer, needed_bytes
@@ -247,25 +245,19 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     framework = find_framework(cells["framework"])
     if not framework.of(model).splits_sequence(cp):
         raise ValueError(f"cp={cp} does not divide sequences of {model.seq} in fused attention")
-    if framework.dispatcher != "alltoall" and not model.experts:
-        raise ValueError(f"framework {framework.name} without experts: expected experts to send to")
-    if framework.gathers:
-        check_sharded(model, framework.name)
-        node = load_hardware(_hardware(path, cells)).gpus_per_node
-        if not fills_nodes(layout, framework, node):
-            raise ValueError(f"{layout} with {framework.name}: expected replicas that fill nodes")
-        if pp > 1 or layout.schedule != "1f1b":
-            found = f"pp={pp}" if pp > 1 else f"schedule {layout.schedule}"
-            raise ValueError(f"{found} with {framework.name}, which divides weights: expected pp=1")
+    if framework.gathers and (pp > 1 or layout.schedule != "1f1b"):
+        found = f"pp={pp}" if pp > 1 else f"schedule {layout.schedule}"
+        raise ValueError(f"{found} with {framework.name}, which divides weights: expected pp=1")
     recompute = framework.plan(cells["recompute"])
     check_modules(model, recompute)
-    hardware = _hardware(path, cells)
+    hardware = cells["hardware"]
+    if hardware.endswith(".toml"):
+        hardware = str(path.parent / hardware)
     machine = load_hardware(hardware)
     where = machine.gpus_per_node, machine.memory_bytes, batch
     fp8 = _flag(cells, "fp8")
     cluster = Cluster(hardware, gpus, *where, framework=framework.name, fp8=fp8)
-    if fp8:
-        check_fp8(model, cluster)
+    check_framework(model, cluster)
     return Row(
         ",".join(given.values()),
         model,
@@ -276,12 +268,6 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
         _measured(cells, "peak_gb", 1e9),
         _flag(cells, "fits", default=True),
     )
-
-
-def _hardware(path: Path, cells: Mapping[str, str]) -> str:
-    """A preset, or the path of a file beside the table."""
-    hardware = cells["hardware"]
-    return str(path.parent / hardware) if hardware.endswith(".toml") else hardware
 
 
 def _layout(

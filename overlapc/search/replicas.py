@@ -82,13 +82,13 @@ class Update:
             return sum(each)
 
         of_rank = rank_parameters(model, layout, layers)
-        if find_framework(cluster.framework).gathers:
+        framework = find_framework(cluster.framework)
+        if framework.gathers:
             (held,) = of_rank
-            ranks = sharing_ranks(layout, find_framework(cluster.framework), machine.gpus_per_node)
+            ranks = sharing_ranks(layout, framework, machine.gpus_per_node)
             moved = _moved(cluster, layout, held, (ranks, 1))
             return Update((0,) * layout.stages, round(machine.memory_ns(moved)), 0)
         of_stage = stage_parameters(model, layout, layers)
-        framework = find_framework(cluster.framework)
         shards = divides_optimizer(model, framework)
         whole = framework.sums_all or not shards
         kind: Literal["all_reduce", "reduce_scatter"] = "all_reduce" if whole else "reduce_scatter"

@@ -48,7 +48,7 @@ class Shards:
     def of(model: Model, cluster: Cluster, layout: Layout) -> Shards:
         framework, machine = find_framework(cluster.framework), load_hardware(cluster.hardware)
         layer, ends = layer_and_ends(model, layout)
-        here = max(1, min(layout.replicas, machine.gpus_per_node // layout.tp))
+        here = layout.replicas_near(machine.gpus_per_node)
         ranks = sharing_ranks(layout, framework, machine.gpus_per_node)
         size = framework.summed_bytes or framework.gradient_bytes
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline, Trace
 from overlapc.merge import merge
@@ -28,9 +28,6 @@ from overlapc.solvers.bounds import phase_bounds_ns
 from overlapc.solvers.program import Program
 from overlapc.stages import in_parts
 from overlapc.valid import validated
-
-if TYPE_CHECKING:
-    pass
 
 _T = TypeVar("_T")
 Part = Literal["whole", "forward", "inputs", "merged"]
@@ -222,7 +219,7 @@ def _problem(key: UnitKey, module: Module) -> tuple[Problem, tuple[str, ...], fl
         groups = described.groups(machine)
         profile = sent_once(described.trace, profile, described.works, groups, machine, asked)
         if framework.dispatcher == "hybridep":
-            profile = ordered_as_sent(described.trace, profile)
+            profile = ordered_as_sent(described.trace, profile, groups)
     if framework.beside and key.sequence:
         profile = beside_products(described.trace, profile, described.works, machine, key.tp)
     problem = step.microbatch(described.trace, profile)

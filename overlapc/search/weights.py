@@ -109,8 +109,7 @@ def _sharded_bytes(model: Model, layout: Layout, framework: Framework, node: int
 
 def sharing_ranks(layout: Layout, framework: Framework, node: int) -> int:
     """Over how many replicas weights are divided, in nodes of so many GPUs."""
-    here = max(1, min(layout.replicas, node // layout.tp))
-    return here if framework.in_node else layout.replicas
+    return layout.replicas_near(node) if framework.in_node else layout.replicas
 
 
 def divides_optimizer(model: Model, framework: Framework) -> bool:

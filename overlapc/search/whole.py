@@ -163,7 +163,7 @@ def _planned(
         else machine.collective_ns("p2p", size, 2, near)
         for other, size in ((stage - 1, whole.coming), (stage + 1, whole.going))
     )  # fmt: skip
-    here = max(1, min(layout.dp, machine.gpus_per_node // layout.tp))
+    here = layout.replicas_near(machine.gpus_per_node)
     average_ns = machine.average_ns(whole.parameters, layout.dp, here)
     return reports, stage_figures(reports, whole.received, sent_ns, beside, average_ns)
 

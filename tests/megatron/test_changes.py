@@ -591,8 +591,9 @@ def words_alone(*given: Any, **more: Any) -> Any:
     return out, loss
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("version", ["0.16.1", pytest.param("0.19.2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
 def test_a_chunk_that_returns_a_pair_is_planned(version: str) -> None:
     cpu.need(version)
     for rank in run_ranks(bert, 2, version, timeout_s=280):

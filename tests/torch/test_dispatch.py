@@ -142,10 +142,21 @@ def test_nodes_that_are_not_full_are_as_without() -> None:
     layout = Layout(1, 1, 9, 1, ep=9)
     model = replace(MODEL, experts=9)
     took = []
-    for framework in ("megatron-overlap", "megatron-overlap+deepep"):
-        cluster = replace(CLUSTER, gpus=9, framework=framework)
+    for options in ("", "+deepep", "+hybridep"):
+        cluster = replace(CLUSTER, gpus=9, framework="megatron-overlap+cuda-graphs" + options)
         problem = make_unit(UnitKey.of(model, cluster, layout), bounded=False, most=1).problem
-        took.append([problem.cost(op.name).comm_ns for op in problem.trace.ops])
+        took.append([problem.cost(op.name) for op in problem.trace.ops])
+    assert took[0] == took[1] == took[2]
+
+
+def test_without_all_to_alls_nothing_is_ordered_on_the_way() -> None:
+    """All experts are on each rank; context parallelism's all-to-alls are none of theirs."""
+    layout = Layout(1, 1, 8, 2, cp=2, cp_comm_type="a2a", ep=1)
+    took = []
+    for options in ("", "+hybridep"):
+        cluster = replace(CLUSTER, framework="megatron-overlap+cuda-graphs" + options)
+        problem = make_unit(UnitKey.of(MODEL, cluster, layout), bounded=False, most=1).problem
+        took.append([problem.cost(op.name) for op in problem.trace.ops])
     assert took[0] == took[1]
 
 
