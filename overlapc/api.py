@@ -28,10 +28,10 @@ from overlapc.passes.untraced import refuse_switched_off
 from overlapc.planning import road
 from overlapc.planning.options import DEFAULTS, Budget, Options
 from overlapc.planning.report import Report
+from overlapc.ranks.exchange import busy, in_call
 from overlapc.runtime.auto import AutoCalls
 from overlapc.runtime.backend import Backend
 from overlapc.runtime.checking import Checked, check
-from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import (
     FIRST_CALL,
     TWIN,
@@ -43,7 +43,6 @@ from overlapc.runtime.foreign import (
 from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.regions import Region
 from overlapc.runtime.sliced import SlicedCalls
-from overlapc.runtime.waiting import told_of_compiling
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
 
@@ -282,10 +281,10 @@ class _Engine:
         try:
             with dynamo_config.patch(_SETTINGS | self.settings):
                 if self.begun:
-                    with told_of_compiling():
+                    with in_call():
                         return self.run(args, kwargs)
                 self.begun = True
-                with busy("tracing", self.backend.options.timeout_s):  # the other ranks wait
+                with busy("tracing"):  # the other ranks wait
                     return self.run(args, kwargs)
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, OverlapcError):

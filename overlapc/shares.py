@@ -31,7 +31,7 @@ from overlapc.solvers.choice import Needs, plan_on_demand
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
-    from overlapc.runtime.exchange import Exchange
+    from overlapc.ranks.exchange import Exchange
 
 _LEVELS = 48  # steps between the least memory and all, each with its combination
 _PLANS = 240  # about how many plans the menus of all graphs hold together

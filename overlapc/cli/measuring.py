@@ -80,7 +80,7 @@ def _profile(args: argparse.Namespace) -> int:
     from overlapc.files import write_file
     from overlapc.profiler.hardware import format_hardware, load_hardware
     from overlapc.profiler.machine import measure_machine
-    from overlapc.runtime.exchange import Exchange
+    from overlapc.ranks.exchange import Exchange
 
     if args.out.suffix != ".toml":
         raise OptionError(f"--out {args.out}: expected a name that ends in .toml")

@@ -9,11 +9,11 @@ from datetime import timedelta
 from operator import methodcaller
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import OptionError, RankError
-from overlapc.runtime.line import PREFIX, has_peers, line_to
+from overlapc.ranks.board import own_board
 
+_LEAVE_S = 7.0
 _numbers = itertools.count()  # all ranks patch alike
 
 
@@ -21,40 +21,32 @@ class Later:
     """What a rank refuses is written into the store before the rank goes on with the step. So a
     rank that the step makes wait for that one finds it when the step has ended."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._key = f"{PREFIX}/megatron {next(_numbers)}"
+    def __init__(self) -> None:
+        self._key = f"megatron {next(_numbers)}"
         self._mine: OptionError | None = None
 
     def tell(self, stage: int, error: OptionError) -> None:
         """Keep an error of this rank, and tell the others."""
         self._mine = self._mine or OptionError(f"stage {stage}: {error}")
-        if has_peers():
-            said = f"{self._mine} (on rank {dist.get_rank()})"
-            line = line_to(_get_default_store(), dist.get_rank())
-            line.call(methodcaller("set", f"{self._key}/refused", said), self._timeout_s)
+        if (board := own_board()) is not None:
+            board.put(f"{self._key}/refused", f"{self._mine} (on rank {board.rank})")
 
     def found(self) -> OptionError | None:
         """What some rank has refused."""
-        if self._mine is not None or not has_peers():
+        board = own_board()
+        if self._mine is not None or board is None:
             return self._mine
-        line = line_to(_get_default_store(), dist.get_rank())
-        key = f"{self._key}/refused"
-        if not line.call(methodcaller("check", [key]), self._timeout_s):
-            return None
-        return OptionError(line.call(methodcaller("get", key), self._timeout_s).decode())
+        (said,) = board.look([f"{self._key}/refused"])
+        return None if said is None else OptionError(said.decode())
 
     def leave(self) -> None:
         """Behind the first step: rank 0, whose process may host the store, goes on when all others
         have read what they were told. Then it may end at once."""
-        if not has_peers():
+        if (board := own_board()) is None:
             return
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        keys = [f"{self._key}/left/{other}" for other in range(1, ranks)]
-        line = line_to(_get_default_store(), rank)
+        keys = [f"{self._key}/left/{other}" for other in range(1, dist.get_world_size())]
         with contextlib.suppress(RankError):  # a rank has ended: others say why
-            if rank:
-                line.call(methodcaller("set", keys[rank - 1], ""), self._timeout_s)
+            if board.rank:
+                board.put(keys[board.rank - 1], "")
             else:
-                wait = methodcaller("wait", keys, timedelta(seconds=self._timeout_s))
-                line.call(wait, 2 * self._timeout_s)
+                board.call(methodcaller("wait", keys, timedelta(seconds=_LEAVE_S)))

@@ -15,12 +15,11 @@ from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import RankError
 from overlapc.megatron.roll import are_all_patched
-from overlapc.runtime.line import Line, has_peers, line_to, present
-from overlapc.runtime.watch import watched
+from overlapc.ranks.board import own_board, present
+from overlapc.ranks.presence import neighbours
 
 _APART = "megatron/apart"
 
@@ -40,12 +39,12 @@ class Pace:
         self.steps += 1
         self._firsts += first
         self.lacks, self._lacks = self._lacks and not first, False
-        if not has_peers():
+        if (board := own_board()) is None:
             return
         apart, self._apart = self._apart, ""
         if apart:
             raise RankError(apart)
-        record, rank = json.dumps([self.steps, self._firsts]), dist.get_rank()
+        record, rank = json.dumps([self.steps, self._firsts]), board.rank
 
         def write(store: Any) -> None:
             store.set(f"megatron/pace/{rank}", record)
@@ -53,28 +52,26 @@ class Pace:
             self._apart = "" if found is None else found.decode()
             self._lacks = not are_all_patched(store)
 
-        self._line().send(write)  # read in the next step: no step waits for the store
+        board.send(write)  # read in the next step: no step waits for the store
 
-    def look(self, timeout_s: float) -> str | None:
+    def look(self) -> str | None:
         """In a first step: the rank that is in the same step, or behind it, without planning."""
-        others = watched(range(dist.get_world_size()), dist.get_rank())
-        keys = [f"megatron/pace/{other}" for other in others]
-        records = self._line().call(lambda store: present(store, keys), timeout_s)
+        if (board := own_board()) is None:
+            return None
+        others = neighbours(range(dist.get_world_size()), board.rank)
+        records = board.look([f"megatron/pace/{other}" for other in others])
         for other, record in zip(others, records, strict=True):
             steps, firsts = (0, 0) if record is None else json.loads(record)
             if steps >= self.steps and firsts < self._firsts:
                 said = (
                     f"rank {other} runs step {steps} by the plans that it has, and rank "
-                    f"{dist.get_rank()} plans anew in step {self.steps}; expected all ranks to "
+                    f"{board.rank} plans anew in step {self.steps}; expected all ranks to "
                     "call overlapc.megatron.patch() again, or to train other models, before the "
                     "same step, or none"
                 )
-                self._line().call(methodcaller("compare_set", _APART, "", said), timeout_s)
+                board.call(methodcaller("compare_set", _APART, "", said))
                 return said
         return None
-
-    def _line(self) -> Line:
-        return line_to(_get_default_store(), dist.get_rank())
 
 
 pace = Pace()

@@ -28,12 +28,12 @@ from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep, tangent_bytes
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
-from overlapc.runtime.exchange import busy
-from overlapc.runtime.ranks import exchange_of, ranks_of, together
+from overlapc.ranks.exchange import busy
+from overlapc.ranks.groups import exchange_of, ranks_of, together
 from overlapc.runtime.train_step import adding
 
 if TYPE_CHECKING:
-    from overlapc.runtime.exchange import Exchange
+    from overlapc.ranks.exchange import Exchange
 
 _STATES = 16  # Python states of the model, after which it runs plain
 
@@ -166,7 +166,7 @@ class Planning:
             first, uncut = cut.slice(0), captured
             whole, captured = self._traced("captured in slices", first, exchange)
             gathered(self.ddp)
-            with busy("comparing slices", self._options.timeout_s):
+            with busy("comparing slices"):
                 cut.compare(captured, uncut, self.lasting, whole.taps.names, exchange)
             self.said[count] = str(cut.compared)
             primals = [*self.lasting, *first.tensors]
@@ -197,7 +197,7 @@ class Planning:
     def _captured(self, whole: Whole, call: Call) -> Captured | CaptureError:
         try:
             self._refuse()
-            with busy("tracing", self._options.timeout_s):
+            with busy("tracing"):
                 return traced(whole, call, self.ddp)
         except CaptureError as error:
             return error

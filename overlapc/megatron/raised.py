@@ -2,8 +2,8 @@
 
 That rank alone has its error. The others wait for it in collectives, which fail when its process
 ends, with an error that names an address. So the rank writes what it raised into the store before
-it goes on; a rank whose collective fails looks there. If nothing was written, it looks which
-process has ended. In the first step, which every rank guards, the guard looks as well: there ranks
+it goes on; a rank whose collective fails looks there. If nothing was written, it asks which process
+has ended. In the first step, which every rank guards, the guard looks as well: there ranks
 also wait for each other's messages.
 
     megatron/raised/<step>         what some rank raised, or found lost, in this step of training
@@ -17,13 +17,11 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import RankError
 from overlapc.megatron.pace import pace
-from overlapc.megatron.processes import Processes
-from overlapc.runtime.guard import LOOK_S, is_broken
-from overlapc.runtime.line import Line, has_peers, line_to, present
+from overlapc.ranks.board import Board, has_peers, own_board, present
+from overlapc.ranks.guard import LOOK_S, NAMING_S, is_broken
 
 # So long a rank may still raise the same error itself: all ranks find some errors alike.
 _GRACE_S = 2.0
@@ -32,16 +30,13 @@ _GRACE_S = 2.0
 class Raised:
     """What a rank raised in the step that runs, under a key of this step's own."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._processes = Processes(timeout_s)
+    def __init__(self) -> None:
         self._guards = False
         self._seen: tuple[float, str] | None = None  # when, and what
 
     def begin(self, guards: bool) -> None:
         """A step begins; `guards`: all ranks call `look` in it, again and again."""
         self._guards, self._seen = guards, None
-        self._processes.begin()
 
     def look(self) -> str | None:
         """What another rank has raised in this step, or which is lost or does another step; ""
@@ -71,7 +66,7 @@ class Raised:
 
     def _found(self) -> str | None:
         """What this rank finds in a first step. All others are told."""
-        found = pace.look(self._timeout_s) or self._processes.lost()
+        found = pace.look() or self._ended()
         if found is None:
             return None
         # A rank that raised may have ended a moment after it wrote.
@@ -87,8 +82,11 @@ class Raised:
         except RankError as lost:
             has_store = False  # asking it again would take as long again
             _note(error, str(lost))
-        if (ended := self._processes.ended(has_store)) is None:
-            _note(error, "no process of the ranks that this rank watches has ended")
+        until = time.monotonic() + NAMING_S
+        while (ended := self._ended()) is None and time.monotonic() < until:
+            time.sleep(LOOK_S / 5)
+        if ended is None:
+            _note(error, "no process of another rank has ended")
             return None
         if has_store:
             with contextlib.suppress(RankError):
@@ -114,9 +112,16 @@ class Raised:
         (told,) = present(store, [self._key])
         return None if told is None else told.decode()
 
+    def _ended(self) -> str | None:
+        """Which rank's process has ended."""
+        found = _board().presence.lost(range(dist.get_world_size()))
+        return found and (
+            f"{found}; expected all ranks to live until training ends: see the output of that rank "
+            "for why it ended, and start the run again"
+        )
+
     def _call(self, request: Any) -> Any:
-        line: Line = line_to(_get_default_store(), dist.get_rank())
-        return line.call(request, self._timeout_s)
+        return _board().call(request)
 
     @property
     def _key(self) -> str:
@@ -125,6 +130,12 @@ class Raised:
     @property
     def _knows(self) -> str:
         return f"{self._key}/knows"
+
+
+def _board() -> Board:
+    board = own_board()
+    assert board is not None
+    return board
 
 
 def _note(error: BaseException, found: str) -> None:

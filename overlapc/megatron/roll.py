@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import RankError
-from overlapc.megatron.processes import own_process
-from overlapc.runtime.line import Line, has_peers, line_to, present
+from overlapc.ranks.board import Board, has_peers, own_board, present
 
 PATCHED = "patched"
 UNPATCHED = "it called overlapc.megatron.unpatch()"
@@ -53,21 +52,17 @@ def tell(word: str = PATCHED) -> None:
     said[rank] = word
     more = (word == PATCHED) - (before == PATCHED)
 
-    process = own_process()
-
     def write(store: Any) -> None:
-        store.set(f"megatron/process/{rank}", process)
         store.set(f"megatron/word/{rank}", word)
         if more:
             store.add(_COUNT, more)
 
-    line = _line()
-    line.history.beats = word == PATCHED
+    board = _board()
     if before == PATCHED:  # others count on it until they can read the new word
         with contextlib.suppress(RankError):  # the store has ended, and so has the run
-            line.call(write, _SAID_S)
+            board.call(write, _SAID_S)
     else:
-        line.send(write)
+        board.send(write)
 
 
 def are_all_patched(store: Any) -> bool:
@@ -77,9 +72,6 @@ def are_all_patched(store: Any) -> bool:
 
 class Roll:
     """The words of all ranks before and behind a first step, as this rank reads them."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s  # how long the store may take to answer
 
     def is_complete(self, patience_s: float) -> bool:
         """Do all ranks plan this first step? False on all of them if some rank has waited so long
@@ -97,7 +89,7 @@ class Roll:
                 return decided
             return present(store, [key])[0]
 
-        while (decided := _line().call(ask, self._timeout_s)) is None:
+        while (decided := _board().call(ask)) is None:
             time.sleep(_LOOK_S)
         return decided.decode() == _PLANNED
 
@@ -105,7 +97,7 @@ class Roll:
         """The ranks that are not patched, and why."""
         ranks = range(dist.get_world_size())
         keys = [f"megatron/word/{rank}" for rank in ranks]
-        words = _line().call(lambda store: present(store, keys), self._timeout_s)
+        words = _board().look(keys)
         said = {r: _NEVER if w is None else w.decode() for r, w in zip(ranks, words, strict=True)}
         return {rank: word for rank, word in said.items() if word != PATCHED}
 
@@ -121,5 +113,7 @@ def absent(missing: Mapping[int, str], what_came: str) -> RankError:
     )
 
 
-def _line() -> Line:
-    return line_to(_get_default_store(), dist.get_rank())
+def _board() -> Board:
+    board = own_board()
+    assert board is not None
+    return board

@@ -26,8 +26,8 @@ from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.parts import Parts, cut
 from overlapc.passes.trace import Captured, changed_inputs
 from overlapc.planning.report import Report
+from overlapc.ranks.exchange import Exchange
 from overlapc.runtime.distances import farthest, tolerance_of
-from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Way, apart, together, way_of
 from overlapc.runtime.uncut import Compared, noise, told
 

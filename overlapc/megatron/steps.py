@@ -28,13 +28,14 @@ from overlapc.megatron.searched import check
 from overlapc.megatron.state import noticed
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
-from overlapc.runtime.exchange import busy
-from overlapc.runtime.guard import is_broken
-from overlapc.runtime.ranks import exchange_of
+from overlapc.ranks.exchange import busy
+from overlapc.ranks.groups import exchange_of
+from overlapc.ranks.guard import is_broken
 from overlapc.search.chosen import Chosen
 
 SCHEDULES = ("1f1b", "merged")
 _GRACE_S = 1.0  # a word that was sent has reached the store
+PATIENCE_S = 7.0  # with a rank that says nothing, before all run a first step as plain Megatron
 FIRST_STEP_S = 120.0  # ranks may be so far apart before the first step, since they read data
 
 
@@ -74,8 +75,8 @@ class Steps:
         self._searched = searched
         self._running = threading.Lock()
         self._unjoined: dict[str, int] | None = None  # collectives before a plain step ended
-        self._roll, self._raised = Roll(options.timeout_s), Raised(options.timeout_s)
-        self.later = Later(options.timeout_s)
+        self._roll, self._raised = Roll(), Raised()
+        self.later = Later()
         # By the ids of models, which are kept alive here.
         self._places: dict[tuple[int, ...], tuple[Place, list[Any]]] = {}
         self.chunks: dict[int, Chunk] = {}
@@ -126,7 +127,7 @@ class Steps:
     ) -> Any:
         begins = False
         look = self._raised.look
-        first = busy("the first step of training", self._options.timeout_s, look)
+        first = busy("the first step of training", look)
         with contextlib.nullcontext() if place else first:
             if place is None:
                 patience_s = self._patience_s()
@@ -161,12 +162,12 @@ class Steps:
         been in that step, and a missing word will never come."""
         before, self._unjoined = self._unjoined, None
         if before is None:
-            return self._options.timeout_s
+            return PATIENCE_S
         if _joined(before, missing := self._roll.missing()):
             time.sleep(_GRACE_S)  # a word may be on its way
             if _joined(before, missing := self._roll.missing()):
                 raise absent(missing, "the step before ran as plain Megatron")
-        return FIRST_STEP_S if missing else self._options.timeout_s
+        return FIRST_STEP_S if missing else PATIENCE_S
 
     def _for_once_plain(
         self, real: Callable[..., Any], given: dict[str, Any], waited_s: float
@@ -191,7 +192,7 @@ class Steps:
         warnings.warn(
             f"overlapc ran a step as plain Megatron, and plans the next one: {waited_s:g} s after "
             "some rank had begun it, another had not called overlapc.megatron.patch(); expected "
-            "patch() before ranks read data, or a larger timeout_s",
+            "patch() before ranks read data",
             RuntimeWarning,
             stacklevel=5,
         )

@@ -23,7 +23,7 @@ from overlapc.text import format_plan, parse_plan
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.planning.report import Report
-    from overlapc.runtime.exchange import Exchange
+    from overlapc.ranks.exchange import Exchange
 
 _NOTHING_FITS = "infeasible "
 _FEW_RANKS = 4  # that a plan is judged by; each more is as much work again

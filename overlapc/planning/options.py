@@ -67,8 +67,8 @@ class Options:
     plan            a Plan, or the path of a saved one, instead of solving; refused for other
                     graphs. Of several microbatches that of one, and behind it, in a list, that
                     of two merged: without it they run one after the other
-    timeout_s       how long ranks wait for a rank without a sign of life; 7 s keep every
-                    rank's error within 10 s of a death
+    timeout_s       how long ranks wait for one that lives and is late; None: as long as their
+                    process group does (`init_process_group(timeout=...)`)
     cache           a file in which measured costs are kept and found again; True for the one in
                     ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
     dynamic         as in torch.compile
@@ -88,7 +88,7 @@ class Options:
     profile: str = "measure"
     hardware: StrPath = "cpu-gloo"
     plan: Plan | StrPath | Sequence[Plan | StrPath] | None = field(default=None, compare=False)
-    timeout_s: float = 7.0
+    timeout_s: float | None = None
     cache: bool | StrPath | None = None
     dynamic: bool | None = None
     check: bool = False
@@ -104,10 +104,10 @@ class Options:
         self._expect("profile", ("measure", "estimate"))
         if not isinstance(self.hardware, (str, os.PathLike)):
             raise OptionError(f"hardware={self.hardware!r}: expected a preset or a file's path")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)):
-            raise OptionError(f"timeout_s={self.timeout_s!r}: expected a number of seconds")
-        if not self.timeout_s > 0:
-            raise OptionError(f"timeout_s={self.timeout_s!r}: expected more than 0 seconds")
+        seconds = self.timeout_s
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (number and seconds > 0):
+            raise OptionError(f"timeout_s={seconds!r}: expected more than 0 seconds, or None")
         if not isinstance(self.cache, (bool, str, os.PathLike, type(None))):
             raise OptionError(f"cache={self.cache!r}: expected True, False, None or a file's path")
         if not isinstance(self.dynamic, (bool, type(None))):

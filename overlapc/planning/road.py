@@ -49,7 +49,7 @@ from overlapc.text import format_plan
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
-    from overlapc.runtime.exchange import Exchange
+    from overlapc.ranks.exchange import Exchange
 
 _TIGHTER = 1  # how often a slice is planned for less, before it takes what it can
 Choices = Callable[[], Iterable[tuple[str, ...]]]

@@ -16,7 +16,7 @@ from overlapc.stages import stage_cost
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
-    from overlapc.runtime.exchange import Exchange
+    from overlapc.ranks.exchange import Exchange
 
 _FURTHER = 2  # more microbatches in flight for which stages are planned
 

@@ -42,9 +42,10 @@ from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
-from overlapc.runtime.exchange import Exchange, busy
+from overlapc.ranks.board import has_peers
+from overlapc.ranks.exchange import Exchange, busy, naming_the_dead
+from overlapc.ranks.groups import Attempts
 from overlapc.runtime.graphs import Calls, Graph
-from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.shares import Share, plan_frugally
 
@@ -83,7 +84,7 @@ class Backend:
             refuse_subclasses(example_inputs)
             if place := taken_again(gm):
                 raise CaptureError(_SECOND, place)
-            with busy("tracing", self.options.timeout_s):
+            with busy("tracing"):
                 graph.run = self._counted(self._compile(gm, example_inputs, partition, traced))
             if self.steps.running is None:
                 self._warn_of_breaks(graph)
@@ -309,6 +310,8 @@ def _begin(gm: fx.GraphModule) -> str:
 def _run_as_ordered(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
     """The eager compiler: the graph itself, node by node, taking its arguments boxed."""
     run = _forward_of(module)
+    if has_peers():
+        run = naming_the_dead()(run)
     if getattr(module, "_boxed_call", False):
         return as_boxed(lambda arguments: run(arguments))
     from torch._functorch.aot_autograd import make_boxed_func

@@ -13,9 +13,9 @@ from overlapc.errors import CaptureError, Infeasible, OptionError
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures
+from overlapc.ranks.exchange import busy
+from overlapc.ranks.groups import exchange_for, together
 from overlapc.runtime.auto import SLICES
-from overlapc.runtime.exchange import busy
-from overlapc.runtime.ranks import exchange_for, together
 from overlapc.runtime.row import Links
 from overlapc.runtime.sliced_stage import SlicedStage
 from overlapc.runtime.stage import Stage
@@ -59,7 +59,7 @@ class CutStages:
         for stage, each in given.items():
             for count in self.counts[stage]:
                 try:
-                    with busy("comparing slices", self.links.timeout_s):
+                    with busy("comparing slices"):
                         self.found[stage].append(self._compared(self.stages[stage], count, each))
                 except (CaptureError, OptionError) as error:
                     self.said[stage][count] = str(error).removeprefix(f"stage {stage}: ")

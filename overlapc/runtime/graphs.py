@@ -25,8 +25,8 @@ from overlapc.passes.differences import used_several_times
 from overlapc.passes.places import is_models
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
-from overlapc.runtime.exchange import busy
-from overlapc.runtime.ranks import exchange_for
+from overlapc.ranks.exchange import busy
+from overlapc.ranks.groups import exchange_for
 from overlapc.shares import Run, Share, plan_shares
 
 Compile = Callable[[Sequence[Any], Plan], Callable[..., Any]]
@@ -85,7 +85,7 @@ class Graph:
         assert self.compile is not None
         self._wanted = None
         try:
-            with busy("tracing", self.calls.options.timeout_s), tracing(TracingContext(self._mode)):
+            with busy("tracing"), tracing(TracingContext(self._mode)):
                 self.run = self.compile(self._inputs, plan)
         except Exception as error:
             warnings.warn(

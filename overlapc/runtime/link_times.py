@@ -11,8 +11,8 @@ from torch import Tensor
 
 from overlapc.planning.options import Options
 from overlapc.profiler.hardware import load_hardware
-from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.ranks import exchange_for
+from overlapc.ranks.exchange import Exchange
+from overlapc.ranks.groups import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.schedule import Schedule
 from overlapc.timing import now_ns
@@ -39,7 +39,7 @@ def sent_ns(schedule: Schedule, stage: int, size: int, links: Links, options: Op
 
     def ping() -> None:
         for how in (dist.isend, dist.irecv) if links.rank == here else (dist.irecv, dist.isend):
-            run.wait(run.post(how, tensor, 0, peer, "a ping"), "a ping")
+            run.wait(run.post(how, tensor, 0, peer, "a ping"), "a ping", peer)
 
     return _timed(ping) // 2
 
@@ -71,7 +71,9 @@ def averaging_ns(
         return max(map(int, exchange.gather(what, str(mine).encode())))
 
 
-def alike_ns(lanes: Sequence[str], took_ns: tuple[int, int], timeout_s: float) -> tuple[int, int]:
+def alike_ns(
+    lanes: Sequence[str], took_ns: tuple[int, int], timeout_s: float | None
+) -> tuple[int, int]:
     """The longest of each of these times on the ranks that share a stage's collectives: each rank
     measured the links of its own pipeline, and all must place the same rows."""
     with exchange_for(lanes, timeout_s) as exchange:

@@ -28,12 +28,13 @@ from overlapc.planning.options import Options, schedule_of
 from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
+from overlapc.ranks.board import attend
+from overlapc.ranks.exchange import Exchange, busy, in_call
+from overlapc.ranks.groups import exchange_for
 from overlapc.runtime.cut_stages import Candidate, CutStages
-from overlapc.runtime.exchange import Exchange, busy
 from overlapc.runtime.foreign import refuse_foreign, refuse_unmade, untraced
 from overlapc.runtime.given import Given, alike
 from overlapc.runtime.link_times import alike_ns, averaging_ns, sent_ns
-from overlapc.runtime.ranks import exchange_for
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.sliced_stage import SlicedStage
@@ -60,9 +61,7 @@ class Pipeline:
                     sum of their gradients
     options         those of `overlapc.Options`; `memory_budget` is of each stage, for what it holds
                     of all microbatches in flight, and it, `plan` and `slices` may be {stage: its}.
-                    A step may take `timeout_s` longer than predicted: more than a rank may do
-                    between two steps (write a checkpoint, say). With `slices` each microbatch of a
-                    stage is cut; between stages it stays whole
+                    With `slices` each microbatch of a stage is cut; between stages it stays whole
 
     Calling it with the inputs and targets of all microbatches (each a tuple or a tensor; needed
     on the first and the last stage's rank) adds up gradients in `.grad`, in the order of the
@@ -123,6 +122,7 @@ class Pipeline:
         self._average_ns: dict[int, int] = {}  # by stage: averaging its gradients
         self._asked = schedule
         self._planned_for: Any = None
+        attend()
 
     @untraced
     def __call__(self, inputs: Sequence[Any] = (), targets: Sequence[Any] = ()) -> list[Tensor]:
@@ -146,17 +146,19 @@ class Pipeline:
             alike([Given(args, {}) for args in given]) if given else None
             for given in (first, behind)
         ]
-        if self._planned_for is None:
-            self._prepare(first, behind, like)
-        elif like != self._planned_for:
-            raise OptionError(
-                f"this pipeline was planned for microbatches {self._planned_for}, found "
-                f"{like}: make another Pipeline for these"
-            )
-        elif self._anywhere(self._changed(first, behind)):
-            self._prepare(first, behind, like)
-        row = self.schedule.rows[self.rank]
-        return Run(self.schedule, row, self._stages, self.modules, self._links).run(first, behind)
+        with in_call():
+            if self._planned_for is None:
+                self._prepare(first, behind, like)
+            elif like != self._planned_for:
+                raise OptionError(
+                    f"this pipeline was planned for microbatches {self._planned_for}, found "
+                    f"{like}: make another Pipeline for these"
+                )
+            elif self._anywhere(self._changed(first, behind)):
+                self._prepare(first, behind, like)
+            row = self.schedule.rows[self.rank]
+            run = Run(self.schedule, row, self._stages, self.modules, self._links)
+            return run.run(first, behind)
 
     def explain(self) -> str:
         """Show the predicted timeline of all ranks, and the plans of this rank's stages."""
@@ -193,7 +195,7 @@ class Pipeline:
         work = run.guarded(
             lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self.group, async_op=True), what
         )
-        run.wait(work, what)
+        run.wait_for_all(work, what, self.group)
         return bool(flag)
 
     def _prepare(
@@ -226,7 +228,7 @@ class Pipeline:
             self._whole[stage].trace(first, others)
         cuts.cut(given)
         for stage, made in self._whole.items():
-            with busy("planning its stages", links.timeout_s):
+            with busy("planning its stages"):
                 slower = max(sent.get(end, 0) for end in (stage - 1, stage))
                 took = slower, self._average_ns[stage]
                 took = alike_ns(made.captured.trace.lanes, took, links.timeout_s)
@@ -272,7 +274,7 @@ class Pipeline:
                     given = inputs[0] if stage == 0 else tuple(map(blank, shapes[stage - 1]))
                     made = self._stage(stage, len(given), shapes.get(stage - 1, ()))
                     last = stage == schedule.stages - 1
-                    with busy("tracing", self._links.timeout_s):
+                    with busy("tracing"):
                         made.trace((*given, *targets[0]) if last else given)
                     told = _format_shapes(made.outgoing).encode()
                 answers = exchange.gather(f"the output of stage {stage}", told)
@@ -300,7 +302,7 @@ class Pipeline:
                     raise Infeasible(figure["budget"], figure["least"], f"stage {stage}")
                 for way, plans in zip(ways, figure, strict=True):
                     way.append([StageFigures.parse(each) for each in plans])
-            with busy("placing rows", self._links.timeout_s):
+            with busy("placing rows"):
                 found = [plan_rows(self.schedule, ways[0], self._place)]
                 if ways[1] != ways[0]:
                     found.append(plan_rows(self.schedule, ways[1], self._place))
@@ -310,7 +312,6 @@ class Pipeline:
         self.schedule, self.timeline = rows, timeline
         every = ways[which]
         self.costs = tuple(of[plan].cost for of, plan in zip(every, chosen, strict=True))
-        self._links.step_s = timeline.step_ns / 1e9
         return which, chosen
 
     def _exchange(self) -> Exchange:

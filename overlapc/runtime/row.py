@@ -1,17 +1,19 @@
 """`Run` runs one rank's row of a pipeline: the parts of its stages, and transfers between ranks.
 
 Results for another rank are sent as soon as they are made, while the rank goes on; receives are
-posted a few steps ahead. A rank that waits longer than `Links.patience_s` while no other compiles,
-or whose peer is gone, raises a RankError that names the action. When a stage's last gradients are
+posted a few steps ahead. A late rank is waited for, as long as the process group would; one that
+has ended or has raised is a RankError that names the action. When a stage's last gradients are
 made, their reduction begins, while the rank goes on.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin only from 3.11
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +23,15 @@ from torch import Tensor, nn
 
 from overlapc.errors import RankError
 from overlapc.pipeline import AHEAD
+from overlapc.ranks.board import group_timeout_s
+from overlapc.ranks.exchange import naming_the_dead
+from overlapc.ranks.lookout import waiting_for
 from overlapc.runtime.stage import Shape, Stage, blank, has_gradient
-from overlapc.runtime.waiting import REST_S, Peers, Waiter, told_of_compiling
+from overlapc.runtime.waiting import Waiter
 from overlapc.schedule import Action, Schedule, Step, format_step, is_pair
 
+_ON_ITS_WAY_S = 2.0  # what a rank sent before it ended still comes
+_SOON_S = 0.2  # after so long a wait the rank looks whether the other can still come
 # A transfer: the receiving stage, is it an activation, microbatch, which of several tensors
 Key = tuple[int, bool, int, int]
 
@@ -35,16 +42,15 @@ class Links:
 
     group: dist.ProcessGroup
     rank: int
-    timeout_s: float
+    timeout_s: float | None
     replicas: dist.ProcessGroup | None
     tied: Sequence[Mapping[int, str]]
-    step_s: float = 0.0  # predicted time of a step, once planned
     width: int = 1  # the most tensors between two stages
 
     @property
-    def patience_s(self) -> float:
-        """How long to wait for others, which may have up to a whole step of work to do first."""
-        return self.timeout_s + 3 * self.step_s
+    def limit_s(self) -> float:
+        """How long to wait for a rank that is late."""
+        return self.timeout_s or group_timeout_s()
 
 
 class Sent:
@@ -53,10 +59,10 @@ class Sent:
 
     def __init__(self) -> None:
         self._waiter = Waiter("overlapc-sent")
-        self._entries: deque[tuple[Future[None], Tensor, str]] = deque()
+        self._entries: deque[tuple[Future[None], Tensor, str, int]] = deque()
 
-    def add(self, work: Any, tensor: Tensor, what: str) -> None:
-        self._entries.append((self._waiter.put(work), tensor, what))
+    def add(self, work: Any, tensor: Tensor, what: str, peer: int) -> None:
+        self._entries.append((self._waiter.put(work), tensor, what, peer))
 
     def release(self) -> None:
         """Free the tensors that have arrived."""
@@ -65,12 +71,12 @@ class Sent:
                 return  # `wait` raises it
             self._entries.popleft()
 
-    def wait(self, patiently: Callable[[Future[None], str], None]) -> None:
+    def wait(self, patiently: Callable[[Future[None], str, int], None]) -> None:
         """Wait until all tensors have arrived, each as `patiently` does; raise what went wrong."""
         self.close()
         while self._entries:
-            arrived, _, what = self._entries[0]
-            patiently(arrived, f"{what} was not taken")
+            arrived, _, what, peer = self._entries[0]
+            patiently(arrived, f"{what} was not taken", peer)
             self._entries.popleft()
 
     def close(self) -> None:
@@ -98,7 +104,6 @@ class Run:
         self.asked: dict[Key, tuple[Any, Tensor]] = {}
         self.sent = Sent()
         self.waiter = Waiter("overlapc-received")
-        self.peers = Peers()
         self.at = ""
         self.last_of: dict[int, int] = {}  # stage -> the last step that makes gradients
         for i, step in enumerate(row):
@@ -117,8 +122,7 @@ class Run:
             stage.states.clear()
         before = self.lay_by_tied()
         try:
-            with told_of_compiling():
-                losses = self.run_row()
+            losses = self.run_row()
             self.at = "the end of the step"
             for which, names in enumerate(self.links.tied):
                 self.add_tied(which, names)
@@ -218,7 +222,8 @@ class Run:
                 found.append(self.here.pop(key))
             else:
                 work, buffer = self.asked.pop(key)
-                self.wait(work, f"{_named(key)} from rank {self.source(key)}")
+                source = self.source(key)
+                self.wait(work, f"{_named(key)} from rank {source}", source)
                 found.append(buffer)
         return tuple(found)
 
@@ -230,7 +235,7 @@ class Run:
             return
         what = f"{_named(key)} to rank {target}"
         work = self.post(dist.isend, result, self.tag(key), target, what)
-        self.sent.add(work, result, what)
+        self.sent.add(work, result, what, target)
 
     def source(self, key: Key) -> int:
         return self.schedule.rank_of[key[0] + (-1 if key[1] else 1)]
@@ -264,7 +269,8 @@ class Run:
 
     def end_averages(self) -> None:
         for work, gradient, what in self.averaging:
-            self.wait(work, what)
+            assert self.links.replicas is not None
+            self.wait_for_all(work, what, self.links.replicas)
             gradient /= dist.get_world_size(self.links.replicas)
         self.averaging.clear()
 
@@ -290,20 +296,19 @@ class Run:
         gradients = {stage: _gradient(self.modules[stage], names[stage]) for stage in mine}
         first = 2 * self.schedule.stages * (self.schedule.microbatches + which)
         first *= self.links.width  # tags after those of the pipeline's transfers
-        coming = []
+        coming: list[tuple[Any, str, int]] = []
         for stage in sorted(set(names) - set(mine)):
             what = f"the gradient of {names[stage]} of stage {stage}, tied to {names[mine[0]]}"
             gradients[stage] = torch.empty_like(gradients[mine[0]])
-            coming.append(
-                (self.post(dist.irecv, gradients[stage], first + stage, ranks[stage], what), what)
-            )
+            work = self.post(dist.irecv, gradients[stage], first + stage, ranks[stage], what)
+            coming.append((work, what, ranks[stage]))
         for stage in mine:
             for other in sorted(set(ranks.values()) - {self.links.rank}):
                 what = f"the gradient of {names[stage]} of stage {stage} to rank {other}"
                 work = self.post(dist.isend, gradients[stage], first + stage, other, what)
-                self.sent.add(work, gradients[stage], what)
-        for work, what in coming:
-            self.wait(work, what)
+                self.sent.add(work, gradients[stage], what, other)
+        for work, what, source in coming:
+            self.wait(work, what, source)
         total = sum(gradients[stage] for stage in sorted(names))
         for stage in mine:
             parameter = self.modules[stage].get_parameter(names[stage])
@@ -319,30 +324,51 @@ class Run:
             lambda: how(tensor, group=self.links.group, tag=tag, **{end: peer}), f"posting {what}"
         )
 
-    def wait(self, work: Any, what: str) -> None:
+    def wait(self, work: Any, what: str, source: int) -> None:
+        """Wait for what comes from a rank of the pipeline."""
         ended = self.waiter.put(work)
-        self.guarded(lambda: self.patiently(ended, "it did not come"), f"waiting for {what}")
+        self.guarded(
+            lambda: self.patiently(ended, "it did not come", source), f"waiting for {what}"
+        )
 
-    def patiently(self, ended: Future[None], late: str) -> None:
-        """Wait until a transfer has ended: for long only while some rank compiles."""
-        seconds = self.links.patience_s
-        while True:
-            try:
-                return ended.result(seconds)
-            except FutureTimeoutError:
-                if not self.peers.is_one_at_work(self.links.timeout_s):
-                    raise TimeoutError(f"{late}, and no rank is compiling") from None
-                seconds = REST_S
+    def patiently(self, ended: Future[None], late: str, peer: int) -> None:
+        """Wait until a transfer has ended, as long as its rank may still come."""
+        rank = dist.get_process_group_ranks(self.links.group)[peer]
+        self.wait_for(ended, late, [rank], [])
+
+    def wait_for_all(self, work: Any, what: str, group: dist.ProcessGroup) -> None:
+        """Wait for a collective."""
+        ended, ranks = self.waiter.put(work), dist.get_process_group_ranks(group)
+        self.guarded(
+            lambda: self.wait_for(ended, "it did not end", [], ranks), f"waiting for {what}"
+        )
+
+    def wait_for(
+        self, ended: Future[None], late: str, missing: Sequence[int], concerned: Sequence[int]
+    ) -> None:
+        with suppress(FutureTimeoutError):
+            return ended.result(_SOON_S)
+        with waiting_for(missing, f"is at action {self.at}") as lookout:
+            while not ended.done():
+                if hopeless := lookout.hopeless(missing, concerned):
+                    wait([ended], _ON_ITS_WAY_S)
+                    if not ended.done():
+                        raise RankError(hopeless)
+                elif time.monotonic() - lookout.start > self.links.limit_s:
+                    raise TimeoutError(late)
+                wait([ended], _SOON_S)
+        return ended.result()
 
     def guarded(self, do: Callable[[], Any], what: str) -> Any:
         try:
-            return do()
+            with naming_the_dead():
+                return do()
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RankError(
                 f"rank {self.links.rank} at action {self.at}, {what}: {first_line}; expected it "
-                f"within {self.links.patience_s:.3g} s: see the output of that rank for why it "
-                "ended or is late"
+                f"within {self.links.limit_s:g} s (timeout_s, or the process group's own): see the "
+                "output of that rank for why it ended or is late"
             ) from error
 
 

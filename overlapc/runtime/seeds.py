@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.passes.nodes import group_of, is_random, is_start, line_of, primal_nodes
 from overlapc.passes.trace import Captured, forward_nodes
-from overlapc.runtime.exchange import Exchange
+from overlapc.ranks.exchange import Exchange
 
 # What a value is to the ranks of a group.
 CONSTANT = "constant"  # equal on all ranks, made of parameters and numbers alone

@@ -35,17 +35,16 @@ from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
-from overlapc.runtime.exchange import busy
+from overlapc.ranks.exchange import busy, in_call
+from overlapc.ranks.groups import Attempts
 from overlapc.runtime.foreign import untraced
 from overlapc.runtime.given import Given, alike, inputs_of
 from overlapc.runtime.objects import batch_in_objects, is_held, rebuilt, storage_of
 from overlapc.runtime.program import State
-from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
 from overlapc.runtime.train_step import adding
 from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
-from overlapc.runtime.waiting import told_of_compiling
 
 Uncut = Callable[[Any, Any], Any]  # args, kwargs -> the model's results
 
@@ -78,8 +77,8 @@ class SlicedCalls:
             key, is_new = self._key(given, each)
             if key not in self._plain:
                 try:
-                    tracing = busy("tracing", self.options.timeout_s)
-                    with tracing if is_new else told_of_compiling(), sliced(self.count):
+                    tracing = busy("tracing")
+                    with tracing if is_new else in_call(), sliced(self.count):
                         result = self._run(key, given, each)
                     return self._joined(result, given, each)
                 except CaptureError as error:
@@ -99,7 +98,7 @@ class SlicedCalls:
                 return None
             self._now = now = Slices(1, runs=False, each=each)
             try:
-                with busy("tracing", self.options.timeout_s), sliced(self.count), suppress(Stop):
+                with busy("tracing"), sliced(self.count), suppress(Stop):
                     self._traced[key](*each[0].args, **each[0].kwargs)
             except CaptureError as error:
                 self._refused(key, error)

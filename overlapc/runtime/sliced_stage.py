@@ -23,7 +23,7 @@ from overlapc.passes.draws import Draw
 from overlapc.passes.joint import Joint, Stop, capture
 from overlapc.passes.untraced import Raised
 from overlapc.planning.report import Report
-from overlapc.runtime.exchange import Exchange
+from overlapc.ranks.exchange import Exchange
 from overlapc.runtime.given import Given
 from overlapc.runtime.program import Program, State
 from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Slices, Way, marked

@@ -34,19 +34,18 @@ from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
-from overlapc.runtime.exchange import busy
+from overlapc.ranks.exchange import busy, in_call
+from overlapc.ranks.groups import Attempts
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
 from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
 from overlapc.runtime.loss import checked_loss, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
-from overlapc.runtime.ranks import Attempts
 from overlapc.runtime.replicas import Replicas
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, marked
 from overlapc.runtime.steps import Step
 from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
-from overlapc.runtime.waiting import told_of_compiling
 
 
 class TrainStep:
@@ -152,8 +151,9 @@ class TrainStep:
         ]
         turns = [(key, step, given) for key, step in runs for given in step.each]
         try:
-            results = self._replicas.in_turn(turns, lambda turn: self._turn(*turn))
-            runs[-1][1].finish()
+            with in_call():
+                results = self._replicas.in_turn(turns, lambda turn: self._turn(*turn))
+                runs[-1][1].finish()
         finally:
             self._step = None
         return results
@@ -345,7 +345,7 @@ class TrainStep:
         """While this rank traces, the others wait for it, and notice if it is lost."""
         new = key not in self._met
         self._met.add(key)
-        waits = busy("tracing", self._options.timeout_s) if new else told_of_compiling()
+        waits = busy("tracing") if new else in_call()
         with waits, self._replicas.aside():
             yield
 

@@ -26,8 +26,8 @@ from overlapc.passes.means import Weighing
 from overlapc.passes.nodes import is_total
 from overlapc.passes.trace import changed_inputs
 from overlapc.passes.untraced import Raised
+from overlapc.ranks.exchange import Exchange
 from overlapc.runtime.distances import dense, distance, farthest, tolerance_of
-from overlapc.runtime.exchange import Exchange
 from overlapc.runtime.kept import (
     attributes,
     of_parameters,
@@ -132,6 +132,9 @@ def draws_for(joint: Joint, count: int, uncut: Callable[[], Joint]) -> dict[str,
 # --------------------------------------------------------------------------- both ways
 
 
+_BLOCKED_S = 7.0  # so long the others, which may wait for this rank in a collective, may not come
+
+
 def compared(
     model: nn.Module,
     forward: Forward,
@@ -149,7 +152,7 @@ def compared(
         return told(found, mine.different, mine.first_module, len(each), exchange)
     # The others may wait for this rank in a collective.
     try:
-        with exchange.within(exchange.timeout_s):
+        with exchange.within(_BLOCKED_S):
             return told(found, mine.different, mine.first_module, len(each), exchange)
     except RankError as late:
         raise RankError(f"slices={len(each)}: {mine.different}, on this rank; {late}") from late

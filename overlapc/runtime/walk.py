@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlapc.errors import OptionError, RankError
-from overlapc.runtime.exchange import Exchange, busy
-from overlapc.runtime.ranks import exchange_for, ranks_of
+from overlapc.ranks.exchange import Exchange, busy
+from overlapc.ranks.groups import exchange_for, ranks_of
 from overlapc.runtime.row import Links, Run
 from overlapc.runtime.snapshot import as_it_was
 from overlapc.runtime.stage import Shapes, Stage, blank, leaves_of
@@ -40,7 +40,7 @@ def walked(
     ranks call this together; if one raises, all do."""
     if not any(any(of_rank.values()) for of_rank in told(links, "what stages want", wanted)):
         return {}
-    with busy("running stages by eager", links.timeout_s), _everyone(stages, links) as everyone:
+    with busy("running stages by eager"), _everyone(stages, links) as everyone:
         said = {
             stage: [made.captured.trace.digest, wanted[stage], _ranks(made)]
             for stage, made in stages.items()
@@ -181,7 +181,7 @@ def _handed_on(
         for microbatch, tensors in enumerate(each):
             for which, tensor in enumerate(tensors):
                 tag = run.tag((stage + 1, True, microbatch, which))
-                run.wait(run.post(how, tensor, tag, peer, what), what)
+                run.wait(run.post(how, tensor, tag, peer, what), what, peer)
     finally:
         run.waiter.close()
     return list(each)

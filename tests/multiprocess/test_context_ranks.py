@@ -86,7 +86,7 @@ def planned(rank: int, ranks: int, kind: str) -> tuple[bool, list[str]]:
     dist.init_process_group("gloo")
     context = Context(dist.group.WORLD, kind, rank)
     model, twin = (blocks(GROUPED, context) for _ in range(2))
-    how = {"solver": "heu", "profile": "estimate", "hardware": "cpu-gloo", "timeout_s": 60}
+    how = {"solver": "heu", "profile": "estimate", "hardware": "cpu-gloo"}
     step = overlapc.optimize(twin, memory_budget=0.8, **how)
     torch.manual_seed(rank)
     x = torch.randn(2, GROUPED.seq // ranks, GROUPED.width, dtype=torch.float64)

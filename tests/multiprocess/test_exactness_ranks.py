@@ -180,7 +180,7 @@ def on_rank(
         budget, solver, profile = config
         for _ in range(4):
             twin: Any = overlapc.optimize(
-                model(), memory_budget=budget, solver=solver, profile=profile, timeout_s=30
+                model(), memory_budget=budget, solver=solver, profile=profile
             )
             try:
                 differs = differences(expected, train(twin, batches(), seed=7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import random
@@ -10,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import Infeasible, OptionError, RankError
-from overlapc.runtime.exchange import Exchange, busy
-from overlapc.runtime.line import TIMEOUT_S, line_to
+from overlapc.ranks.board import attend, board_of
+from overlapc.ranks.exchange import Exchange, busy
 from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import free_port
 
@@ -44,7 +44,7 @@ def _agreement(rank: int) -> Any:
 
 def _disagreement(rank: int) -> Any:
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             exchange.agree("trace", "02ab" if rank == 1 else "8c1f", HINT)
 
     return caught(go)
@@ -52,7 +52,7 @@ def _disagreement(rank: int) -> Any:
 
 def _long_disagreement(rank: int) -> Any:
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             exchange.agree("options", f"{rank}" * 1000, HINT)
 
     return caught(go)
@@ -60,7 +60,7 @@ def _long_disagreement(rank: int) -> Any:
 
 def _follower_raises(rank: int) -> Any:
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             exchange.agree("trace", "8c1f", HINT)
             if rank == 1:
                 raise ValueError("odd shape")
@@ -73,7 +73,7 @@ def _last_moment(rank: int) -> Any:
     """After the last call a rank finds the plan unusable: nobody may go on with it."""
 
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             exchange.broadcast("plan", lambda: "plan")
             if rank == 2:
                 raise ValueError("cannot parse")
@@ -86,7 +86,7 @@ def _leader_raises(rank: int) -> Any:
         raise Infeasible(10, 20)
 
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             if rank == 2:
                 time.sleep(1)  # the leader does not wait for the late to say that it failed
             exchange.broadcast("plan", solve)
@@ -96,7 +96,7 @@ def _leader_raises(rank: int) -> Any:
 
 def _other_step(rank: int) -> Any:
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             if rank == 1:
                 exchange.agree("costs", "1", HINT)
             exchange.agree("trace", "1", HINT)
@@ -106,26 +106,73 @@ def _other_step(rank: int) -> Any:
 
 def _crossed_groups(rank: int) -> Any:
     def go() -> None:
-        with Exchange([0, 1] if rank == 0 else [1, 0], timeout_s=3) as exchange:
+        with Exchange([0, 1] if rank == 0 else [1, 0]) as exchange:
             exchange.agree("trace", "1", HINT)
 
     return caught(go) if rank < 2 else None
 
 
-def _one_is_idle(rank: int) -> Any:
+def _one_is_late(rank: int) -> Any:
+    if rank == 2:
+        time.sleep(12)
+    with Exchange([0, 1, 2]) as exchange:
+        exchange.agree("trace", "1", HINT)
+    return True
+
+
+def _one_is_too_late(rank: int) -> Any:
     if rank == 2:
         time.sleep(4)
 
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2], timeout_s=2) as exchange:
             exchange.agree("trace", "1", HINT)
 
     return caught(go)
 
 
+def _one_holds_the_gil(rank: int) -> Any:
+    if rank == 2:
+        ctypes.PyDLL(None).sleep(9)  # a PyDLL keeps the GIL
+    with Exchange([0, 1, 2]) as exchange:
+        exchange.agree("trace", "1", HINT)
+    return True
+
+
+def _one_waits_in_a_barrier(rank: int) -> Any:
+    """The barrier ends when the others come to it, too."""
+
+    def go() -> None:
+        with Exchange([0, 1, 2]) as exchange:
+            exchange.agree("trace", "1", HINT)
+
+    result = caught(go) if rank != 2 else None
+    dist.barrier()
+    # The next round of these ranks is the one that rank 2 left out.
+    return result if rank != 2 else caught(go)
+
+
+def _one_has_raised(rank: int) -> Any:
+    def go() -> None:
+        with Exchange([0, 1, 2]) as exchange:
+            exchange.agree("trace", "1", HINT)
+
+    def call() -> None:
+        with busy("tracing"):
+            if rank == 2:
+                raise ValueError("odd shape")
+            go()
+
+    result = caught(call)
+    if rank == 2:
+        time.sleep(8)  # it goes on without planning
+    dist.barrier()
+    return result if rank != 2 else caught(go)
+
+
 def _large_text(rank: int) -> Any:
     text = random.Random(0).randbytes(10_000_000).decode("latin-1")
-    with Exchange([0, 1, 2], timeout_s=5) as exchange:
+    with Exchange([0, 1, 2]) as exchange:
         return exchange.broadcast("plan", lambda: text) == text
 
 
@@ -133,7 +180,7 @@ def _hundred_rounds(rank: int) -> Any:
     keys = []
     for number in range(100):
         # Every few rounds fails: what it leaves behind must go too.
-        with contextlib.suppress(RankError), Exchange([0, 1, 2], timeout_s=5) as exchange:
+        with contextlib.suppress(RankError), Exchange([0, 1, 2]) as exchange:
             exchange.agree("number", str(number), HINT)
             assert exchange.broadcast("plan", lambda n=number: f"plan {n}") == f"plan {number}"
             if number % 20 == 7:
@@ -148,7 +195,7 @@ def _hundred_rounds(rank: int) -> Any:
 def _slow_tracing(rank: int) -> Any:
     with busy("tracing"):
         time.sleep(5 if rank == 2 else 0)
-        with Exchange([0, 1, 2], timeout_s=2) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             exchange.agree("trace", "1", HINT)
     return True
 
@@ -157,7 +204,7 @@ def _limit(rank: int) -> Any:
     def go() -> None:
         with busy("tracing"):
             time.sleep(4 if rank == 2 else 0)
-            with Exchange([0, 1, 2], timeout_s=2, limit_s=3) as exchange:
+            with Exchange([0, 1, 2], timeout_s=3) as exchange:
                 exchange.agree("trace", "1", HINT)
 
     return caught(go)
@@ -172,7 +219,11 @@ SCENARIOS = [
     _leader_raises,
     _other_step,
     _crossed_groups,
-    _one_is_idle,
+    _one_is_late,
+    _one_is_too_late,
+    _one_holds_the_gil,
+    _one_waits_in_a_barrier,
+    _one_has_raised,
     _large_text,
     _hundred_rounds,
     _slow_tracing,
@@ -256,18 +307,39 @@ def test_groups_that_wait_for_each_other(run: Any) -> None:
     results = run(_crossed_groups)[:2]
     for kind, _, took_s, _ in results:
         assert kind == "RankError"
-        assert took_s < 3 + 2
+        assert took_s < BAR_S
     # The second to notice may find the first already gone.
     assert any("wait for each other" in text for _, text, _, _ in results)
 
 
-def test_an_idle_rank_is_not_waited_for(run: Any) -> None:
-    results = run(_one_is_idle)
+def test_a_late_rank_is_waited_for(run: Any) -> None:
+    assert run(_one_is_late) == [True] * 3
+    assert run(_one_holds_the_gil) == [True] * 3
+
+
+def test_a_rank_that_is_later_than_the_timeout(run: Any) -> None:
+    results = run(_one_is_too_late)
+    for kind, text, _, _ in results:
+        assert kind == "RankError"
+        assert "rank 2 did not come in 2 s" in text
+        assert "give a longer timeout_s" in text
+    assert results[2][2] < 1.5  # it comes late, and is told at once
+
+
+def test_a_rank_that_waits_elsewhere_for_the_others(run: Any) -> None:
+    for kind, text, took_s, _ in run(_one_waits_in_a_barrier):
+        assert kind == "RankError"
+        assert "rank 2 is not planning: it waits in barrier" in text
+        assert "test_exchange.py" in text
+        assert took_s < BAR_S
+
+
+def test_a_rank_that_raised_before_the_round(run: Any) -> None:
+    results = run(_one_has_raised)
     for kind, text, took_s, _ in results:
         assert kind == "RankError"
-        assert "rank 2 is not planning" in text
+        assert "rank 2 has raised ValueError: odd shape" in text
         assert took_s < BAR_S
-    assert results[2][2] < 1.5  # it comes late, and is told at once
 
 
 def test_texts_of_ten_megabytes(run: Any) -> None:
@@ -287,7 +359,7 @@ def test_nothing_waits_for_ever(run: Any) -> None:
     for kind, text, _, _ in run(_limit):
         assert kind == "RankError"
         assert "rank 2 did not come" in text
-        assert "still busy (tracing)" in text
+        assert "(tracing, test_exchange.py" in text
 
 
 # Deaths
@@ -303,10 +375,10 @@ def _die(how: signal.Signals, after_s: float, stamp: str) -> None:
 
 
 def _planning_with_a_death(
-    ranks: list[int], victim: int, how: signal.Signals, stamp: str, timeout_s: float, rank: int
+    ranks: list[int], victim: int, how: signal.Signals, stamp: str, rank: int
 ) -> Any:
     def go() -> None:
-        with Exchange(ranks, timeout_s=timeout_s) as exchange:
+        with Exchange(ranks) as exchange:
             exchange.agree("trace", "1", HINT)
             if rank == victim:
                 _die(how, 1.0, stamp)
@@ -316,23 +388,22 @@ def _planning_with_a_death(
 
 
 @pytest.mark.parametrize(
-    ("leader", "victim", "how", "timeout_s", "says"),
+    ("leader", "victim", "how", "says"),
     [
-        (0, 1, "SIGKILL", TIMEOUT_S, "rank 1 gives no sign of life"),
-        (1, 1, "SIGKILL", 3.0, "rank 1 gives no sign of life (last seen making the plan)"),
-        (0, 0, "SIGKILL", 3.0, "rank 0, or torchrun's agent"),
-        (1, 0, "SIGKILL", 3.0, "rank 0, or torchrun's agent"),
-        (1, 0, "SIGSTOP", 3.0, "did not answer for 3 s"),
+        (0, 1, "SIGKILL", "rank 1 is gone: its process has ended"),
+        (1, 1, "SIGKILL", "rank 1 is gone: its process has ended"),
+        (0, 0, "SIGKILL", "rank 0"),
+        (1, 0, "SIGKILL", "rank 0"),
     ],
-    ids=["follower", "leader", "leader hosting the store", "store host", "store host frozen"],
+    ids=["follower", "leader", "leader hosting the store", "store host"],
 )
 def test_a_rank_dies_while_the_leader_solves(
-    tmp_path: Path, leader: int, victim: int, how: str, timeout_s: float, says: str
+    tmp_path: Path, leader: int, victim: int, how: str, says: str
 ) -> None:
     stamp = tmp_path / "died"
     ranks = [leader, *(rank for rank in range(3) if rank != leader)]
     scenario = functools.partial(
-        _planning_with_a_death, ranks, victim, signal.Signals[how], str(stamp), timeout_s
+        _planning_with_a_death, ranks, victim, signal.Signals[how], str(stamp)
     )
     results = launch(scenario, 3)
     assert results.pop(victim) == DEAD
@@ -343,11 +414,12 @@ def test_a_rank_dies_while_the_leader_solves(
 
 
 def _one_never_comes(rank: int) -> Any:
+    attend()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def go() -> None:
-        with Exchange([0, 1, 2], timeout_s=3) as exchange:
+        with Exchange([0, 1, 2]) as exchange:
             exchange.agree("trace", "1", HINT)
 
     return caught(go)
@@ -358,7 +430,7 @@ def test_a_missing_rank() -> None:
     assert results.pop(1) == DEAD
     for kind, text, took_s, _ in results:
         assert kind == "RankError"
-        assert "rank 1 has not begun to plan" in text
+        assert "rank 1 is gone: its process has ended" in text
         assert took_s < BAR_S
 
 
@@ -369,11 +441,11 @@ def _two_groups(rank: int) -> Any:
     ranks = [0, 2] if rank in (0, 2) else [3, 1]
     texts = []
     for number in range(20):
-        with Exchange(ranks, timeout_s=5) as exchange:
+        with Exchange(ranks) as exchange:
             texts.append(exchange.broadcast("plan", lambda n=number: f"{ranks} {n}"))
 
     def go() -> None:
-        with Exchange(ranks, timeout_s=5) as exchange:
+        with Exchange(ranks) as exchange:
             exchange.agree("trace", str(rank == 1), HINT)
 
     kind = caught(go)[0]
@@ -420,17 +492,17 @@ def test_a_store_that_has_ended_is_not_waited_for_again() -> None:
     place = "127.0.0.1", free_port()
     host = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
     store = dist.TCPStore(*place)
-    line_to(store, 1).call(methodcaller("set", "key", "value"), TIMEOUT_S)
+    board_of(store, 1).put("key", "value")
     del host
     for _ in range(2):
         begun = time.monotonic()
         with pytest.raises(RankError, match="holds it"):
-            line_to(store, 1).call(methodcaller("get", "key"), TIMEOUT_S)
-        assert time.monotonic() - begun < TIMEOUT_S / 2
+            board_of(store, 1).look(["key"])
+        assert time.monotonic() - begun < BAR_S / 2
 
 
 def _slow_leader(rank: int) -> Any:
-    with Exchange([0, 1], timeout_s=2) as exchange:
+    with Exchange([0, 1]) as exchange:
         text = exchange.broadcast("plan", lambda: time.sleep(15) or "plan")
     dist.barrier()
     return text
@@ -460,7 +532,7 @@ def test_the_fake_backend_has_no_peers() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"ranks": [1]}, {"ranks": [0, 0]}, {"ranks": [0], "timeout_s": 0.1}]
+    "options", [{"ranks": [1]}, {"ranks": [0, 0]}, {"ranks": [0], "timeout_s": 0}]
 )
 def test_options_that_mean_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="expected"):

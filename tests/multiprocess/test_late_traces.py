@@ -14,7 +14,6 @@ from torch import nn
 import overlapc
 from tests.multiprocess.spawn import run_ranks
 
-TIMEOUT_S = 2.0  # the shortest
 LONGER_S = 6.0
 
 
@@ -35,7 +34,7 @@ def unfrozen(rank: int, ranks: int, kind: str) -> int:
     torch.manual_seed(0)
     model = Summed()
     model.first.requires_grad_(False)
-    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "profile": "estimate"}
+    options: dict[str, Any] = {"profile": "estimate"}
     step = overlapc.TrainStep(model, **options) if kind == "TrainStep" else None
     twin = overlapc.optimize(model, **options) if kind == "optimize" else None
     real, late = convert_frame.transform_code_object, []

@@ -73,7 +73,7 @@ def on_rank(rank: int, ranks: int, kind: str, counts: list[int], hardware: str =
     init_link(LINK)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        how: dict[str, Any] = {"profile": "estimate", "timeout_s": 5 if kind == ALONE else 30}
+        how: dict[str, Any] = {"profile": "estimate"}
         if hardware:
             how |= {"hardware": hardware, "solver": "heu"}
         else:

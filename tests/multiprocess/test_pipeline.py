@@ -259,7 +259,7 @@ def merged_on_rank(rank: int, ranks: int) -> Any:
     given = list(torch.randn(4, 2, ROWS, WIDTH, generator=torch.Generator().manual_seed(5)))
     _, targets = batches(4)
     pipeline = Pipeline(
-        {0: module}, "merged", 4, loss, group=alone, memory_budget="1GB", solver="heu", timeout_s=30
+        {0: module}, "merged", 4, loss, group=alone, memory_budget="1GB", solver="heu"
     )
     ran: list[Part] = []
     run = Part.run
@@ -571,7 +571,7 @@ def slow_to_plan(rank: int, ranks: int) -> int:
         runtime.plan_stage = lambda *a, **k: (time.sleep(9), real(*a, **k))[1]
     pipeline = Pipeline(
         {rank: make(rank, 1, 0.0)}, "1f1b", 2, loss if rank else None,
-        profile="estimate", timeout_s=5,
+        profile="estimate",
     )  # fmt: skip
     found = pipeline(*batches(2))
     dist.barrier()
@@ -601,7 +601,7 @@ def slow_to_compile(rank: int, ranks: int) -> list[float]:
     torch.manual_seed(rank)
     stage, last = Counts(), rank == ranks - 1
     pipeline = Pipeline(
-        {rank: stage}, "1f1b", 3, loss=F.mse_loss if last else None, timeout_s=2.0, solver="heu"
+        {rank: stage}, "1f1b", 3, loss=F.mse_loss if last else None, solver="heu"
     )
     x = [torch.randn(2, WIDTH) for _ in range(3)]
     given = x if rank == 0 else (), x if last else ()

@@ -97,7 +97,7 @@ def on_rank(rank: int, ranks: int, cases: list[tuple[str, str, str]]) -> list[An
         how: dict[str, Any] = {"solver": solver, "memory_budget": "1GB", "profile": "estimate"}
         how["place"] = name != "zero-bubble"  # else they might be put together again
         pipeline = Pipeline(
-            mine, schedule, COUNT, loss if last in mine else None, slices=2, timeout_s=30, **how
+            mine, schedule, COUNT, loss if last in mine else None, slices=2, **how
         )
         every = [made(s) for s in range(last + 1)]
         expected, losses = [], []
@@ -168,7 +168,6 @@ def in_two_dimensions(rank: int, ranks: int, kind: str, slices: Any, hardware: s
         memory_budget="1GB",
         profile="estimate",
         hardware=hardware,
-        timeout_s=30,
         slices=slices,
     )
     pipeline(given, targets)
@@ -234,7 +233,7 @@ def refused(rank: int, ranks: int) -> list[str]:
     dist.init_process_group("gloo")
     module = make(0, 1, 0.0) if rank == 0 else Centred(1, False)
     end: Callable[..., Tensor] | None = loss if rank else None
-    how: Any = {"profile": "estimate", "timeout_s": 30}
+    how: Any = {"profile": "estimate"}
     pipeline = Pipeline({rank: module}, "1f1b", COUNT, end, slices=2, **how)
     found = [caught(lambda: pipeline(*batches()))[1]]
     mixed = Pipeline({rank: module}, "1f1b", COUNT, end, slices={rank: 2 - rank}, **how)

@@ -30,7 +30,7 @@ def on_rank(rank: int, ranks: int, slices: int, microbatches: int = 1) -> dict[s
     tokens[4:] = rank
 
     if slices == microbatches == 1:
-        planned = overlapc.optimize(model, timeout_s=30)
+        planned = overlapc.optimize(model)
         sums = []
 
         def step() -> None:
@@ -38,7 +38,7 @@ def on_rank(rank: int, ranks: int, slices: int, microbatches: int = 1) -> dict[s
             planned(tokens, tokens).backward()
 
     else:  # whose plans count sums of gradients as there from the start
-        train = overlapc.TrainStep(model, slices=slices, timeout_s=30)
+        train = overlapc.TrainStep(model, slices=slices)
         sums = [parameter.nbytes for parameter in model.parameters()]
         each = [(part, part) for part in tokens.chunk(microbatches)]
 
@@ -95,7 +95,7 @@ def in_a_pipeline(rank: int, ranks: int, slices: int) -> tuple[int, int]:
     torch.manual_seed(rank)
     module = Picking()
     end = squared if rank else None
-    pipeline = overlapc.Pipeline({rank: module}, "1f1b", 4, end, slices=slices, timeout_s=30)
+    pipeline = overlapc.Pipeline({rank: module}, "1f1b", 4, end, slices=slices)
     shares = (0.1, 0.9, 0.9, 0.9)
     signs = [torch.rand(2048, 1).lt(share) * 2.0 - 1 for share in shares]
     given = [sign + torch.randn(2048, 64) / 8 for sign in signs]

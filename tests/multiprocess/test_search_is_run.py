@@ -58,7 +58,7 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], har
     torch.manual_seed(0)
     drawn = torch.randint(0, SIZE.vocab, (found.microbatches, layout.microbatch, SIZE.max_seq))
     batches = list(drawn)
-    how: Any = {"solver": found.solver, "profile": "estimate", "timeout_s": 30}
+    how: Any = {"solver": found.solver, "profile": "estimate"}
     how["hardware"] = hardware
     if tp == ranks:
         part, _ = model.stage(SIZE.layers, True, True, drawn[0], tensor, None)

@@ -64,7 +64,7 @@ def on_rank(rank: int, ranks: int) -> list[Any]:
     found: list[Any] = []
     for budget in (1, 0.9):
         torch._dynamo.reset()
-        twin: Any = overlapc.optimize(broken(), solver="heu", memory_budget=budget, timeout_s=30)
+        twin: Any = overlapc.optimize(broken(), solver="heu", memory_budget=budget)
         try:
             found += [differences(expected, train(twin, batches)), twin.unchanged]
             found.append([report.plan for report in twin.reports])

@@ -47,7 +47,7 @@ def on_rank(
         return moe() if name == "moe" else gpt(dropout=0.0)
 
     model, twin = made(), made()
-    how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware, "timeout_s": 30}
+    how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware}
     step = TrainStep(twin, memory_budget=budget, slices=2, **how)
     if across:
         planned = step.plan([(tokens(own), tokens(100 * own + 50))])
@@ -99,7 +99,7 @@ def optimized(rank: int, ranks: int, hardware: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = moe()
-    how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware, "timeout_s": 30}
+    how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware}
     twin = optimize(model, slices=2, **how)
     batch = tokens(rank), tokens(100 * rank + 50)
     expected = plainly(model, batch, 2)
@@ -147,7 +147,7 @@ def counted(rank: int, ranks: int) -> dict[str, Any]:
     init_link(SLOW_LINK)
     torch.manual_seed(1)
     model, x = Counted(), torch.randn(24, 16)
-    twin = optimize(model, solver="heu", timeout_s=30, slices=2)
+    twin = optimize(model, solver="heu", slices=2)
     apart = []
     for seed in range(2):
         losses, grads = [], []
@@ -176,7 +176,7 @@ def automatic(rank: int, ranks: int) -> dict[str, Any]:
     init_link(SLOW_LINK)
     torch.manual_seed(1)
     model = moe()
-    step = TrainStep(model, solver="heu", timeout_s=30, slices="auto")
+    step = TrainStep(model, solver="heu", slices="auto")
     batch = tokens(rank), tokens(50 + rank)
     (found,) = step([batch])
     mine, slices = gradients(model), step.report.slices
@@ -242,7 +242,7 @@ def routed(rank: int, ranks: int, factor: float, gates: int) -> dict[str, Any]:
     torch._dynamo.config.capture_scalar_outputs = True
     torch.manual_seed(1)
     model = Switch(16, 4, factor, dist.group.WORLD)
-    step = TrainStep(model, solver="heu", timeout_s=30, slices=2)
+    step = TrainStep(model, solver="heu", slices=2)
     different, dropped, apart = 0, 0, 0.0
     for i in range(gates):
         with torch.no_grad():
@@ -304,7 +304,7 @@ class Centered(nn.Module):
 
 def centered(rank: int, ranks: int) -> Any:
     dist.init_process_group("gloo")
-    step = TrainStep(Centered(), timeout_s=5, slices=2)
+    step = TrainStep(Centered(), slices=2)
     return caught(lambda: step([torch.randn(4, 16)]))
 
 
@@ -331,7 +331,7 @@ def failing(rank: int, ranks: int) -> list[Any]:
     dist.init_process_group("gloo")
     found = []
     for rows in ([3, 2, 1, 0], [3, 2, 1, 0] if rank else [1, 0, 1, 0]):
-        step = TrainStep(Looks(), timeout_s=5, slices=2, profile="estimate")
+        step = TrainStep(Looks(), slices=2, profile="estimate")
         given = torch.randn(4, 16), torch.randn(4, 16), torch.tensor(rows)
         found.append(caught(lambda step=step, given=given: step([given])))
     return found

@@ -45,7 +45,7 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
     for budget in budgets:
         # Measured times follow the machine's load, and with them whether merging pays.
         costs = {"profile": "estimate", "hardware": "cpu-gloo"}
-        step = TrainStep(model(), memory_budget=budget, solver="heu", timeout_s=30, **costs)
+        step = TrainStep(model(), memory_budget=budget, solver="heu", **costs)
         torch.manual_seed(7)
         results = step(batches)
         after = left_behind(step.model, [Batch(batch) for batch in batches], results)
@@ -84,7 +84,7 @@ def test_two_ranks(name: str, budget: float | None) -> None:
 
 def other_counts(rank: int, ranks: int) -> Any:
     dist.init_process_group("gloo")
-    step = TrainStep(gpt(), timeout_s=5)
+    step = TrainStep(gpt())
     return caught(lambda: step([(tokens(0), tokens(1))] * (2 + rank)))
 
 
@@ -123,7 +123,7 @@ def dtensors(rank: int, ranks: int) -> Any:
         return found
 
     given = [torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    model, step = made(), TrainStep(made(), loss, profile="estimate", solver="heu", timeout_s=30)
+    model, step = made(), TrainStep(made(), loss, profile="estimate", solver="heu")
     for _ in range(2):  # the second adds to what the first left
         for x in given:
             loss(model, x).backward()

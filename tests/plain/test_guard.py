@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlapc.errors import RankError
-from overlapc.runtime import guard
+from overlapc.ranks import guard
 
 LOST = "rank 1 gives no sign of life"
 
@@ -180,7 +180,7 @@ def test_a_wait_for_who_died_ends_when_that_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(guard, "_PATIENCE_S", 60.0)
 
     def block() -> None:
-        with guard.named_dead(60.0):
+        with guard.named_dead():
             raise RuntimeError("Connection closed by peer")
 
     began = time.monotonic()
@@ -201,7 +201,7 @@ def test_a_thread_within_a_call_of_c_is_interrupted_in_the_end() -> None:
 _PROFILED = """
 import cProfile, time
 from overlapc.errors import RankError
-from overlapc.runtime import guard
+from overlapc.ranks import guard
 
 guard.LOOK_S = 0.02
 lost = {lost!r}

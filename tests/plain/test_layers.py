@@ -65,9 +65,9 @@ LAYERS = {
     "planning": Layer(
         "check collecting errors files flags ir merge pipeline progress record schedule simulate "
         "solvers stages text valid",
-        "passes profiler report runtime",
+        "passes profiler ranks report runtime",
     ),
-    "shares": Layer("errors ir ledger planning simulate solvers", "passes runtime"),
+    "shares": Layer("errors ir ledger planning simulate solvers", "passes ranks runtime"),
     # torch, one process.
     "layers": Layer("torch"),
     "context": Layer("torch"),
@@ -84,9 +84,13 @@ LAYERS = {
     "emulate.model": Layer("errors"),
     "runtime": Layer(
         "api errors files flags functions ir layers merge passes pipeline planning profiler "
-        "progress schedule shared_changes shares stages timing torch"
+        "progress ranks schedule shares stages timing torch"
     ),
-    "runtime.guard": Layer("errors shared_changes"),
+    # How ranks agree, and who is dead, late or disagrees. Everything that runs uses it.
+    "ranks": Layer("errors progress shared_changes torch"),
+    "ranks.guard": Layer("errors shared_changes"),
+    "ranks.here": Layer("", "torch"),
+    "ranks.presence": Layer(),
     # Which layout of a cluster, without running it.
     "search": Layer(
         "errors files ir merge pipeline planning profiler progress record schedule simulate "
@@ -99,7 +103,7 @@ LAYERS = {
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.
     "megatron": Layer(
-        "collecting errors files ir passes planning runtime search shared_changes simulate solvers "
+        "collecting errors files ir passes planning ranks runtime search shared_changes simulate solvers "
         "stages torch"
     ),
     # What people see.
@@ -108,10 +112,10 @@ LAYERS = {
     ),
     "cli": Layer(
         "errors files overlapc planning profiler progress report schedule search solvers",
-        "ir pipeline runtime text torch",
+        "ir pipeline ranks runtime text torch",
     ),
     "__main__": Layer("cli"),
-    "api": Layer("errors files ir passes planning runtime torch"),
+    "api": Layer("errors files ir passes planning ranks runtime torch"),
     "overlapc": Layer("check errors files ir simulate", "api planning runtime search solvers"),
 }
 OF_TORCH = {"torch", "triton"}  # triton needs a GPU: it is nowhere but beside torch

@@ -68,7 +68,7 @@ def test_what_options_print_parses(options: Options) -> None:
         ({"plan": 5}, "plan=5: expected a Plan or the path of a saved one"),
         ({"plan": []}, "plan=[]: found no plan, expected a Plan or the path of a saved one"),
         ({"plan": [PLAN] * 4}, "plan: found 4, expected one, one of two merged, and one of a pair"),
-        ({"timeout_s": "7"}, "timeout_s='7': expected a number of seconds"),
+        ({"timeout_s": "7"}, "timeout_s='7': expected more than 0 seconds"),
         ({"timeout_s": 0}, "timeout_s=0: expected more than 0 seconds"),
         ({"cache": 5}, "cache=5: expected True, False, None or a file's path"),
         ({"dynamic": "no"}, "dynamic='no': expected True, False or None"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "overlapc"
 # A call, and the place of `timeout_s` among its arguments.
-WAITS = {"busy": 1, "exchange_of": 1, "exchange_for": 1, "Exchange": 1, "look_after": 3}
+WAITS = {"exchange_of": 1, "exchange_for": 1, "Exchange": 1}
 
 
 def test_no_wait_leaves_the_timeout_out() -> None:

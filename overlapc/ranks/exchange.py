@@ -14,7 +14,6 @@ answers with one reply. Records go through the key-value store that the process 
 with, not through collectives, because a collective hangs when a rank is gone. Under the prefix
 `overlapc/<version>`:
 
-    beat/<rank>                          "I live, and this is what I do"; see Beat
     <group>/<round>/<step>/<rank>        a contribution
     <group>/<round>/<step>/reply         the leader's answer
     <group>/<round>/failed               why the round failed; stays for ranks that come late
@@ -22,11 +21,9 @@ with, not through collectives, because a collective hangs when a rank is gone. U
     <group>/<round>/skipped              the round ended without a rank that cannot capture
     refused/<rank>                       the rank's last attempt that it cannot capture
 
-Ranks wait for a late rank, however slow, while it is `busy` and its beat moves. They give it up
-after `timeout_s` in which its beat did not move (it was killed, or held the GIL that long), it was
-not planning at all, or it waited for ranks that are lost or that wait for it.
-
-Between steps, and while it is `busy`, a rank watches the others, too: see `guard`.
+Ranks wait for a late rank, up to the process group's own timeout. They give up one that has ended,
+that has raised, or that waits for ranks which wait for it: see `lookout`. Between steps, and while
+it is `busy`, a rank watches the others, too: see `guard`.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -46,26 +44,27 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
-from overlapc.runtime.guard import Lost, guarded, lost, named_dead, started, unguarded
-from overlapc.runtime.line import (
-    BEAT_S,
-    IDLE,
-    TIMEOUT_S,
-    Line,
-    has_peers,
-    line_to,
-    own_rank,
-    present,
+from overlapc.ranks.board import IDLE, Board, board_of, has_peers, own_board, own_rank
+from overlapc.ranks.guard import (
+    NAMING_S,
+    Lost,
+    guarded,
+    is_broken,
+    lost,
+    named_dead,
+    started,
+    unguarded,
 )
-from overlapc.runtime.watch import Watch, look_after
+from overlapc.ranks.lookout import Lookout
 
 T = TypeVar("T")
 
 # TCPStore drops the connection of a client that sends a value above 8 MiB.
 CHUNK_BYTES = 1 << 20
+_SPEAK = 2  # so many ranks of a round say who is late
 # How long a rank that failed stays for the others to read why: its process may host the store.
 LINGER_S = 0.5
-LIMIT_S = 600.0
+LOOK_S = 0.25
 PLANNING = "planning"
 _UNCAPTURED = b"uncaptured "
 
@@ -73,17 +72,16 @@ _UNCAPTURED = b"uncaptured "
 class Exchange:
     """One round of planning among `ranks` (global ranks, the same list on each; [0] leads).
 
-    `timeout_s`: how long a rank may give no sign of life. `limit_s`: the longest wait for a rank
-    that does. `attempt` names what is planned, equally on all ranks: with it, a CaptureError of one
-    rank, even from before the round, is raised on all. With one rank, or under the fake backend,
-    every call answers at once. `store` and `rank` default to the default group's.
+    `timeout_s`: how long a living rank may be late; by default the process group's own timeout.
+    `attempt` names what is planned, equally on all ranks: with it, a CaptureError of one rank, even
+    from before the round, is raised on all. With one rank, or under the fake backend, every call
+    answers at once. `store` and `rank` default to the default group's.
     """
 
     def __init__(
         self,
         ranks: Sequence[int],
-        timeout_s: float = TIMEOUT_S,
-        limit_s: float = LIMIT_S,
+        timeout_s: float | None = None,
         store: Any = None,
         rank: int | None = None,
         attempt: str = "",
@@ -96,28 +94,24 @@ class Exchange:
                 f"ranks={list(self.ranks)} on rank {self.rank}: expected distinct global ranks "
                 "with this one among them; pass dist.get_process_group_ranks(group)"
             )
-        if not 2 * BEAT_S <= timeout_s <= limit_s:
-            raise OptionError(
-                f"timeout_s={timeout_s}, limit_s={limit_s}: expected {2 * BEAT_S:g} <= timeout_s "
-                "(two beats) <= limit_s; pass seconds in that range"
-            )
+        if timeout_s is not None and timeout_s <= 0:
+            raise OptionError(f"timeout_s={timeout_s}: expected more than 0 seconds")
         self.leader = self.ranks[0]
-        self.timeout_s = timeout_s
-        self._limit_s = limit_s
-        self._line: Line | None = None
+        self._board: Board | None = None
+        self._limit_s = 0.0
         if len(self.ranks) > 1 and (store is not None or has_peers()):
-            self._line = line_to(_get_default_store() if store is None else store, self.rank)
+            self._board = board_of(_get_default_store() if store is None else store, self.rank)
+            self._limit_s = timeout_s or self._board.limit_s
         self._step_number = 0
         self._failed = False
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Exchange:
-        if self._line is not None:
+        if self._board is not None:
             self._group = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
-            self._round = self._next_round(self._line)
-            look = look_after(self._line, self.ranks, self.rank, self.timeout_s)
-            self._exits.enter_context(guarded(look))
-            self._say = self._exits.enter_context(self._line.busy(PLANNING))
+            self._round = self._next_round(self._board)
+            self._exits.enter_context(guarded(partial(_lost, self._board, self.ranks)))
+            self._say = self._exits.enter_context(self._board.busy(PLANNING))
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -134,12 +128,12 @@ class Exchange:
                 self._fail(late)
                 raise
 
-    def _next_round(self, line: Line) -> str:
+    def _next_round(self, board: Board) -> str:
         """The name of the next round, passing over rounds that ended without this rank."""
         while True:
-            name = f"{self._group}/{line.history.rounds[self._group]}"
-            line.history.rounds[self._group] += 1
-            if not line.call(methodcaller("check", [f"{name}/skipped"]), self.timeout_s):
+            name = f"{self._group}/{board.history.rounds[self._group]}"
+            board.history.rounds[self._group] += 1
+            if not board.call(methodcaller("check", [f"{name}/skipped"])):
                 return name
 
     # Messages between ranks
@@ -182,7 +176,7 @@ class Exchange:
         `make` may take long. It runs on a daemon thread, so that the leader, too, notices within
         the timeout that a rank died. So it must not rely on state that torch keeps per thread.
         """
-        if self._line is None:
+        if self._board is None:
             return make()
         work = started(make) if self.rank == self.leader else None
         reply = self._step(
@@ -193,17 +187,17 @@ class Exchange:
     def during(self, what: str, work: Callable[[], T]) -> T:
         """Return the result of `work`, which may wait for other ranks in collectives. It runs on a
         daemon thread, so that this thread notices when a rank is lost or has failed."""
-        if self._line is None:
+        if self._board is None:
             return work()
         result = started(work)
         self._say(what, ())
         while not result.done():
-            wait([result], BEAT_S / 4)
+            wait([result], LOOK_S)
             self._raise_if_failed()
         self._say(PLANNING, ())
         if result.exception() is not None:
             self._raise_if_failed()
-        with named_dead(self.timeout_s):
+        with named_dead():
             return result.result()
 
     def _disagreement(self, topic: str, parts: list[bytes], hint: str) -> str:
@@ -233,10 +227,10 @@ class Exchange:
         work: Future[str] | None = None,
     ) -> bytes:
         """Contribute `mine`; return the leader's `answer` to all contributions (and `work`'s)."""
-        line = self._line
-        if line is None:
+        board = self._board
+        if board is None:
             return answer([mine])
-        written = line.history.written.setdefault(self._group, [])
+        written = board.history.written.setdefault(self._group, [])
         before = len(written)
         step = f"{self._round}/{self._step_number}"
         self._step_number += 1
@@ -250,27 +244,27 @@ class Exchange:
             reply = self._await(topic, {self.leader: f"{step}/reply"})[self.leader]
         # All ranks have reached this step, so nobody will read records of earlier ones.
         for key in written[:before]:
-            line.send(methodcaller("delete_key", key))
+            board.send(methodcaller("delete_key", key))
         del written[:before]
         return reply
 
     def _write(self, key: str, topic: str, value: bytes) -> None:
         """Store `value` in pieces; `key`, written last, says that all pieces are there."""
-        assert self._line is not None
+        assert self._board is not None
         packed = zlib.compress(value, 1)
         chunks = [packed[i : i + CHUNK_BYTES] for i in range(0, len(packed), CHUNK_BYTES)]
         head = json.dumps([topic, len(chunks)]).encode() + b"\n"
         records = {f"{key}/{i}": chunk for i, chunk in enumerate(chunks) if i > 0}
         records[key] = head + chunks[0]
         for name, record in records.items():
-            self._line.call(methodcaller("set", name, record), self.timeout_s)
-        self._line.history.written[self._group] += records
+            self._board.put(name, record)
+        self._board.history.written[self._group] += records
 
     def _read(self, keys: list[str], topic: str) -> list[bytes | None]:
         """Read the values under `keys`; None for a value that is not there yet."""
-        assert self._line is not None
+        assert self._board is not None
         values: list[bytes | None] = []
-        records = self._line.call(lambda store: present(store, keys), self.timeout_s)
+        records = self._board.look(keys)
         for key, record in zip(keys, records, strict=True):
             if record is None:
                 values.append(None)
@@ -285,7 +279,7 @@ class Exchange:
                     "version of overlapc and the same options on all ranks"
                 )
             for i in range(1, chunks):
-                packed += self._line.call(methodcaller("get", f"{key}/{i}"), self.timeout_s)
+                packed += self._board.call(methodcaller("get", f"{key}/{i}"))
             values.append(zlib.decompress(packed))
         return values
 
@@ -299,9 +293,11 @@ class Exchange:
     def _awaited(
         self, topic: str, keys: dict[int, str], work: Future[Any] | None
     ) -> dict[int, bytes]:
-        assert self._line is not None
-        watch = Watch(self._line, self.timeout_s)
+        assert self._board is not None
+        speaks = self.rank in self.ranks[:_SPEAK]
+        lookout = Lookout(self._board, self.rank, f"is at the step {topic!r} of planning", speaks)
         got: dict[int, bytes] = {}
+        hopeless: str | None = None
         pause_s = 0.002
         while True:
             # Read first: an answer that was there before a rank failed still counts.
@@ -321,51 +317,52 @@ class Exchange:
                 return got
             if failure is not None:
                 raise failure
-            # The guard has watched for longer than this wait.
-            if (found := lost()) is not None:
-                raise RankError(found)
+            if hopeless is not None:
+                raise RankError(hopeless)
             if working:
                 self._say(f"making the {topic}", ())
             else:
                 self._say(f"waiting at the step {topic!r}", tuple(missing))
-            self._raise_if_hopeless(watch, missing, list(got), topic)
+            self._raise_if_refused(missing)
+            # What a rank wrote before it ended still counts, so read once more. (The guard has
+            # watched for longer than this wait.)
+            hopeless = lost() or self._hopeless(lookout, missing, topic)
             wait([work], pause_s) if work is not None and working else time.sleep(pause_s)
             most_s = 0.2 if working else min(0.2, 0.02 * len(self.ranks))  # looks load the store
             pause_s = min(pause_s * 1.5, most_s)
 
-    def _raise_if_hopeless(
-        self, watch: Watch, missing: list[int], present: list[int], topic: str
-    ) -> None:
-        self._raise_if_refused(missing)
-        hopeless = watch.lost(missing, present, self.rank)
-        waited_s = time.monotonic() - watch.start
-        if hopeless is not None or (missing and waited_s > self._limit_s):
-            self._raise_if_failed()  # report the cause, not that others have left
+    def _hopeless(self, lookout: Lookout, missing: list[int], topic: str) -> str | None:
+        """Why the step cannot end, or None."""
+        hopeless = lookout.hopeless(missing, self.ranks)
+        waited_s = time.monotonic() - lookout.start
+        too_late = bool(missing) and waited_s > self._limit_s
+        if hopeless is None and not too_late:
+            return None
+        self._raise_if_failed()  # report the cause, not that others have left
         if hopeless is not None:
-            raise RankError(
-                f"planning stopped at the step {topic!r}: {hopeless}; expected an answer of "
-                f"{_named(self.ranks)} within {self.timeout_s:g} s: see the output of that rank "
-                "for why it ended or never came; if it is only late, give a longer timeout"
+            return (
+                f"planning stopped at the step {topic!r}: {hopeless}; expected the same calls on "
+                f"{_named(self.ranks)}: see the output of that rank for what it did instead"
             )
-        if missing and waited_s > self._limit_s:
-            late = watch.at_work(missing[0])
-            raise RankError(
-                f"planning stopped at the step {topic!r}: rank {late} did not come in "
-                f"{waited_s:.0f} s, though still busy ({watch.phase(late)}); expected at "
-                f"most {self._limit_s:g} s: make that work smaller or give a longer limit"
-            )
+        late = lookout.last(missing[0])
+        return (
+            f"planning stopped at the step {topic!r}: rank {late} did not come in {waited_s:.0f} s "
+            f"({lookout.where(late)}); expected at most {self._limit_s:g} s: make that work "
+            "shorter, or give a longer timeout_s (by default it is the process group's own, "
+            "init_process_group(timeout=...))"
+        )
 
     # All ranks fail together
 
     def _raise_if_refused(self, missing: Sequence[int]) -> None:
         """Raise if one of the ranks could not capture what this round is about."""
-        assert self._line is not None
+        assert self._board is not None
         keys = [f"refused/{rank}" for rank in missing if self._attempt]
-        records = self._line.call(lambda store: present(store, keys), self.timeout_s)
+        records = self._board.look(keys)
         for rank, record in zip(missing, records, strict=False):
             attempt, reason, place = json.loads(record or '["", "", ""]')
             if attempt and attempt == self._attempt:
-                self._line.call(methodcaller("set", f"{self._round}/skipped", ""), self.timeout_s)
+                self._board.put(f"{self._round}/skipped", "")
                 raise CaptureError(f"{reason} (on rank {rank})", place)
 
     def _raise_if_failed(self) -> None:
@@ -375,10 +372,8 @@ class Exchange:
 
     def _failure(self) -> OverlapcError | None:
         """Why the round has failed on some rank."""
-        assert self._line is not None
-        record = self._line.call(
-            lambda store: present(store, [f"{self._round}/failed"]), self.timeout_s
-        )[0]
+        assert self._board is not None
+        record = self._board.look([f"{self._round}/failed"])[0]
         if record is None:
             return None
         self._failed = True
@@ -388,8 +383,8 @@ class Exchange:
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others that this rank left the round by `error`; never raises."""
-        line = self._line
-        if line is None:
+        board = self._board
+        if board is None:
             return
         text = str(error)
         if isinstance(error, Lost):
@@ -405,39 +400,82 @@ class Exchange:
             )
         failed, told = f"{self._round}/failed", f"{self._round}/told"
         if self.rank == self.leader:
-            line.history.written.setdefault(self._group, []).extend([failed, told])
+            board.history.written.setdefault(self._group, []).extend([failed, told])
         with contextlib.suppress(RankError):
             if not self._failed:
-                line.call(methodcaller("set", failed, text), self.timeout_s)
+                board.put(failed, text)
             # This rank stays in the round but is lost to it; the others can read why.
             self._say(IDLE, ())
             until = time.monotonic() + LINGER_S
-            count = line.call(methodcaller("add", told, 1), self.timeout_s)
+            count = board.call(methodcaller("add", told, 1))
             while count < len(self.ranks) and time.monotonic() < until:
                 time.sleep(0.02)
-                count = line.call(methodcaller("add", told, 0), self.timeout_s)
+                count = board.call(methodcaller("add", told, 0))
 
 
 @contextlib.contextmanager
-def busy(
-    phase: str, timeout_s: float = TIMEOUT_S, further: Callable[[], str | None] | None = None
-) -> Iterator[None]:
-    """While the block runs, other ranks see that this one works towards a round, and wait for it.
-    If it takes long, stderr reports it, too. The guard also asks `further` what is wrong; "": it
-    will say so soon."""
-    if not has_peers():
+def busy(phase: str, further: Callable[[], str | None] | None = None) -> Iterator[None]:
+    """While the block runs, others who ask are told `phase`, and a lost rank ends it. If it takes
+    long, stderr reports it, too. The guard also asks `further` what is wrong; "": it will say so
+    soon."""
+    board = own_board()
+    if board is None:
         with doing(phase, own_rank()):
             yield
         return
-    line, rank = line_to(_get_default_store(), dist.get_rank()), dist.get_rank()
-    watch = look_after(line, range(dist.get_world_size()), rank, timeout_s)
+    lost = partial(_lost, board, range(dist.get_world_size()))
 
     def look() -> str | None:
         said = None if further is None else further()
-        return watch() if said is None else said or None
+        return lost() if said is None else said or None
 
-    with guarded(look), line.busy(phase), doing(phase, rank), named_dead(timeout_s):
+    with (
+        guarded(look),
+        board.telling(),
+        board.busy(phase),
+        doing(phase, board.rank),
+        named_dead(),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def in_call() -> Iterator[None]:
+    """A call of a front door that need not plan. What it raises is told to ranks that ask; where a
+    collective of it fails because a rank has ended, the error names that rank."""
+    board = own_board()
+    if board is None:
+        yield
+        return
+    with board.telling(), naming_the_dead():
+        yield
+
+
+@contextlib.contextmanager
+def naming_the_dead() -> Iterator[None]:
+    """If a collective of the block fails because a rank has ended, raise what names that rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        board = own_board() if is_broken(error) else None
+        until = time.monotonic() + NAMING_S
+        while board is not None and time.monotonic() < until:
+            if (found := board.presence.lost(range(dist.get_world_size()))) is not None:
+                raise RankError(
+                    f"rank {board.rank} waited in a collective: {found}; expected all ranks to "
+                    "live until training ends: see the output of that rank for why it ended"
+                ) from error
+            time.sleep(LOOK_S / 10)
+        raise
+
+
+def _lost(board: Board, ranks: Sequence[int]) -> str | None:
+    """Which of the ranks has ended while this one plans."""
+    found = board.presence.lost(ranks)
+    return found and (
+        f"rank {board.rank} stopped planning: {found}; expected all ranks to live while others "
+        "plan: see the output of that rank for why it ended"
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -10,11 +10,10 @@ from operator import methodcaller
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import CaptureError, OverlapcError, RankError
-from overlapc.runtime.exchange import Exchange
-from overlapc.runtime.line import has_peers, line_to
+from overlapc.ranks.board import attend, own_board
+from overlapc.ranks.exchange import Exchange
 
 T = TypeVar("T")
 
@@ -54,10 +53,13 @@ class Attempts:
     def __init__(self, door: str) -> None:
         self._door = f"{door} {next(self._doors)}"
         self._count = 0
+        attend()
         self._told = False  # do the others know of the last CaptureError, from a round?
 
     @contextlib.contextmanager
-    def exchange_for(self, groups: Sequence[str], timeout_s: float) -> Iterator[Exchange | None]:
+    def exchange_for(
+        self, groups: Sequence[str], timeout_s: float | None
+    ) -> Iterator[Exchange | None]:
         """A round of planning the next graph among the ranks of these groups."""
         self._count += 1
         try:
@@ -71,10 +73,9 @@ class Attempts:
         """Tell the others that this rank runs its last or next attempt as plain PyTorch."""
         if not self._told:
             self._count += 1
-            if has_peers():
+            if (board := own_board()) is not None:
                 record = json.dumps([self._name, error.reason, error.place])
-                line = line_to(_get_default_store(), dist.get_rank())
-                line.send(methodcaller("set", f"refused/{dist.get_rank()}", record))
+                board.send(methodcaller("set", f"refused/{board.rank}", record))
         self._told = False
 
     @property
@@ -83,7 +84,7 @@ class Attempts:
 
 
 @contextlib.contextmanager
-def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange | None]:
+def exchange_for(groups: Sequence[str], timeout_s: float | None) -> Iterator[Exchange | None]:
     """A round of planning among the ranks of these groups, or None for a rank on its own."""
     with exchange_of(ranks_of(groups), timeout_s) as exchange:
         yield exchange
@@ -91,7 +92,7 @@ def exchange_for(groups: Sequence[str], timeout_s: float) -> Iterator[Exchange |
 
 @contextlib.contextmanager
 def exchange_of(
-    ranks: Sequence[int], timeout_s: float, attempt: str = ""
+    ranks: Sequence[int], timeout_s: float | None, attempt: str = ""
 ) -> Iterator[Exchange | None]:
     """A round of planning among these ranks, or None for a rank on its own."""
     if len(ranks) < 2:

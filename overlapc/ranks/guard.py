@@ -26,6 +26,7 @@ from overlapc.shared_changes import Shared
 T = TypeVar("T")
 
 LOOK_S = 0.5
+NAMING_S = 3.0  # between a broken connection and the word of the kernel that a process has ended
 # An exception that is raised where C++ calls Python and expects none ends the process; so does one
 # that leaves PyTorch's modes half set; one that ends an import leaves half a module. So the guard
 # looks often for a moment at which the thread runs Python that Python called, between two lines;
@@ -87,13 +88,13 @@ def lost() -> str | None:
 
 
 @contextlib.contextmanager
-def named_dead(within_s: float) -> Iterator[None]:
+def named_dead() -> Iterator[None]:
     """If a collective of the guarded block fails because a connection broke, wait until the guard
     finds out who died, and raise that."""
     try:
         yield
     except (RuntimeError, RankError) as error:
-        until = time.monotonic() + within_s
+        until = time.monotonic() + NAMING_S
         while is_broken(error) and time.monotonic() < until:
             if (found := lost()) is not None:
                 raise RankError(found) from error

@@ -1,0 +1,76 @@
+"""Where a rank is: the line of its script, the collective it waits in, how many it has issued."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_OVERLAPC = str(Path(__file__).parents[1]) + "/"
+_LIBRARIES = (*{sysconfig.get_path(name) + "/" for name in ("stdlib", "purelib", "platlib")}, "<")
+_C10D = "/torch/distributed/distributed_c10d.py"
+# Parts of torch in which a rank does not wait for another, however long it takes.
+_ALONE = ("/torch/utils/data/", "/torch/serialization.py", "/torch/distributed/checkpoint/")
+_TO_ONE = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")
+
+
+def place_of(thread: int) -> dict[str, Any]:
+    """What the thread does now.
+
+    at          the line of the script, and its function
+    within      the collective of torch.distributed that it is in, and `group`, that one's name
+    computes    is it in torch, in a graph, or in overlapc, where a collective may hold it?
+    """
+    frame = sys._current_frames().get(thread)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return {"at": "an unknown place", "within": "", "group": None, "computes": False}
+    own = next((f for f in frames if not _is_library(f.f_code.co_filename)), frames[0])
+    within, group = _collective(frames)
+    files = [f.f_code.co_filename for f in frames[: frames.index(own)]]
+    return {
+        "at": f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}",
+        "within": within,
+        "group": group,
+        "computes": bool(files)
+        and (("/torch/" in files[0]) or files[0].startswith((_OVERLAPC, "<eval_with_key")))
+        and not any(part in file for file in files for part in _ALONE),
+    }
+
+
+def issued() -> dict[str, int]:
+    """How many collectives this rank has issued, by the name of their process group."""
+    import torch.distributed as dist
+
+    found = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            found[group.group_name] = group._get_sequence_number_for_group()
+    return found
+
+
+def described(place: dict[str, Any]) -> str:
+    """`train.py:31 in load`, `train.py:40 in main, in barrier`."""
+    return f"{place['at']}, in {place['within']}" if place["within"] else str(place["at"])
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_OVERLAPC, *_LIBRARIES)) or "/site-packages/" in file
+
+
+def _collective(frames: list[FrameType]) -> tuple[str, str | None]:
+    """The outermost collective among the frames, and the name of its group ("" is the default)."""
+    for frame in reversed(frames):
+        name = frame.f_code.co_name
+        if _C10D in frame.f_code.co_filename and "group" in frame.f_code.co_varnames:
+            if name.startswith("_") or name in _TO_ONE or name == "new_group":
+                return name, None
+            group = frame.f_locals.get("group")
+            return name, "" if group is None else str(getattr(group, "group_name", ""))
+    return "", None
