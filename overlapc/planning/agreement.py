@@ -73,8 +73,9 @@ def agreed(
         )
         exchange.agree(
             "options",
-            f"{options.text(ALIKE)} {step.microbatches} {step.lag} {step.in_flight}",
-            "pass the same options on every rank",
+            f"{options.text(ALIKE)} microbatches={step.microbatches} lag={step.lag} "
+            f"in_flight={step.in_flight}".strip(),
+            "pass the same options, and as many microbatches, on every rank",
         )
     profiles, found = _profiles(captured, options, primals, others, exchange)
     sizes = {name: max(each.most.get(name, 0) for each in found) for name in found[0].most}

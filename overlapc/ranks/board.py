@@ -67,7 +67,9 @@ class Board:
     board stays broken. `again`: it takes the place of a broken one.
     """
 
-    def __init__(self, store: Any, rank: int, history: History, again: bool = False) -> None:
+    def __init__(
+        self, store: Any, rank: int, history: History, ranks: Sequence[int], again: bool = False
+    ) -> None:
         self.history = history
         self.broken: RankError | None = None
         self.limit_s = group_timeout_s()
@@ -80,7 +82,7 @@ class Board:
         self._thread = threading.Thread(target=self._run, name="overlapc-board", daemon=True)
         self._thread.start()
         if history.presence is None:
-            history.presence = _presence(self, store, rank)
+            history.presence = _presence(self, store, rank, ranks)
         else:
             history.presence.meets(self)
 
@@ -197,14 +199,16 @@ _boards: weakref.WeakKeyDictionary[Any, dict[int, Board]] = weakref.WeakKeyDicti
 _lock = threading.Lock()
 
 
-def board_of(store: Any, rank: int) -> Board:
-    """Return the board of `rank` at `store`; make a new one if there is none or it broke."""
+def board_of(store: Any, rank: int, ranks: Sequence[int]) -> Board:
+    """Return the board of `rank` at `store`; make a new one if there is none or it broke. `ranks`
+    are all that the store joins."""
     with _lock:
         boards = _boards.setdefault(store, {})
         board = boards.get(rank)
         if board is None or board.broken is not None:
             again = board is not None
-            board = Board(store, rank, History() if board is None else board.history, again)
+            history = History() if board is None else board.history
+            board = Board(store, rank, history, ranks, again)
             # Runs when the process group drops the store, or at exit.
             weakref.finalize(store, board.close)
             if not again:  # at exit the kernel closes connections: this process has ended then
@@ -215,7 +219,9 @@ def board_of(store: Any, rank: int) -> Board:
 
 def own_board() -> Board | None:
     """This rank's board at the default group's store; None if there are no other ranks."""
-    return board_of(_get_default_store(), own_rank()) if has_peers() else None
+    if not has_peers():
+        return None
+    return board_of(_get_default_store(), own_rank(), range(dist.get_world_size()))
 
 
 def attend() -> None:
@@ -261,7 +267,7 @@ def present(store: Any, keys: list[str]) -> list[bytes | None]:
     return [store.get(key) if store.check([key]) else None for key in keys]
 
 
-def _presence(board: Board, store: Any, rank: int) -> Presence:
+def _presence(board: Board, store: Any, rank: int, ranks: Sequence[int]) -> Presence:
     history, thread = board.history, threading.get_ident()
 
     def here() -> dict[str, Any]:
@@ -275,7 +281,6 @@ def _presence(board: Board, store: Any, rank: int) -> Presence:
             "issued": issued(),
         }
 
-    ranks = range(dist.get_world_size()) if dist.is_initialized() else [rank]
     host = getattr(_innermost(store), "host", "127.0.0.1")
     return Presence(rank, ranks, board, here, host)
 

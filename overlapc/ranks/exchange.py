@@ -40,7 +40,6 @@ from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
@@ -75,7 +74,8 @@ class Exchange:
     `timeout_s`: how long a living rank may be late; by default the process group's own timeout.
     `attempt` names what is planned, equally on all ranks: with it, a CaptureError of one rank, even
     from before the round, is raised on all. With one rank, or under the fake backend, every call
-    answers at once. `store` and `rank` default to the default group's.
+    answers at once. `store` and `rank` default to the default group's; a store of their own joins
+    the ranks of the round alone.
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class Exchange:
         self._board: Board | None = None
         self._limit_s = 0.0
         if len(self.ranks) > 1 and (store is not None or has_peers()):
-            self._board = board_of(_get_default_store() if store is None else store, self.rank)
+            board = own_board() if store is None else board_of(store, self.rank, self.ranks)
+            assert board is not None
+            self._board = board
             self._limit_s = timeout_s or self._board.limit_s
         self._step_number = 0
         self._failed = False

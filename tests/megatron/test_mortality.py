@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from overlapc.errors import RankError
-from overlapc.runtime.line import TIMEOUT_S
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 from tests.multiprocess.mortal import caught
@@ -86,12 +85,12 @@ def test_a_rank_is_killed_while_it_plans(name: str, victim: int, after_s: float)
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("victim", [0, 1])  # rank 0 has the store
-def test_a_rank_that_stops_for_a_while_is_waited_for_if_asked(victim: int) -> None:
+def test_a_rank_that_stops_for_a_while_is_waited_for(victim: int) -> None:
     cpu.need("0.16.1")
-    with _two_planning("tp", {"timeout_s": 50.0}) as (pipes, processes):
+    with _two_planning("tp", {}) as (pipes, processes):
         time.sleep(1.0)
         os.kill(processes[victim].pid or 0, signal.SIGSTOP)
-        time.sleep(TIMEOUT_S + 4)
+        time.sleep(11.0)
         os.kill(processes[victim].pid or 0, signal.SIGCONT)
         assert [_next(pipe) for pipe in pipes] == ["planned"] * 2
 

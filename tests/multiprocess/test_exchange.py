@@ -492,12 +492,12 @@ def test_a_store_that_has_ended_is_not_waited_for_again() -> None:
     place = "127.0.0.1", free_port()
     host = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
     store = dist.TCPStore(*place)
-    board_of(store, 1).put("key", "value")
+    board_of(store, 1, [1]).put("key", "value")
     del host
     for _ in range(2):
         begun = time.monotonic()
         with pytest.raises(RankError, match="holds it"):
-            board_of(store, 1).look(["key"])
+            board_of(store, 1, [1]).look(["key"])
         assert time.monotonic() - begun < BAR_S / 2
 
 

@@ -14,7 +14,8 @@ PROMISED_S = 10.0  # between a death, or a rank that cannot come any more, and e
 def assert_waited_for(trouble: Trouble, outcomes: list[Outcome | None]) -> None:
     quiet = Trouble("none", trouble.door, trouble.ranks, 0, 0)
     for mine, expected in zip(outcomes, run(quiet), strict=True):
-        assert mine is not None and expected is not None
+        assert mine is not None
+        assert expected is not None
         assert mine.kind == "", (trouble, mine)
         assert mine.gradients == expected.gradients
 

@@ -600,9 +600,7 @@ def slow_to_compile(rank: int, ranks: int) -> list[float]:
     dist.init_process_group("gloo")
     torch.manual_seed(rank)
     stage, last = Counts(), rank == ranks - 1
-    pipeline = Pipeline(
-        {rank: stage}, "1f1b", 3, loss=F.mse_loss if last else None, solver="heu"
-    )
+    pipeline = Pipeline({rank: stage}, "1f1b", 3, loss=F.mse_loss if last else None, solver="heu")
     x = [torch.randn(2, WIDTH) for _ in range(3)]
     given = x if rank == 0 else (), x if last else ()
     pipeline(*given)

@@ -96,9 +96,7 @@ def on_rank(rank: int, ranks: int, cases: list[tuple[str, str, str]]) -> list[An
         mine = {s: made(s) for s, r in schedule.rank_of.items() if r == rank}
         how: dict[str, Any] = {"solver": solver, "memory_budget": "1GB", "profile": "estimate"}
         how["place"] = name != "zero-bubble"  # else they might be put together again
-        pipeline = Pipeline(
-            mine, schedule, COUNT, loss if last in mine else None, slices=2, **how
-        )
+        pipeline = Pipeline(mine, schedule, COUNT, loss if last in mine else None, slices=2, **how)
         every = [made(s) for s in range(last + 1)]
         expected, losses = [], []
         for _ in range(2):  # the second adds to what the first left

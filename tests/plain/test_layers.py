@@ -84,7 +84,7 @@ LAYERS = {
     "emulate.model": Layer("errors"),
     "runtime": Layer(
         "api errors files flags functions ir layers merge passes pipeline planning profiler "
-        "progress ranks schedule shares stages timing torch"
+        "progress ranks schedule shared_changes shares stages timing torch"
     ),
     # How ranks agree, and who is dead, late or disagrees. Everything that runs uses it.
     "ranks": Layer("errors progress shared_changes torch"),
@@ -103,8 +103,8 @@ LAYERS = {
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.
     "megatron": Layer(
-        "collecting errors files ir passes planning ranks runtime search shared_changes simulate solvers "
-        "stages torch"
+        "collecting errors files ir passes planning ranks runtime search shared_changes simulate "
+        "solvers stages torch"
     ),
     # What people see.
     "report": Layer(

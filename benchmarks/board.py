@@ -1,0 +1,111 @@
+"""How long 1,024 ranks take to agree on a plan of 1 MB, and to learn that some of them have died.
+
+    python benchmarks/board.py [--ranks 1024] [--processes 16]
+
+Each process stands for many ranks, each with its own connections and threads, over loopback and one
+store, as on a cluster. Prints seconds (*measured*; the machine's cores are shared by all ranks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+MEGABYTE = 1 << 20
+LIMIT_S = 300.0
+
+
+def stands_for(pipe: Connection, port: int, ranks: int, mine: range) -> None:
+    import torch.distributed as dist
+
+    from overlapc.ranks.board import board_of
+    from overlapc.ranks.exchange import Exchange
+
+    every = range(ranks)
+    stores = {rank: dist.TCPStore("127.0.0.1", port) for rank in mine}
+
+    def on_all(work: Any) -> list[Any]:
+        found: dict[int, Any] = {}
+
+        def one(rank: int) -> None:
+            found[rank] = work(rank)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in mine]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in mine]
+
+    def agree(rank: int) -> int:
+        text = "x" * MEGABYTE
+        with Exchange(every, store=stores[rank], rank=rank) as exchange:
+            exchange.agree("trace", "8c1f", "use one model")
+            return len(exchange.broadcast("plan", lambda: text))
+
+    def learn(rank: int) -> float:
+        presence, until = board_of(stores[rank], rank, every).presence, time.monotonic() + LIMIT_S
+        while presence.lost(every) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        return time.monotonic()
+
+    on_all(lambda rank: board_of(stores[rank], rank, every).presence.begin(LIMIT_S))
+    pipe.send("here")
+    assert pipe.recv() == "agree"
+    assert on_all(agree) == [MEGABYTE] * len(mine)
+    pipe.send(time.monotonic())
+    assert pipe.recv() == "learn"
+    pipe.send(max(on_all(learn)))
+    pipe.recv()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--processes", type=int, default=16)
+    args = parser.parse_args()
+    import torch.distributed as dist
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    share = args.ranks // args.processes
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    for number in range(args.processes):
+        ours, theirs = context.Pipe()
+        mine = range(number * share, (number + 1) * share)
+        job = context.Process(target=stands_for, args=(theirs, store.port, args.ranks, mine))
+        job.start()
+        pipes.append(ours)
+        processes.append(job)
+    try:
+        for pipe in pipes:
+            assert pipe.recv() == "here"
+        began = time.monotonic()
+        for pipe in pipes:
+            pipe.send("agree")
+        agreed_s = max(pipe.recv() for pipe in pipes) - began
+        for pipe in pipes:
+            pipe.send("learn")
+        time.sleep(1.0)
+        killed = time.monotonic()
+        os.kill(processes[-1].pid or 0, signal.SIGKILL)
+        known_s = max(pipe.recv() for pipe in pipes[:-1]) - killed
+    finally:
+        for job in processes:
+            job.kill()
+            job.join()
+    said = {"ranks": args.ranks, "processes": args.processes, "cores": os.cpu_count()}
+    print(json.dumps({**said, "agreed_s": round(agreed_s, 2), "death_known_s": round(known_s, 2)}))
+
+
+if __name__ == "__main__":
+    main()

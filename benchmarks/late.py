@@ -1,0 +1,81 @@
+"""Are the late waited for, and the dead and the disagreeing named? Many short runs, each with one
+trouble, spread by a seed over 2, 4 and 8 ranks, front doors and moments.
+
+    python benchmarks/late.py [--late 55] [--very-late 5] [--killed 200] [--stopped 6] [--other 12]
+                              [--seed 0] [--minutes 90] [--out FILE]
+
+Late (8 to 30 s, the very late 150 s) and stopped ranks (60 s): no error, and gradients equal to
+those of a run without trouble. Killed ones, and ones that wait elsewhere or have raised:
+an error on every other rank within 10 s that names the rank. Takes about 90 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from overlapc.files import write_file
+from tests.multiprocess.test_late import assert_named, assert_waited_for
+from tests.multiprocess.troubled import Trouble, run
+
+
+def drawn(args: argparse.Namespace) -> list[Trouble]:
+    first = args.seed * 10_000
+    found = [Trouble.drawn("late", first + i) for i in range(args.late)]
+    found += [Trouble.drawn("late", first + 5_000 + i, 150.0) for i in range(args.very_late)]
+    found += [Trouble.drawn("killed", first + i) for i in range(args.killed)]
+    found += [Trouble.drawn("stopped", first + i, 60.0) for i in range(args.stopped)]
+    kinds = ("in a barrier", "raises")
+    found += [Trouble.drawn(kinds[i % 2], first + i) for i in range(args.other)]
+    Random(args.seed).shuffle(found)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, count in (("late", 55), ("very-late", 5), ("killed", 200), ("stopped", 6)):
+        parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--other", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=90.0, help="begin none after so long")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began, done, failed = time.monotonic(), Counter[str](), list[str]()
+    longest: dict[str, float] = {}
+    for trouble in drawn(args):
+        if time.monotonic() - began > 60 * args.minutes:
+            break
+        check: Any = assert_waited_for if trouble.kind in ("late", "stopped") else assert_named
+        try:
+            outcomes = run(trouble)
+            check(trouble, outcomes)
+            others = [o.seconds for r, o in enumerate(outcomes) if o and r != trouble.victim]
+            longest[trouble.kind] = max(longest.get(trouble.kind, 0.0), *others)
+        except AssertionError as error:
+            failed.append(f"{error}")
+            print("FAILED", error, flush=True)
+        done[trouble.kind] += 1
+        print(trouble, "ok" if not failed else f"{len(failed)} failed", flush=True)
+    said = {
+        "runs": dict(done),
+        "failed": failed,
+        "longest_s": {k: round(s, 1) for k, s in longest.items() if k not in ("late", "stopped")},
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "seed": args.seed,
+    }
+    print(json.dumps(said, indent=1))
+    if args.out is not None:
+        write_file(args.out, json.dumps(said, indent=1) + "\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
