@@ -22,7 +22,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # No deadline, no health check on speed: an example that compiles a graph takes seconds.
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "ci",
+    max_examples=30,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "thorough", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin only from 3.11
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,27 +30,36 @@ PREFIX = "overlapc/2"
 # The store's own limit. Callers have theirs, which may be longer than any default.
 _STORE_S = 3600.0
 _SLOW_S = 1.0  # for an answer of the store
+_FEW = 8  # of the ranks that one waits for: none of them may be lost
 IDLE = ""
 
 
-@dataclass(slots=True)
+# A step of planning: the group, the number of its round, the number of the step.
+Step = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Doing:
-    """What this rank does, for others: the phase of planning, and the ranks that it waits for.
-    `number` tells one wait from the next."""
+    """What this rank does, for others: the phase of planning, and the ranks that it waits for, at
+    which step of planning. `pending` says of a wait for transfers whether it still lasts, which
+    this rank itself may notice late. `number` tells one wait from the next."""
 
     phase: str = IDLE
     waits: tuple[int, ...] = ()
+    step: Step | None = None
+    pending: Callable[[], bool] = lambda: True
     number: int = 0
 
 
 @dataclass(slots=True)
 class History:
     """State that must outlive a broken board: by group, the number of rounds and the keys left
-    behind; what the rank does, innermost last; how often a front door was called; and the last
-    call that failed, with what it raised."""
+    behind, and the last step in which it did its part; what the rank does, innermost last; how
+    often a front door was called; and the last call that failed, with what it raised."""
 
     rounds: Counter[str] = field(default_factory=Counter)
     written: dict[str, list[str]] = field(default_factory=dict)
+    done: dict[str, tuple[int, int]] = field(default_factory=dict)
     doing: list[Doing] = field(default_factory=lambda: [Doing()])
     waits: int = 0
     calls: int = 0
@@ -132,19 +141,17 @@ class Board:
         return self.call(lambda store: present(store, list(keys))) if keys else []
 
     @contextmanager
-    def busy(self, phase: str) -> Iterator[Callable[[str, tuple[int, ...]], None]]:
+    def busy(self, phase: str) -> Iterator[Callable[[Doing], None]]:
         """Tell who asks that this rank does `phase` while the block runs; yields a function that
-        changes the phase and the ranks that this one waits for."""
-        doing = Doing(phase)
+        says what it does now."""
         stack = self.history.doing
-        stack.append(doing)
+        stack.append(Doing(phase))
         place = len(stack) - 1
 
-        def say(phase: str, waits: tuple[int, ...]) -> None:
-            now = stack[place]
-            if (now.phase, now.waits) != (phase, waits):
+        def say(doing: Doing) -> None:
+            if replace(stack[place], number=0) != doing:
                 self.history.waits += 1
-                stack[place] = Doing(phase, waits, self.history.waits)
+                stack[place] = replace(doing, number=self.history.waits)
 
         try:
             yield say
@@ -275,7 +282,9 @@ def _presence(board: Board, store: Any, rank: int, ranks: Sequence[int]) -> Pres
         return {
             **place_of(thread),
             "phase": doing.phase,
-            "waits": doing.waits[:8],  # none of the ranks that one waits for may be lost
+            "waits": doing.waits[:_FEW] if doing.pending() else (),
+            "step": doing.step,
+            "done": history.done,
             "number": doing.number,
             "raised": history.raised,
             "issued": issued(),

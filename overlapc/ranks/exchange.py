@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
-from overlapc.ranks.board import IDLE, Board, board_of, has_peers, own_board, own_rank
+from overlapc.ranks.board import Board, Doing, board_of, has_peers, own_board, own_rank
 from overlapc.ranks.guard import (
     NAMING_S,
     Lost,
@@ -104,14 +104,14 @@ class Exchange:
             assert board is not None
             self._board = board
             self._limit_s = timeout_s or self._board.limit_s
-        self._step_number = 0
         self._failed = False
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Exchange:
         if self._board is not None:
             self._group = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
-            self._round = self._next_round(self._board)
+            number = self._next_round(self._board)
+            self._round, self._number = f"{self._group}/{number}", (number, 0)
             self._exits.enter_context(guarded(partial(_lost, self._board, self.ranks)))
             self._say = self._exits.enter_context(self._board.busy(PLANNING))
         return self
@@ -130,13 +130,13 @@ class Exchange:
                 self._fail(late)
                 raise
 
-    def _next_round(self, board: Board) -> str:
-        """The name of the next round, passing over rounds that ended without this rank."""
+    def _next_round(self, board: Board) -> int:
+        """The number of the next round, passing over rounds that ended without this rank."""
         while True:
-            name = f"{self._group}/{board.history.rounds[self._group]}"
+            number = board.history.rounds[self._group]
             board.history.rounds[self._group] += 1
-            if not board.call(methodcaller("check", [f"{name}/skipped"])):
-                return name
+            if not board.call(methodcaller("check", [f"{self._group}/{number}/skipped"])):
+                return number
 
     # Messages between ranks
 
@@ -192,11 +192,11 @@ class Exchange:
         if self._board is None:
             return work()
         result = started(work)
-        self._say(what, ())
+        self._say(Doing(what))
         while not result.done():
             wait([result], LOOK_S)
             self._raise_if_failed()
-        self._say(PLANNING, ())
+        self._say(Doing(PLANNING))
         if result.exception() is not None:
             self._raise_if_failed()
         with named_dead():
@@ -234,16 +234,19 @@ class Exchange:
             return answer([mine])
         written = board.history.written.setdefault(self._group, [])
         before = len(written)
-        step = f"{self._round}/{self._step_number}"
-        self._step_number += 1
+        round_number, number = self._number
+        step = f"{self._round}/{number}"
         if self.rank == self.leader:
             others = {rank: f"{step}/{rank}" for rank in self.ranks if rank != self.rank}
             parts = {**self._await(topic, others, work), self.rank: mine}
             reply = answer([parts[rank] for rank in self.ranks])
             self._write(f"{step}/reply", topic, reply)
+            board.history.done[self._group] = self._number
         else:
             self._write(f"{step}/{self.rank}", topic, mine)
+            board.history.done[self._group] = self._number
             reply = self._await(topic, {self.leader: f"{step}/reply"})[self.leader]
+        self._number = round_number, number + 1
         # All ranks have reached this step, so nobody will read records of earlier ones.
         for key in written[:before]:
             board.send(methodcaller("delete_key", key))
@@ -315,16 +318,17 @@ class Exchange:
             if work is not None and not working:
                 work.result()  # its exception ends the round now, whoever is missing
             if not missing and not working:
-                self._say(PLANNING, ())
+                self._say(Doing(PLANNING))
                 return got
             if failure is not None:
                 raise failure
             if hopeless is not None:
                 raise RankError(hopeless)
             if working:
-                self._say(f"making the {topic}", ())
+                self._say(Doing(f"making the {topic}"))
             else:
-                self._say(f"waiting at the step {topic!r}", tuple(missing))
+                phase, step = f"waiting at the step {topic!r}", (self._group, *self._number)
+                self._say(Doing(phase, tuple(missing), step))
             self._raise_if_refused(missing)
             # What a rank wrote before it ended still counts, so read once more. (The guard has
             # watched for longer than this wait.)
@@ -342,10 +346,7 @@ class Exchange:
             return None
         self._raise_if_failed()  # report the cause, not that others have left
         if hopeless is not None:
-            return (
-                f"planning stopped at the step {topic!r}: {hopeless}; expected the same calls on "
-                f"{_named(self.ranks)}: see the output of that rank for what it did instead"
-            )
+            return f"planning stopped at the step {topic!r}: {hopeless}"
         late = lookout.last(missing[0])
         return (
             f"planning stopped at the step {topic!r}: rank {late} did not come in {waited_s:.0f} s "
@@ -390,7 +391,7 @@ class Exchange:
             return
         text = str(error)
         if isinstance(error, Lost):
-            self._say(IDLE, ())
+            self._say(Doing())
             return  # the others notice the loss, too
         if isinstance(error, CaptureError) and self._attempt:
             text = _UNCAPTURED.decode() + json.dumps([error.reason, error.place])
@@ -407,7 +408,7 @@ class Exchange:
             if not self._failed:
                 board.put(failed, text)
             # This rank stays in the round but is lost to it; the others can read why.
-            self._say(IDLE, ())
+            self._say(Doing())
             until = time.monotonic() + LINGER_S
             count = board.call(methodcaller("add", told, 1))
             while count < len(self.ranks) and time.monotonic() < until:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from overlapc.ranks.board import IDLE, Board, own_board
+from overlapc.ranks.board import IDLE, Board, Doing, own_board
 from overlapc.ranks.here import described, issued
 from overlapc.ranks.presence import LEFT
 
@@ -29,6 +29,9 @@ _LATER = 4  # each further line comes so many times later
 _ASK_S = 0.5
 _LOOK_S = 0.1
 _FEW = 8  # at most so many ranks are asked at once
+_EXPECTED = (
+    "expected the same calls on all ranks: see the output of that rank for what it did instead"
+)
 _DEEP = 8  # so long a chain of ranks that wait for each other is followed
 
 
@@ -55,10 +58,10 @@ class Lookout:
             return None
         self._next_look = now + _LOOK_S
         if (found := self._board.presence.lost([*missing, *concerned])) is not None:
-            return found
+            return f"{found}; expected it to live: see the output of that rank for why it ended"
         for rank in missing:
             if self._board.presence.gone.get(rank) == LEFT:
-                return f"rank {rank} cannot come: it has destroyed its process group"
+                return f"rank {rank} has destroyed its process group; {_EXPECTED}"
         if now >= self._next_ask:
             self._next_ask = now + _ASK_S
             self._board.presence.ask(self._asked(missing))
@@ -67,7 +70,7 @@ class Lookout:
             for evidence, what in self._signs(rank, (self._rank,)):
                 first = self._since[evidence] = before.get(evidence, now)
                 if now - first >= APART_S:
-                    return what
+                    return f"{what}; {_EXPECTED}"
         self._say_who_is_late(now - self.start, missing)
         return None
 
@@ -120,6 +123,8 @@ class Lookout:
         if self._transfers:
             return
         for other in answer["waits"]:
+            if self._has_done_its_part(other, answer["step"]):
+                continue
             if other in path:
                 circle = (*path[path.index(other) :], rank)
                 ranks = " and ".join(f"rank {r}" for r in circle)
@@ -137,6 +142,16 @@ class Lookout:
                 f"this rank ({place}), so it has passed this call or left it out"
             )
             yield ("held", rank, answer["at"], str(answer["issued"])), text
+
+    def _has_done_its_part(self, rank: int, step: Any) -> bool:
+        """Has the rank done already what another waits for at that step, and that one has not
+        noticed yet? It may run seldom on a busy machine."""
+        if rank == self._rank:
+            done: Any = self._board.history.done
+        else:
+            answer = self._answer(rank)
+            done = {} if answer is None else answer["done"]
+        return step is not None and tuple(done.get(step[0], (-1, -1))) >= tuple(step[1:])
 
     def _waits_in(self, answer: dict[str, Any]) -> str | None:
         """The group of a collective in which that rank waits for this one."""
@@ -184,12 +199,15 @@ class _Alone:
 
 
 @contextmanager
-def waiting_for(ranks: Sequence[int], what: str) -> Iterator[Lookout | _Alone]:
-    """The lookout of a wait for transfers from the ranks. Who asks is told of the wait."""
+def waiting_for(
+    ranks: Sequence[int], what: str, pending: Callable[[], bool]
+) -> Iterator[Lookout | _Alone]:
+    """The lookout of a wait for transfers from the ranks. Who asks is told of the wait, as long as
+    it is `pending`."""
     board = own_board()
     if board is None:
         yield _Alone()
         return
     with board.busy(what) as say:
-        say(what, tuple(ranks))
+        say(Doing(what, tuple(ranks), pending=pending))
         yield Lookout(board, board.rank, what, transfers=True)

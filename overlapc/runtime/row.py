@@ -348,7 +348,8 @@ class Run:
     ) -> None:
         with suppress(FutureTimeoutError):
             return ended.result(_SOON_S)
-        with waiting_for(missing, f"is at action {self.at}") as lookout:
+        at = f"is at action {self.at}"
+        with waiting_for(missing, at, lambda: not ended.done()) as lookout:
             while not ended.done():
                 if hopeless := lookout.hopeless(missing, concerned):
                     wait([ended], _ON_ITS_WAY_S)

@@ -150,3 +150,18 @@ def test_who_watches_whom() -> None:
     found = neighbours(range(1024), 0)
     assert found == sorted({2**k for k in range(10)} | {1024 - 2**k for k in range(10)})
     assert all(0 in neighbours(range(1024), other) for other in found)
+
+
+_IMPORTS = """
+import os, threading
+import overlapc.api, overlapc.runtime.pipeline, overlapc.runtime.train_step, overlapc.megatron
+held = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")[:-1]]
+print(threading.active_count(), [each for each in held if "socket" in each])
+"""
+
+
+def test_an_import_starts_no_thread_and_no_socket() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1 []\n"

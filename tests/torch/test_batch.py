@@ -79,6 +79,7 @@ def test_experts_that_words_do_not_fill_evenly_are_captured_each_for_itself():
     together_is_alone(keys(model, ALONE))
 
 
+@pytest.mark.slow
 def test_units_are_alike():
     every = keys(LATENT, PAIR, batches=(1, 3), fp8=True)
     alone = [make_units([key])[0] for key in every]
