@@ -94,6 +94,9 @@ class LinkGroup(EmulatedGroup):
             self._pairs[source, target] = _Lane(self._board, mine, all_rows=[row, row + 1])
         return self._pairs[source, target]
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._collectives.launched
+
     def shutdown(self) -> None:
         self._gloo.shutdown()
         super().shutdown()
@@ -184,15 +187,15 @@ class _Lane:
         self._mine = mine
         self._all_rows = all_rows
         self._lock = threading.Lock()
-        self._launched = 0
+        self.launched = 0
         self._open: deque[_Transfer] = deque()
         self._free_ns = 0
 
     def launch(self, launched_ns: int, duration_ns: int) -> _Transfer:
-        transfer = _Transfer(self._launched)
+        transfer = _Transfer(self.launched)
         self._board.write(self._mine, transfer.number, launched_ns, duration_ns)
         self._open.append(transfer)
-        self._launched += 1
+        self.launched += 1
         # Works that nobody waits for must not fill the ring; the holder of the lock removes them.
         if self._lock.acquire(blocking=False):
             try:
