@@ -25,7 +25,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Plan
-from overlapc.passes.aot import as_boxed
+from overlapc.passes.aot import as_boxed, let_saved_live
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.collectives import Raw, trace_ended
 from overlapc.passes.differences import differences, left_out, views_handed_on
@@ -131,15 +131,16 @@ class Backend:
         # As in eager, random numbers are drawn even if nothing reads them.
         random = inductor_config.patch(fallback_random=True)
         way = InForwardsWay()
+
+        def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            let_saved_live()
+            run = way.backward(module, _run_as_ordered(module, inputs))
+            return given(run, module, is_hidden(gm), self._differs)
+
         with as_eager(traced), as_they_come(), random:
             return aot_autograd(
                 fw_compiler=lambda module, inputs: way.forward(_run_as_ordered(module, inputs)),
-                bw_compiler=lambda module, inputs: given(
-                    way.backward(module, _run_as_ordered(module, inputs)),
-                    module,
-                    is_hidden(gm),
-                    self._differs,
-                ),
+                bw_compiler=backward,
                 inference_compiler=_run_as_ordered,
                 partition_fn=partition,
             )(gm, example_inputs)
