@@ -72,13 +72,20 @@ def optimize(model: Model, **options: Any) -> Model:
 
     The twin is of the same type as `model` and shares all its state (parameters, buffers, hooks,
     mode); use either. It plans at its first forward under autograd, once for each graph. Options
-    are those of `overlapc.Options`.
+    are those of `overlapc.Options`. Given a twin, return it, or with other options another twin of
+    the same model.
 
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
     `plan` and `timeline` of the only graph, `explain()` for all.
     """
+    parsed = Options.parse(options)
+    if isinstance(model, Optimized):
+        engine = _engine(model)
+        if engine.options == parsed:
+            return model
+        return _twin(engine.model, parsed)
     _check_model(model)
-    return _twin(model, Options.parse(options))
+    return _twin(model, parsed)
 
 
 def _check_model(model: object) -> None:

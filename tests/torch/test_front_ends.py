@@ -260,6 +260,21 @@ def test_what_a_twin_hides_of_its_model_is_said() -> None:
         overlapc.optimize(model)
 
 
+def test_a_cell_that_is_run_again_optimizes_the_same_model() -> None:
+    model, x = MLP(), randn(4, 16)
+    twin = overlapc.optimize(model, profile="estimate", memory_budget="1GB")
+    twin(x).sum().backward()
+    assert overlapc.optimize(twin, profile="estimate", memory_budget="1GB") is twin
+    other = overlapc.optimize(twin, profile="estimate", memory_budget="2GB")
+    other(x).sum().backward()
+    assert other is not twin
+    assert type(other).__mro__.count(type(model)) == 1
+    assert list(other.parameters()) == list(model.parameters())
+    assert [len(other.reports), len(twin.reports)] == [1, 1]
+    with pytest.raises(OptionError, match="option 'memory'"):
+        overlapc.optimize(twin, memory="1GB")
+
+
 def test_a_plan_takes_no_options_of_other_front_doors():
     with pytest.raises(OptionError, match="has memory_budget, solver and hardware"):
         overlapc.plan(nn.Linear(4, 4), torch.randn(2, 4), slices=2)
