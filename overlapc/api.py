@@ -4,8 +4,10 @@ it."""
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -171,6 +173,7 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(self)
+        engine.called = True
         if not torch.is_grad_enabled() and engine.sliced is None:
             return engine.model(*args, **kwargs)
         return engine.call(args, kwargs)
@@ -251,6 +254,7 @@ class _Engine:
         self.to_check = options.check
         self.checked: Checked | None = None
         self.made = False  # whether all parameters are known to be there
+        self.called = False  # the twin, in training or not
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
         self.settings: dict[str, Any] = {}  # Dynamo's settings for this model alone
@@ -353,6 +357,29 @@ class _Engine:
 
 
 _SHOWN = [name for name in vars(Optimized) if not name.startswith("_")]
+_STEP = "training_step"  # what Lightning calls in the place of a model
+_UNSEEN = (
+    f"overlapc plans nothing of {_STEP}: it calls this model's layers, but not the model; expected "
+    f"`self(...)` in {_STEP}, or in the place of the whole its network optimized: "
+    "`self.network = overlapc.optimize(self.network)`"
+)
+
+
+def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's `training_step` that says so, once, if nothing of it can be planned."""
+
+    @functools.wraps(step)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        engine = _engine(self)
+        if not engine.called:
+            engine.called = True
+            warnings.warn(_UNSEEN, RuntimeWarning, stacklevel=2)
+        return result
+
+    return training_step
+
+
 # The engine lives beside the twin, not in the __dict__ it shares with its model.
 
 
@@ -363,9 +390,10 @@ def _engine(twin: Any) -> _Engine:
 
 def _twin(model: Any, options: Options) -> Any:
     base = type(model)
-    kind = type(
-        base.__name__, (Optimized, base), {"__slots__": (TWIN,), "__module__": base.__module__}
-    )
+    own: dict[str, Any] = {"__slots__": (TWIN,), "__module__": base.__module__}
+    if callable(step := getattr(base, _STEP, None)):
+        own[_STEP] = _watched(step)
+    kind = type(base.__name__, (Optimized, base), own)
     twin: Any = object.__new__(kind)
     object.__setattr__(twin, "__dict__", model.__dict__)
     object.__setattr__(twin, TWIN, _Engine(model, options))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,7 +38,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
 from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
-from overlapc.runtime.loss import checked_loss, loss_of, plainly
+from overlapc.runtime.loss import checked_loss, loss_alone, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.ranks import Attempts
@@ -58,7 +59,8 @@ class TrainStep:
     and bitwise the same. A microbatch is a tuple or a list of arguments, a dict of arguments by
     name, or a single argument. `model` returns the loss: alone, as `.loss`, or as the first result
     that requires a gradient. Or `loss(model, *microbatch)` returns it. For a mean, divide the loss
-    by the number of microbatches there. Microbatches that follow each other in the same shapes are
+    by the number of microbatches there. Losses are returned, detached; with `results=True` all that
+    the model or `loss` returned: logits, say, which then live to the end. Microbatches that follow each other in the same shapes are
     merged; those of other shapes run behind them. (A model with collectives takes one shape.)
 
     The first call plans. So does a call with other shapes or another number of microbatches, or
@@ -93,6 +95,7 @@ class TrainStep:
         *,
         merge: bool = True,
         pairs: bool = True,
+        results: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -101,12 +104,13 @@ class TrainStep:
             raise OptionError(
                 f"loss={loss!r}: expected a function of the model and a microbatch, or None"
             )
-        for name, given in (("merge", merge), ("pairs", pairs)):
+        how = {"merge": merge, "pairs": pairs, "results": results}
+        for name, given in how.items():
             if not isinstance(given, bool):
                 raise OptionError(f"{name}={given!r}: expected True or False")
         refuse_foreign("TrainStep", model)
-        self._merge, self._pairs = merge, pairs
-        self._asked = options
+        self._merge, self._pairs, self._results = merge, pairs, results
+        self._asked = how | options
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
@@ -125,12 +129,11 @@ class TrainStep:
 
     def __reduce__(self) -> Any:
         """A copy plans anew: the graphs are those of this step's model."""
-        return _again, (self.model, self._loss, self._merge, self._pairs, self._asked)
+        return partial(TrainStep, **self._asked), (self.model, self._loss)
 
     @untraced
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
-        """Add the gradients of all microbatches to `.grad`; return the model's results for each,
-        detached."""
+        """Add the gradients of all microbatches to `.grad`; return each one's loss, or results."""
         each = givens(microbatches)
         if not torch.is_grad_enabled():
             raise OptionError(
@@ -297,9 +300,9 @@ class TrainStep:
         return marked(result, (args, kwargs), loss)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loss is None:
-            return self.model(*args, **kwargs)
-        return self._loss(self.model, *args, **kwargs)
+        run = self.model if self._loss is None else partial(self._loss, self.model)
+        result = run(*args, **kwargs)
+        return result if self._results else loss_alone(result)
 
     def _forward(self, given: Given, key: Any) -> Any:
         """Run the forward of a microbatch, and the backward that is due with it."""
@@ -425,10 +428,6 @@ class TrainStep:
         """The graph of the whole batch."""
         assert self._given is not None
         return capture(self._whole, *self._given.args, **self._given.kwargs)
-
-
-def _again(model: Any, loss: Any, merge: Any, pairs: Any, options: Mapping[str, Any]) -> TrainStep:
-    return TrainStep(model, loss, merge=merge, pairs=pairs, **options)
 
 
 def adding(module: nn.Module, options: Options) -> float:

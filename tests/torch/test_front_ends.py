@@ -275,6 +275,34 @@ def test_a_cell_that_is_run_again_optimizes_the_same_model() -> None:
         overlapc.optimize(twin, memory="1GB")
 
 
+class Stepping(nn.Module):
+    """As Lightning has its models: the trainer calls `training_step`."""
+
+    def __init__(self, calls_itself: bool) -> None:
+        super().__init__()
+        self.network, self.calls_itself = MLP(), calls_itself
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return (self(x) if self.calls_itself else self.network(x)).square().mean()
+
+
+def test_a_training_step_that_goes_round_the_model_is_said_once() -> None:
+    twin, x = overlapc.optimize(Stepping(False), profile="estimate"), randn(4, 16)
+    with pytest.warns(RuntimeWarning, match=r"plans nothing of training_step.*`self\(\.\.\.\)`"):
+        twin.training_step(x, 0).backward()
+    twin.training_step(x, 1).backward()
+    assert twin.reports == []
+
+
+def test_a_training_step_that_calls_the_model_is_planned() -> None:
+    twin, x = overlapc.optimize(Stepping(True), profile="estimate"), randn(4, 16)
+    twin.training_step(x, 0).backward()
+    assert len(twin.reports) == 1
+
+
 def test_a_plan_takes_no_options_of_other_front_doors():
     with pytest.raises(OptionError, match="has memory_budget, solver and hardware"):
         overlapc.plan(nn.Linear(4, 4), torch.randn(2, 4), slices=2)
