@@ -59,9 +59,10 @@ class TrainStep:
     and bitwise the same. A microbatch is a tuple or a list of arguments, a dict of arguments by
     name, or a single argument. `model` returns the loss: alone, as `.loss`, or as the first result
     that requires a gradient. Or `loss(model, *microbatch)` returns it. For a mean, divide the loss
-    by the number of microbatches there. Losses are returned, detached; with `results=True` all that
-    the model or `loss` returned: logits, say, which then live to the end. Microbatches that follow each other in the same shapes are
-    merged; those of other shapes run behind them. (A model with collectives takes one shape.)
+    by the number of microbatches there. Losses are returned; with `results=True` all that the model
+    or `loss` returned (logits, say, which then live to the end of the step). Microbatches that
+    follow each other in the same shapes are merged; those of other shapes run behind them. (A model
+    with collectives takes one shape.)
 
     The first call plans. So does a call with other shapes or another number of microbatches, or
     after a change that makes the model another graph. Options are those of `overlapc.Options`; the
