@@ -43,6 +43,7 @@ from overlapc.runtime.foreign import (
     untraced,
 )
 from overlapc.runtime.given_up import GivenUp, why_untraced
+from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.regions import Region
 from overlapc.runtime.sliced import SlicedCalls
 from overlapc.runtime.waiting import told_of_compiling
@@ -260,6 +261,7 @@ class _Engine:
         self.settings: dict[str, Any] = {}  # Dynamo's settings for this model alone
         self.fails = False  # whether Dynamo itself fails to trace the model
         self.region = Region()
+        self.inexact = Inexact()
         self.backend = Backend(options)
         compiled = torch.compile(
             model, backend=self.backend, dynamic=options.dynamic, **_OF_ITS_OWN
@@ -328,6 +330,8 @@ class _Engine:
             with GivenUp() as given_up, self.backend.steps, tracing:
                 results = self.forward(*args, **kwargs)
                 self.backend.steps.name_sums(tree_leaves(results))
+            if self.checked is None:  # else it is known
+                self.inexact.say(self.backend.differences)
         except (InternalTorchDynamoError, TorchRuntimeError, GuardOnDataDependentSymNode) as error:
             reason = why_untraced(error)
             if reason and not self.settings:

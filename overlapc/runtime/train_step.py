@@ -38,6 +38,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
 from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
+from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.loss import checked_loss, loss_alone, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
@@ -119,7 +120,7 @@ class TrainStep:
         self._met: set[Any] = set()  # keys of those that ran
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
-        self._replicas = Replicas(model)
+        self._replicas, self._inexact = Replicas(model), Inexact()
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: Step | Slices | None = None  # the running step
@@ -283,9 +284,7 @@ class TrainStep:
         """The function of a microbatch that is traced; its only result that requires a gradient is
         the loss."""
         result = self._result(*args, **kwargs)
-        if isinstance(result, Tensor):
-            return result
-        return detached(result, but=loss_of(result))
+        return result if isinstance(result, Tensor) else detached(result, but=loss_of(result))
 
     def _of_loss(self, *args: Any, **kwargs: Any) -> Any:
         """That of a microbatch: the graph says which of its results is the loss."""
@@ -352,6 +351,7 @@ class TrainStep:
         waits = busy("tracing", self._options.timeout_s) if new else told_of_compiling()
         with waits, self._replicas.aside():
             yield
+        self._inexact.say(self.differences)
 
     def _plainly(self, given: Given) -> Any:
         with self._replicas.plainly():
@@ -363,9 +363,8 @@ class TrainStep:
             self._plain.add(key)
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
-            warnings.warn(
-                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=5
-            )
+            said = f"overlapc runs the step as plain PyTorch: {error}"
+            warnings.warn(said, RuntimeWarning, stacklevel=5)
 
     def _adopt(self, joint: Joint) -> Run:
         """Return the code that runs in the place of a graph: its forward, merged with the backward
