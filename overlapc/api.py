@@ -39,6 +39,7 @@ from overlapc.runtime.foreign import (
     TWIN,
     refuse_foreign,
     refuse_unmade,
+    sharded_by,
     unmade,
     untraced,
 )
@@ -298,6 +299,8 @@ class _Engine:
                     with told_of_compiling():
                         return self.run(args, kwargs)
                 self.begun = True
+                if by := sharded_by(self.model):
+                    self.backend.between_gathers(by)
                 with busy("tracing", self.backend.options.timeout_s):  # the other ranks wait
                     return self.run(args, kwargs)
         except BackendCompilerFailed as failed:

@@ -52,6 +52,7 @@ from overlapc.shares import Share, plan_frugally
 _SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 
+_HOOKS = ("distributed/fsdp", "deepspeed")  # files of those that gather a sharded model
 _SECOND = "the model takes a gradient of it that has a gradient itself (create_graph)"
 
 
@@ -67,6 +68,7 @@ class Backend:
         self.calls = 0  # of graphs, planned or not
         self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
+        self._sharded = False
         self.differences: list[str] = []  # lines of the model that may differ from eager
         self.views: list[str] = []  # such lines that count if there are several graphs
         self.left_out: list[str] = []  # such lines that count if there is only one graph
@@ -201,7 +203,9 @@ class Backend:
 
     def run_unchanged(self, what: str) -> None:
         """Warn once about what runs as plain PyTorch, and why."""
-        if what not in self.unchanged:
+        if self._sharded and any(name in what for name in _HOOKS):
+            log(1, what)
+        elif what not in self.unchanged:
             self.unchanged.append(what)
             where, _, reason = what.partition(": ")
             warnings.warn(
@@ -209,6 +213,14 @@ class Backend:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def between_gathers(self, framework: str) -> None:
+        """Warn that hooks of this framework gather the model's parameters. What Dynamo says of
+        these hooks is left out from now on."""
+        self._sharded = True
+        what = f"{framework} shards this model; overlapc plans what is between its gathers only"
+        self.unchanged.append(what)
+        warnings.warn(f"overlapc: {what}", RuntimeWarning, stacklevel=3)
 
 
 class Partition:

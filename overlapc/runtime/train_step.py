@@ -36,7 +36,7 @@ from overlapc.planning.road import plan
 from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.exchange import busy
-from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
+from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, refuse_sharded, unmade, untraced
 from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
 from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.loss import checked_loss, loss_alone, loss_of, plainly
@@ -346,7 +346,8 @@ class TrainStep:
     @contextmanager
     def _tracing(self, key: Any) -> Iterator[None]:
         """While this rank traces, the others wait for it, and notice if it is lost."""
-        new = key not in self._met
+        if new := key not in self._met:
+            refuse_sharded(self.model)
         self._met.add(key)
         waits = busy("tracing", self._options.timeout_s) if new else told_of_compiling()
         with waits, self._replicas.aside():

@@ -221,7 +221,9 @@ def test_several_results_are_those_of_the_batch():
 
     torch.manual_seed(1)
     model, x = Scored(), randn(8, 16)
-    step = TrainStep(model, slices=2, profile="estimate")
+    (loss,) = TrainStep(model, slices=2, profile="estimate")([(x, 0.5)])
+    assert model.last.shape == x.shape
+    step = TrainStep(model, slices=2, results=True, profile="estimate")
     for _ in range(2):  # the number of calls, which changes, becomes an input
         step([(x, 0.5)])
     calls = model.calls
@@ -230,6 +232,7 @@ def test_several_results_are_those_of_the_batch():
     assert torch.equal(model.last, found["out"])
     expected = model(x, 0.5)
     torch.testing.assert_close(found["loss"], expected["loss"].detach())
+    assert torch.equal(loss, found["loss"])
     torch.testing.assert_close(found["out"], expected["out"].detach())
     assert torch.equal(found["x"][0], x.sum(1))
     assert found["scale"] == 0.5
