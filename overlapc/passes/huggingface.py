@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -39,7 +40,7 @@ def makes_no_difference(file: str, function: str) -> bool:
     return any(file.endswith(name) and function == own for name, own in _HARMLESS)
 
 
-def instead(function: FunctionType, args: Any, kwargs: Any) -> FunctionType | None:
+def instead(function: FunctionType, args: Any, kwargs: Any) -> Callable[..., None] | None:
     """While Dynamo traces: the function to trace in the place of this one, if it is known."""
     if function.__module__ == "transformers.masking_utils":
         known = _function("transformers.masking_utils", "find_packed_sequence_indices")

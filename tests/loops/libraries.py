@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from tests.loops.loop import Door, Net, State, batches, loop, sgd, state_of
 
@@ -216,7 +217,8 @@ def by_lightning(door: Door, model: Any, twin: Any, **settings: Any) -> State:
         default_root_dir=str(door.folder),
         **settings,
     )
-    trainer.fit(twin, batches(4), batches(1))
+    loaders = [DataLoader(batches(count), batch_size=None) for count in (4, 1)]
+    trainer.fit(twin, *loaders)
     return state_of(model, trainer.callback_metrics["loss"], trainer.callback_metrics["validation"])
 
 
