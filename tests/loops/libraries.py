@@ -207,7 +207,7 @@ def by_lightning(door: Door, model: Any, twin: Any, **settings: Any) -> State:
     import lightning
 
     trainer = lightning.Trainer(
-        max_steps=2,
+        max_epochs=1,
         accelerator="cpu",
         devices=1,
         logger=False,
@@ -217,7 +217,8 @@ def by_lightning(door: Door, model: Any, twin: Any, **settings: Any) -> State:
         default_root_dir=str(door.folder),
         **settings,
     )
-    loaders = [DataLoader(batches(count), batch_size=None) for count in (4, 1)]
+    rows = batches(2 * settings.get("accumulate_grad_batches", 1))
+    loaders = [DataLoader(each, batch_size=None) for each in (rows, batches(1))]
     trainer.fit(twin, *loaders)
     return state_of(model, trainer.callback_metrics["loss"], trainer.callback_metrics["validation"])
 
