@@ -15,19 +15,26 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300), pytest.mark.sl
 OPTIONS = {"profile": "estimate", "timeout_s": 120}
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(64, 16)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)
-        )
+        self.layers = nn.ModuleList(Block() for _ in range(2))
         self.scores = nn.Linear(16, 64, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         return self.scores(x).logsumexp(-1).mean()
 
 
