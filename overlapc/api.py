@@ -4,8 +4,10 @@ it."""
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -37,10 +39,12 @@ from overlapc.runtime.foreign import (
     TWIN,
     refuse_foreign,
     refuse_unmade,
+    sharded_by,
     unmade,
     untraced,
 )
 from overlapc.runtime.given_up import GivenUp, why_untraced
+from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.regions import Region
 from overlapc.runtime.sliced import SlicedCalls
 
@@ -71,13 +75,20 @@ def optimize(model: Model, **options: Any) -> Model:
 
     The twin is of the same type as `model` and shares all its state (parameters, buffers, hooks,
     mode); use either. It plans at its first forward under autograd, once for each graph. Options
-    are those of `overlapc.Options`.
+    are those of `overlapc.Options`. Given a twin, return it, or with other options another twin of
+    the same model.
 
     Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
     `plan` and `timeline` of the only graph, `explain()` for all.
     """
+    parsed = Options.parse(options)
+    if isinstance(model, Optimized):
+        engine = _engine(model)
+        if engine.options == parsed:
+            return model
+        return _twin(engine.model, parsed)
     _check_model(model)
-    return _twin(model, Options.parse(options))
+    return _twin(model, parsed)
 
 
 def _check_model(model: object) -> None:
@@ -163,6 +174,7 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(self)
+        engine.called = True
         if not torch.is_grad_enabled() and engine.sliced is None:
             return engine.model(*args, **kwargs)
         return engine.call(args, kwargs)
@@ -243,11 +255,13 @@ class _Engine:
         self.to_check = options.check
         self.checked: Checked | None = None
         self.made = False  # whether all parameters are known to be there
+        self.called = False  # the twin, in training or not
         self.begun = False
         self.silent = False  # whether the last call ran no graph at all
         self.settings: dict[str, Any] = {}  # Dynamo's settings for this model alone
         self.fails = False  # whether Dynamo itself fails to trace the model
         self.region = Region()
+        self.inexact = Inexact()
         self.backend = Backend(options)
         compiled = torch.compile(
             model, backend=self.backend, dynamic=options.dynamic, **_OF_ITS_OWN
@@ -284,6 +298,8 @@ class _Engine:
                     with in_call():
                         return self.run(args, kwargs)
                 self.begun = True
+                if by := sharded_by(self.model):
+                    self.backend.between_gathers(by)
                 with busy("tracing"):  # the other ranks wait
                     return self.run(args, kwargs)
         except BackendCompilerFailed as failed:
@@ -316,6 +332,8 @@ class _Engine:
             with GivenUp() as given_up, self.backend.steps, tracing:
                 results = self.forward(*args, **kwargs)
                 self.backend.steps.name_sums(tree_leaves(results))
+            if self.checked is None:  # else it is known
+                self.inexact.say(self.backend.differences)
         except (InternalTorchDynamoError, TorchRuntimeError, GuardOnDataDependentSymNode) as error:
             reason = why_untraced(error)
             if reason and not self.settings:
@@ -345,6 +363,29 @@ class _Engine:
 
 
 _SHOWN = [name for name in vars(Optimized) if not name.startswith("_")]
+_STEP = "training_step"  # what Lightning calls in the place of a model
+_UNSEEN = (
+    f"overlapc plans nothing of {_STEP}: it calls this model's layers, but not the model; expected "
+    f"`self(...)` in {_STEP}, or in the place of the whole its network optimized: "
+    "`self.network = overlapc.optimize(self.network)`"
+)
+
+
+def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's `training_step` that says so, once, if nothing of it can be planned."""
+
+    @functools.wraps(step)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        engine = _engine(self)
+        if not engine.called:
+            engine.called = True
+            warnings.warn(_UNSEEN, RuntimeWarning, stacklevel=2)
+        return result
+
+    return training_step
+
+
 # The engine lives beside the twin, not in the __dict__ it shares with its model.
 
 
@@ -355,9 +396,10 @@ def _engine(twin: Any) -> _Engine:
 
 def _twin(model: Any, options: Options) -> Any:
     base = type(model)
-    kind = type(
-        base.__name__, (Optimized, base), {"__slots__": (TWIN,), "__module__": base.__module__}
-    )
+    own: dict[str, Any] = {"__slots__": (TWIN,), "__module__": base.__module__}
+    if callable(step := getattr(base, _STEP, None)):
+        own[_STEP] = _watched(step)
+    kind = type(base.__name__, (Optimized, base), own)
     twin: Any = object.__new__(kind)
     object.__setattr__(twin, "__dict__", model.__dict__)
     object.__setattr__(twin, TWIN, _Engine(model, options))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 
 from overlapc.errors import CaptureError
 from overlapc.passes.collectives import Raw
@@ -59,6 +60,16 @@ def metas_of(exported: Any) -> Sequence[Any]:
     """How gradients that are tensor subclasses are put together from their parts."""
     metas = getattr(exported._aot_graph_capture, "maybe_subclass_meta", None)
     return () if metas is None else metas.grad_input_metas or ()
+
+
+def let_saved_live() -> None:
+    """Within the compiler of a backward: let the backward run more than once (several losses,
+    `retain_graph`). PyTorch refuses that where it may hand saved tensors on as scratch memory,
+    which Inductor alone does."""
+    context = TracingContext.try_get()
+    donated = None if context is None else getattr(context.fw_metadata, "bw_donated_idxs", None)
+    if donated:
+        donated.clear()  # the list that the backward itself asks, too
 
 
 def as_boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:

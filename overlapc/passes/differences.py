@@ -40,6 +40,7 @@ from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
+from overlapc.passes.huggingface import makes_no_difference
 from overlapc.passes.nodes import line_of
 from overlapc.passes.places import is_models
 from overlapc.shared_changes import Shared, replaced
@@ -105,7 +106,7 @@ class _Answers(dict[Any, Any]):
     def __getitem__(self, question: Any) -> Any:
         answer = super().__getitem__(question)
         if answer:
-            place = _place(sys._getframe(1).f_locals.get("tx"))
+            place = _place(sys._getframe(1).f_locals.get("tx"), asking=True)
             _note(place, "asks whether it is compiled, and may take another branch then")
         return answer
 
@@ -116,14 +117,16 @@ def _note(place: str, what: str) -> None:
         lines.append(f"{place}: {what}")
 
 
-def _place(frame: Any) -> str:
+def _place(frame: Any, asking: bool = False) -> str:
     """The line of the model that Dynamo traces now, skipping functions named `is_...` that only
-    pass the question on."""
+    pass the question on; "" for one whose question makes no difference."""
     while frame is not None and frame.f_code.co_name.startswith(("is_", "_is_")):
         frame = getattr(frame, "parent", None)
     if frame is None or not is_models(frame.f_code.co_filename):
         return ""
     code = frame.f_code
+    if asking and makes_no_difference(code.co_filename, code.co_name):
+        return ""
     return f'File "{code.co_filename}", line {frame.lineno}, in {code.co_name}'
 
 

@@ -48,6 +48,7 @@ from torch._dynamo.variables.user_defined import (
 from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
+from overlapc.passes.huggingface import instead
 from overlapc.passes.switches import switches
 from overlapc.shared_changes import Shared, replaced
 
@@ -153,6 +154,8 @@ def _finds() -> Iterator[None]:
         traced = getattr(function, "fn", None)
         if traced is os.getenv:
             function = UserFunctionVariable(_getenv)
+        elif isinstance(traced, FunctionType) and (known := instead(traced, args, *more)):
+            function = UserFunctionVariable(known)
         owner = getattr(function, "obj", None) or next(iter(args), None)
         if isinstance(traced, FunctionType):
             if isinstance(owner, UserDefinedObjectVariable):

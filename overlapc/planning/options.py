@@ -44,7 +44,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 # Keywords of a front door that are no options.
 _OF_ITS_OWN = {
-    "TrainStep": ("merge", "pairs"),
+    "TrainStep": ("merge", "pairs", "results"),
     "Pipeline": ("place", "tied", "data_parallel"),
     "megatron": ("merge", "fill", "schedule", "search"),
     "megatron.TrainStep": ("merge",),

@@ -83,11 +83,12 @@ class AutoStep(TrainStep):
         *,
         merge: bool = True,
         pairs: bool = True,
+        results: bool = False,
         **options: Any,
     ) -> None:
-        how = {"merge": merge, "pairs": pairs} | options
+        how = {"merge": merge, "pairs": pairs, "results": results} | options
         super().__init__(model, loss, **how | {"slices": 1})
-        self._asked = options
+        self._asked = how
         if self._options.plans:
             raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
         self._make = lambda count: TrainStep(model, loss, **how | {"slices": count})

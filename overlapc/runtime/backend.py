@@ -25,7 +25,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.flags import log
 from overlapc.ir import Plan
-from overlapc.passes.aot import as_boxed
+from overlapc.passes.aot import as_boxed, let_saved_live
 from overlapc.passes.as_eager import are_fake, as_eager
 from overlapc.passes.collectives import Raw, trace_ended
 from overlapc.passes.differences import differences, left_out, views_handed_on
@@ -53,6 +53,7 @@ from overlapc.shares import Share, plan_frugally
 _SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 
+_HOOKS = ("distributed/fsdp", "deepspeed")  # files of those that gather a sharded model
 _SECOND = "the model takes a gradient of it that has a gradient itself (create_graph)"
 
 
@@ -68,6 +69,7 @@ class Backend:
         self.calls = 0  # of graphs, planned or not
         self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
+        self._sharded = False
         self.differences: list[str] = []  # lines of the model that may differ from eager
         self.views: list[str] = []  # such lines that count if there are several graphs
         self.left_out: list[str] = []  # such lines that count if there is only one graph
@@ -132,15 +134,16 @@ class Backend:
         # As in eager, random numbers are drawn even if nothing reads them.
         random = inductor_config.patch(fallback_random=True)
         way = InForwardsWay()
+
+        def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            let_saved_live()
+            run = way.backward(module, _run_as_ordered(module, inputs))
+            return given(run, module, is_hidden(gm), self._differs)
+
         with as_eager(traced), as_they_come(), random:
             return aot_autograd(
                 fw_compiler=lambda module, inputs: way.forward(_run_as_ordered(module, inputs)),
-                bw_compiler=lambda module, inputs: given(
-                    way.backward(module, _run_as_ordered(module, inputs)),
-                    module,
-                    is_hidden(gm),
-                    self._differs,
-                ),
+                bw_compiler=backward,
                 inference_compiler=_run_as_ordered,
                 partition_fn=partition,
             )(gm, example_inputs)
@@ -201,7 +204,9 @@ class Backend:
 
     def run_unchanged(self, what: str) -> None:
         """Warn once about what runs as plain PyTorch, and why."""
-        if what not in self.unchanged:
+        if self._sharded and any(name in what for name in _HOOKS):
+            log(1, what)
+        elif what not in self.unchanged:
             self.unchanged.append(what)
             where, _, reason = what.partition(": ")
             warnings.warn(
@@ -209,6 +214,14 @@ class Backend:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def between_gathers(self, framework: str) -> None:
+        """Warn that hooks of this framework gather the model's parameters. What Dynamo says of
+        these hooks is left out from now on."""
+        self._sharded = True
+        what = f"{framework} shards this model; overlapc plans what is between its gathers only"
+        self.unchanged.append(what)
+        warnings.warn(f"overlapc: {what}", RuntimeWarning, stacklevel=3)
 
 
 class Partition:

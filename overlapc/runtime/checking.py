@@ -79,7 +79,11 @@ def check(
 
 def _blame(model: nn.Module, found: dict[str, Any], step: Callable[[Run], dict[str, Any]]) -> str:
     for backend in ("eager", "aot_eager"):
-        if step(torch.compile(model, backend=backend)) == found:
+        try:
+            compiled = step(torch.compile(model, backend=backend))
+        except Exception as error:  # with other settings than optimize's it may not trace the model
+            return f'torch.compile(backend="{backend}") ends in a {type(error).__name__}'
+        if compiled == found:
             return f'torch.compile(backend="{backend}") gives what the plan gives'
     return "torch.compile gives something else again"
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from overlapc.errors import OptionError
+from overlapc.errors import CaptureError, OptionError
 
 FIRST_CALL = "as plain PyTorch, and plans at the next"
 TWIN = "_overlapc_engine"  # the slot of what `optimize` returns, beside its model's __dict__
@@ -58,6 +58,33 @@ def refuse_foreign(door: str, model: nn.Module) -> None:
                     "training loop: call overlapc.megatron.patch() before the first step, or in "
                     "overlapc.megatron.TrainStep, as docs/megatron.md shows"
                 )
+
+
+_SHARDING = {"torch.distributed.fsdp.": "FSDP1", "deepspeed.": "DeepSpeed"}
+
+
+def sharded_by(model: nn.Module) -> str:
+    """The framework that shards the model's parameters and gathers them in hooks; "" if none does.
+    No graph holds what such hooks do."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
+                return "FSDP2"
+        for kind in type(module).__mro__:
+            for prefix, name in _SHARDING.items():
+                # FSDP2 gives modules a class of its own, and its hooks tell it.
+                if kind.__module__.startswith(prefix) and kind.__name__ != "FSDPModule":
+                    return name
+    return ""
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise for a model whose step no graph holds, since hooks gather its parameters."""
+    if by := sharded_by(model):
+        raise CaptureError(
+            f"{by} shards this model; expected each block as overlapc.optimize(block), sharded "
+            "afterwards: that plans what is between gathers"
+        )
 
 
 def unmade(model: nn.Module) -> str:

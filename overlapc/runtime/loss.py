@@ -21,6 +21,12 @@ def loss_of(result: Any) -> Any:
     return next((leaf for leaf in leaves if leaf.requires_grad), None)
 
 
+def loss_alone(result: Any) -> Any:
+    """The loss of a result; the result itself if there is none."""
+    loss = None if isinstance(result, Tensor) else loss_of(result)
+    return result if loss is None else loss
+
+
 def checked_loss(result: Any) -> Tensor:
     loss = result if isinstance(result, Tensor) else loss_of(result)
     if loss is None or not loss.requires_grad:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,9 +37,10 @@ from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.ranks.exchange import busy, in_call
 from overlapc.ranks.groups import Attempts
-from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, unmade, untraced
+from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, refuse_sharded, unmade, untraced
 from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
-from overlapc.runtime.loss import checked_loss, loss_of, plainly
+from overlapc.runtime.inexact import Inexact
+from overlapc.runtime.loss import checked_loss, loss_alone, loss_of, plainly
 from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.replicas import Replicas
@@ -57,8 +59,10 @@ class TrainStep:
     and bitwise the same. A microbatch is a tuple or a list of arguments, a dict of arguments by
     name, or a single argument. `model` returns the loss: alone, as `.loss`, or as the first result
     that requires a gradient. Or `loss(model, *microbatch)` returns it. For a mean, divide the loss
-    by the number of microbatches there. Microbatches that follow each other in the same shapes are
-    merged; those of other shapes run behind them. (A model with collectives takes one shape.)
+    by the number of microbatches there. Losses are returned; with `results=True` all that the model
+    or `loss` returned (logits, say, which then live to the end of the step). Microbatches that
+    follow each other in the same shapes are merged; those of other shapes run behind them. (A model
+    with collectives takes one shape.)
 
     The first call plans. So does a call with other shapes or another number of microbatches, or
     after a change that makes the model another graph. Options are those of `overlapc.Options`; the
@@ -92,6 +96,7 @@ class TrainStep:
         *,
         merge: bool = True,
         pairs: bool = True,
+        results: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -100,12 +105,13 @@ class TrainStep:
             raise OptionError(
                 f"loss={loss!r}: expected a function of the model and a microbatch, or None"
             )
-        for name, given in (("merge", merge), ("pairs", pairs)):
+        how = {"merge": merge, "pairs": pairs, "results": results}
+        for name, given in how.items():
             if not isinstance(given, bool):
                 raise OptionError(f"{name}={given!r}: expected True or False")
         refuse_foreign("TrainStep", model)
-        self._merge, self._pairs = merge, pairs
-        self._asked = options
+        self._merge, self._pairs, self._results = merge, pairs, results
+        self._asked = how | options
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
@@ -113,7 +119,7 @@ class TrainStep:
         self._met: set[Any] = set()  # keys of those that ran
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
-        self._replicas = Replicas(model)
+        self._replicas, self._inexact = Replicas(model), Inexact()
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: Step | Slices | None = None  # the running step
@@ -124,12 +130,11 @@ class TrainStep:
 
     def __reduce__(self) -> Any:
         """A copy plans anew: the graphs are those of this step's model."""
-        return _again, (self.model, self._loss, self._merge, self._pairs, self._asked)
+        return partial(TrainStep, **self._asked), (self.model, self._loss)
 
     @untraced
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
-        """Add the gradients of all microbatches to `.grad`; return the model's results for each,
-        detached."""
+        """Add the gradients of all microbatches to `.grad`; return each one's loss, or results."""
         each = givens(microbatches)
         if not torch.is_grad_enabled():
             raise OptionError(
@@ -279,9 +284,7 @@ class TrainStep:
         """The function of a microbatch that is traced; its only result that requires a gradient is
         the loss."""
         result = self._result(*args, **kwargs)
-        if isinstance(result, Tensor):
-            return result
-        return detached(result, but=loss_of(result))
+        return result if isinstance(result, Tensor) else detached(result, but=loss_of(result))
 
     def _of_loss(self, *args: Any, **kwargs: Any) -> Any:
         """That of a microbatch: the graph says which of its results is the loss."""
@@ -297,9 +300,9 @@ class TrainStep:
         return marked(result, (args, kwargs), loss)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loss is None:
-            return self.model(*args, **kwargs)
-        return self._loss(self.model, *args, **kwargs)
+        run = self.model if self._loss is None else partial(self._loss, self.model)
+        result = run(*args, **kwargs)
+        return result if self._results else loss_alone(result)
 
     def _forward(self, given: Given, key: Any) -> Any:
         """Run the forward of a microbatch, and the backward that is due with it."""
@@ -343,11 +346,13 @@ class TrainStep:
     @contextmanager
     def _tracing(self, key: Any) -> Iterator[None]:
         """While this rank traces, the others wait for it, and notice if it is lost."""
-        new = key not in self._met
+        if new := key not in self._met:
+            refuse_sharded(self.model)
         self._met.add(key)
         waits = busy("tracing") if new else in_call()
         with waits, self._replicas.aside():
             yield
+        self._inexact.say(self.differences)
 
     def _plainly(self, given: Given) -> Any:
         with self._replicas.plainly():
@@ -359,9 +364,8 @@ class TrainStep:
             self._plain.add(key)
         if str(error) not in self.unchanged:
             self.unchanged.append(str(error))
-            warnings.warn(
-                f"overlapc runs the step as plain PyTorch: {error}", RuntimeWarning, stacklevel=5
-            )
+            said = f"overlapc runs the step as plain PyTorch: {error}"
+            warnings.warn(said, RuntimeWarning, stacklevel=5)
 
     def _adopt(self, joint: Joint) -> Run:
         """Return the code that runs in the place of a graph: its forward, merged with the backward
@@ -425,10 +429,6 @@ class TrainStep:
         """The graph of the whole batch."""
         assert self._given is not None
         return capture(self._whole, *self._given.args, **self._given.kwargs)
-
-
-def _again(model: Any, loss: Any, merge: Any, pairs: Any, options: Mapping[str, Any]) -> TrainStep:
-    return TrainStep(model, loss, merge=merge, pairs=pairs, **options)
 
 
 def adding(module: nn.Module, options: Options) -> float:

@@ -159,3 +159,14 @@ def test_sparse_gradients_are_compared() -> None:
         twin(torch.randint(0, 20, (3, 5))).sum().backward()
     assert "checked: bitwise eager's" in twin.explain()
     assert model[0].weight.grad.is_sparse
+
+
+def test_a_model_that_torch_compile_does_not_trace_is_checked_all_the_same(monkeypatch) -> None:
+    twin: Any = overlapc.optimize(Branches(), solver="full", memory_budget=100.0, check=True)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
+    with pytest.warns(RuntimeWarning, match=r"not as eager: .*ends in a ZeroDivisionError"):
+        twin(torch.randn(16, 8))

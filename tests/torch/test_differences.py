@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,22 @@ def test_so_in_a_step_of_microbatches() -> None:
     step = overlapc.TrainStep(Asks(), solver="none", profile="estimate")
     step([(torch.randn(3, 8),)] * 2)
     assert "asks whether it is compiled" in step.explain()
+
+
+@pytest.mark.parametrize("door", ["optimize", "TrainStep"])
+def test_the_first_of_them_is_said_once(door: str) -> None:
+    x = torch.randn(3, 8)
+    options = {"solver": "none", "profile": "estimate"}
+    if door == "optimize":
+        run = overlapc.optimize(Asks(), **options)
+    else:
+        run = overlapc.TrainStep(Asks(), **options)
+    said = r"may differ from eager's, as torch.compile's do: .*test_differences.py.*line \d+"
+    with pytest.warns(RuntimeWarning, match=said):
+        run(x if door == "optimize" else [x])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(x if door == "optimize" else [x])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own

@@ -54,7 +54,7 @@ class Drawing(nn.Module):
 def assert_whole(names: list[str], slices: int, **options: Any) -> None:
     torch.manual_seed(1)
     model, x = Drawing(names), randn(12, 6, 8)
-    step = TrainStep(model, slices=slices, profile="estimate", **options)
+    step = TrainStep(model, slices=slices, results=True, profile="estimate", **options)
     for seed in range(2):
         torch.manual_seed(seed)
         model.zero_grad()

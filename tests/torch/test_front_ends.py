@@ -260,6 +260,49 @@ def test_what_a_twin_hides_of_its_model_is_said() -> None:
         overlapc.optimize(model)
 
 
+def test_a_cell_that_is_run_again_optimizes_the_same_model() -> None:
+    model, x = MLP(), randn(4, 16)
+    twin = overlapc.optimize(model, profile="estimate", memory_budget="1GB")
+    twin(x).sum().backward()
+    assert overlapc.optimize(twin, profile="estimate", memory_budget="1GB") is twin
+    other = overlapc.optimize(twin, profile="estimate", memory_budget="2GB")
+    other(x).sum().backward()
+    assert other is not twin
+    assert type(other).__mro__.count(type(model)) == 1
+    assert list(other.parameters()) == list(model.parameters())
+    assert [len(other.reports), len(twin.reports)] == [1, 1]
+    with pytest.raises(OptionError, match="option 'memory'"):
+        overlapc.optimize(twin, memory="1GB")
+
+
+class Stepping(nn.Module):
+    """As Lightning has its models: the trainer calls `training_step`."""
+
+    def __init__(self, calls_itself: bool) -> None:
+        super().__init__()
+        self.network, self.calls_itself = MLP(), calls_itself
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return (self(x) if self.calls_itself else self.network(x)).square().mean()
+
+
+def test_a_training_step_that_goes_round_the_model_is_said_once() -> None:
+    twin, x = overlapc.optimize(Stepping(False), profile="estimate"), randn(4, 16)
+    with pytest.warns(RuntimeWarning, match=r"plans nothing of training_step.*`self\(\.\.\.\)`"):
+        twin.training_step(x, 0).backward()
+    twin.training_step(x, 1).backward()
+    assert twin.reports == []
+
+
+def test_a_training_step_that_calls_the_model_is_planned() -> None:
+    twin, x = overlapc.optimize(Stepping(True), profile="estimate"), randn(4, 16)
+    twin.training_step(x, 0).backward()
+    assert len(twin.reports) == 1
+
+
 def test_a_plan_takes_no_options_of_other_front_doors():
     with pytest.raises(OptionError, match="has memory_budget, solver and hardware"):
         overlapc.plan(nn.Linear(4, 4), torch.randn(2, 4), slices=2)

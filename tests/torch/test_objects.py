@@ -241,7 +241,7 @@ def test_a_loss_of_what_an_object_holds():
 )
 def test_a_step_takes_the_loss_of_an_object(call, slices):
     model, _, x = made(call)
-    step = TrainStep(model, slices=slices, profile="estimate")
+    step = TrainStep(model, slices=slices, results=True, profile="estimate")
     for i in range(2):
         expected = plainly(model, x + i, slices, lambda result: result.loss)
         (found,) = step([x + i])

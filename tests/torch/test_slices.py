@@ -221,7 +221,9 @@ def test_several_results_are_those_of_the_batch():
 
     torch.manual_seed(1)
     model, x = Scored(), randn(8, 16)
-    step = TrainStep(model, slices=2, profile="estimate")
+    (loss,) = TrainStep(model, slices=2, profile="estimate")([(x, 0.5)])
+    assert model.last.shape == x.shape
+    step = TrainStep(model, slices=2, results=True, profile="estimate")
     for _ in range(2):  # the number of calls, which changes, becomes an input
         step([(x, 0.5)])
     calls = model.calls
@@ -230,6 +232,7 @@ def test_several_results_are_those_of_the_batch():
     assert torch.equal(model.last, found["out"])
     expected = model(x, 0.5)
     torch.testing.assert_close(found["loss"], expected["loss"].detach())
+    assert torch.equal(loss, found["loss"])
     torch.testing.assert_close(found["out"], expected["out"].detach())
     assert torch.equal(found["x"][0], x.sum(1))
     assert found["scale"] == 0.5
@@ -298,7 +301,7 @@ def test_capacity_that_is_passed_on_routes_as_the_whole_batch(slices, factor):
     """200 random gates: not one token goes elsewhere, also where an expert gets none."""
     torch.manual_seed(0)
     model = Switches(Switch(4, factor), Switch(4, factor))
-    step = TrainStep(model, slices=slices, profile="estimate")
+    step = TrainStep(model, slices=slices, results=True, profile="estimate")
     tokens_dropped = 0
     for gate in range(200 // 9 + 1):
         with torch.no_grad():
@@ -333,7 +336,7 @@ def test_what_is_passed_on_is_planned_and_kept():
     for a second time."""
     torch.manual_seed(0)
     model, x = Switches(Switch(4, 1.0), Switch(2, 1.0)), randn(48, WIDTH)
-    options = {"slices": 2, "profile": "estimate", "solver": "heu"}
+    options = {"slices": 2, "results": True, "profile": "estimate", "solver": "heu"}
     with pytest.raises(Infeasible) as infeasible:
         TrainStep(model, memory_budget=0.01, **options).plan([(x,)])
     smallest = infeasible.value.smallest_bytes

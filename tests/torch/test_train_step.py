@@ -418,6 +418,51 @@ def test_microbatches_are_as_a_loader_gives_them(kind):
     assert agrees(Scored(), batches).report is not None
 
 
+class Large(nn.Module):
+    """Returns its loss and much beside it, as HuggingFace's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP(1)
+        self.head = nn.Linear(16, 4096)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        logits = self.head(self.inner(x))
+        return {"loss": logits.logsumexp(1).mean(), "logits": logits, "more": [logits + 1]}
+
+
+def test_losses_are_returned_and_the_rest_is_not_kept():
+    model, batches = Large(), [(randn(64, 16, seed=i),) for i in range(4)]
+    expected = [model(*batch) for batch in batches]
+    step = TrainStep(model, profile="estimate")
+    losses = step(batches)
+    assert torch.equal(sum(losses), sum(each["loss"] for each in expected).detach())
+    step = TrainStep(model, results=True, profile="estimate")
+    for found, wanted in zip(step(batches), expected, strict=True):
+        assert torch.equal(found["logits"], wanted["logits"])
+        assert torch.equal(found["more"][0], wanted["more"][0])
+        assert not found["loss"].requires_grad
+    assert copy.deepcopy(step)(batches)[0].keys() == {"loss", "logits", "more"}
+
+
+def test_the_peak_of_a_step_is_that_of_plain_accumulation():
+    model, batches = Large(), [(randn(64, 16, seed=i),) for i in range(4)]
+
+    def plain() -> None:
+        for batch in batches:
+            loss = model(*batch)["loss"]
+            loss.backward()
+
+    step = TrainStep(model, profile="estimate", merge=False)
+    step(batches)
+    peaks = []
+    for run in (plain, lambda: step(batches)):
+        model.zero_grad()
+        peaks.append(measure_peak(run))
+    assert peaks[1] <= peaks[0]
+    assert peaks[1] <= step.report.peak_bytes * 1.02 + 4096
+
+
 def test_a_number_that_changes_at_every_step_is_an_input():
     weight = 1.0
     model = MLP(1)
