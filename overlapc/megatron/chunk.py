@@ -248,7 +248,7 @@ class Chunk:
 
     def explain(self) -> str:
         agreed, said = self._planning.agreed.values(), self._planning.said
-        reports = [each.report.explain() for each in agreed if each]
+        reports = [*dict.fromkeys(each.report.explain() for each in agreed if each)]
         more = len([each for each in self._planned.values() if each]) - len(reports)
         reports += [f"{more} other shapes or states run by these plans"] if more else []
         reports += [f"{count} slices: {what}" for count, what in sorted(said.items())]
