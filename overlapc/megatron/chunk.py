@@ -27,6 +27,7 @@ from overlapc.megatron.state import (
     EACH_TIME,
     UNREAD,
     as_trained,
+    forward_as,
     modes_of,
     state_of,
     tensors_of,
@@ -195,14 +196,16 @@ class Chunk:
         self.original = self._planning.original = self.module.forward
         _settled(self.module)
         self._planning.step = step
+        self._own = vars(self.module).get("forward")
         self._look()
 
     def _look(self) -> None:
-        """Look at the state on which the chunk's graphs depend."""
+        """Look at the state on which the chunk's graphs depend, as the script has it."""
         self._changed = False
         members = members_of(self.module)
         self._attributes = tensors_of(members)
-        state, describer = state_of(members, self._attributes)
+        with forward_as(self.module, self._own):
+            state, describer = state_of(members, self._attributes)
         self._state, _ = self._planning.states.setdefault(state, (state, describer.held))
         self._mutable = [*describer.mutable.values()]
         self._contents = self._said()
@@ -245,7 +248,7 @@ class Chunk:
 
     def explain(self) -> str:
         agreed, said = self._planning.agreed.values(), self._planning.said
-        reports = [each.report.explain() for each in agreed if each]
+        reports = [*dict.fromkeys(each.report.explain() for each in agreed if each)]
         more = len([each for each in self._planned.values() if each]) - len(reports)
         reports += [f"{more} other shapes or states run by these plans"] if more else []
         reports += [f"{count} slices: {what}" for count, what in sorted(said.items())]

@@ -28,8 +28,9 @@ def refused(given: dict[str, Any], config: Any) -> str:
         return "megatron-core before 0.14"
     if given.get("adjust_tensor_shapes_fn") is not None or config.variable_seq_lengths:
         return "shapes that change from microbatch to microbatch"
-    if given.get("pg_collection") is not None or given.get("p2p_communicator") is not None:
-        return "process groups that are handed in"
+    line = given.get("p2p_communicator")
+    if line is not None and type(line) is not schedules.P2PCommunicator:
+        return f"a communicator between stages that is a {type(line).__name__}"
     return ""
 
 
@@ -69,6 +70,9 @@ class _Ticks:
     data: Any
     model: Any
     config: Any
+    line: Any  # to the stages before and behind
+    tensor_ranks: Any  # process groups, as they were handed in or Megatron's own
+    context_ranks: Any
     no_sync: Callable[[], Any]
     grad_sync: Callable[..., Any] | None
     tokens: Tensor
@@ -78,12 +82,21 @@ class _Ticks:
 
     @staticmethod
     def of(chunk: Chunk, given: dict[str, Any]) -> _Ticks:
+        from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import schedules
 
         def one(value: Any) -> Any:
             return value[0] if isinstance(value, list) else value
 
         config = chunk.module.config
+        line, groups = given.get("p2p_communicator"), given.get("pg_collection")
+        if line is None:
+            stages = parallel_state.get_pipeline_model_parallel_group()
+            line = schedules.P2PCommunicator(pp_group=stages, config=config)
+        tensor_ranks = (
+            getattr(groups, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+        )
+        context_ranks = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
         return _Ticks(
             chunk,
             given,
@@ -91,17 +104,17 @@ class _Ticks:
             one(given["data_iterator"]),
             one(given["model"]),
             config,
+            line,
+            tensor_ranks,
+            context_ranks,
             config.no_sync_func or contextlib.nullcontext,
             config.grad_sync_func,
             torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
         )
 
     def run(self) -> None:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_pipeline_model_parallel_group()
-        stages, stage, count = group.size(), group.rank(), self.given["num_microbatches"]
-        line = self.schedules.P2PCommunicator(pp_group=group, config=self.config)
+        group, count = self.line.pp_group, self.given["num_microbatches"]
+        stages, stage = group.size(), group.rank()
         shape = self._shape()
         came: Any = None
         gradient: Any = None
@@ -127,7 +140,7 @@ class _Ticks:
             returns = stage < stages - 1 and 0 <= backward + 1 < count
             came = gradient = None
             if sent is not None or back is not None or comes or returns:
-                came, gradient = line.send_forward_backward_recv_forward_backward(
+                came, gradient = self.line.send_forward_backward_recv_forward_backward(
                     sent, back, comes, returns, shape
                 )
             if sent is not None:
@@ -139,8 +152,6 @@ class _Ticks:
             self.grad_sync(self.model.parameters())
 
     def _forward(self, number: int, last: bool) -> Any:
-        from megatron.core import parallel_state
-
         given = self.given
         out, tokens = self.schedules.forward_step(
             given["forward_step_func"],
@@ -150,7 +161,7 @@ class _Ticks:
             self.inputs[number],
             self.store,
             self.config,
-            cp_group_size=parallel_state.get_context_parallel_world_size(),
+            cp_group_size=self.context_ranks.size(),
             collect_non_loss_data=given.get("collect_non_loss_data", False),
             is_first_microbatch=number == 0,
             current_microbatch=number,
@@ -168,15 +179,13 @@ class _Ticks:
         step(self.inputs[number], self.outputs.pop(number), gradient, *kind, self.config)
 
     def _shape(self) -> Any:
-        from megatron.core import parallel_state
-
         given = self.given
         shapes = self.schedules.get_tensor_shapes(
             seq_length=given["seq_length"],
             micro_batch_size=given["micro_batch_size"],
             decoder_seq_length=given.get("decoder_seq_length"),
             config=self.config,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            cp_group=parallel_state.get_context_parallel_group(),
+            tp_group=self.tensor_ranks,
+            cp_group=self.context_ranks,
         )
         return shapes[0]

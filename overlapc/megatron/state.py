@@ -106,9 +106,33 @@ def changed_between(one: Any, other: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def noticed(notice: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
-    """While the block runs, `notice` is told which attributes of modules are set or deleted."""
+def forward_as(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """While the block runs, a module's own `forward` is this one; None: it has that of its class.
+    (No attribute is set: who watches for changes is not told.)"""
+    before = vars(module).get("forward")
+    _put(module, forward)
+    try:
+        yield
+    finally:
+        _put(module, before)
+
+
+def _put(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
+
+
+@contextlib.contextmanager
+def noticed(notices: Sequence[Callable[[nn.Module, str, Any], None]]) -> Iterator[None]:
+    """While the block runs, each of `notices` is told which attributes of modules are set or
+    deleted."""
     sets, deletes = nn.Module.__setattr__, nn.Module.__delattr__
+
+    def notice(module: nn.Module, name: str, value: Any) -> None:
+        for each in notices:
+            each(module, name, value)
 
     def setting(self: nn.Module, name: str, value: Any) -> None:
         sets(self, name, value)

@@ -25,7 +25,7 @@ from overlapc.megatron.refused import reason, slices_of
 from overlapc.megatron.roll import Roll, absent
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
-from overlapc.megatron.state import noticed
+from overlapc.megatron.state import forward_as, noticed
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.ranks.exchange import busy
@@ -259,18 +259,17 @@ class Steps:
     @contextlib.contextmanager
     def _in_place(self, chunks: list[Chunk], step: Step) -> Iterator[None]:
         """While the block runs, chunks replace the models' innermost `forward`."""
-        before = [vars(chunk.module).get("forward") for chunk in chunks]
         with contextlib.ExitStack() as stack:
             waits = None
             if step.fills:
                 # With several chunks it is unknown here whose backward comes next.
                 waits = Waits([chunk.again for chunk in chunks if len(chunks) == 1])
                 stack.enter_context(waits.filled([chunk.module.config for chunk in chunks]))
-            for chunk, forward in zip(chunks, before, strict=True):
+            for chunk in chunks:  # none is watched until all have begun: that may set attributes
                 chunk.begin(step, waits)
-                vars(chunk.module)["forward"] = chunk
-                stack.callback(_put_back, chunk.module, forward)
-                stack.enter_context(noticed(chunk.notice))
+            for chunk in chunks:
+                stack.enter_context(forward_as(chunk.module, chunk))
+            stack.enter_context(noticed([chunk.notice for chunk in chunks]))
             yield
             for chunk in chunks:
                 chunk.finish()
@@ -336,12 +335,6 @@ def _joined(before: Mapping[Any, int], ranks: Iterable[int]) -> bool:
     """Has a collective since then joined this rank with one of these?"""
     moved = [group for group, n in _collectives().items() if n > before.get(group, n)]
     return any(not set(ranks).isdisjoint(dist.get_process_group_ranks(g)) for g in moved)
-
-
-def _put_back(module: Any, forward: Any) -> None:
-    del vars(module)["forward"]
-    if forward is not None:
-        vars(module)["forward"] = forward
 
 
 def _where(groups: Any, why: str, alike: dict[str, Any]) -> Place:

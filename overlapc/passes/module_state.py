@@ -24,9 +24,10 @@ _MUTABLE = (dict, list, set, deque, bytearray, np.ndarray)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _DEEPEST = 4  # containers in containers that are looked into
-# They make modules, and say nothing of what one computes; the first torch.compile of a process
-# replaces those of nn.Module.
-_MAKERS = {"__init__", "__setstate__"}
+# They make and change modules, and say nothing of what one computes. The first torch.compile of a
+# process replaces those of nn.Module, and so does who watches for changes.
+_MAKERS = {"__init__", "__setstate__", "__setattr__", "__delattr__"}
+_MAKERS |= {"register_buffer", "register_parameter", "add_module"}
 
 
 class Members(NamedTuple):

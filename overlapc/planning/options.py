@@ -19,8 +19,8 @@ from overlapc.text import format_plan, parse_plan
 
 Budget = int | float | str | None
 _GIVEN = re.compile(r'(\w+)=((?:"(?:[^"\\]|\\.)*"|[^\s"])*)(?:\s+|$)')
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _PLANS = "expected a Plan or the path of a saved one"
 _ITSELF = "runs the ops of its graphs itself"
 _ONE_SHAPE = "plans each shape for itself"
@@ -240,7 +240,7 @@ def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_byt
         unit = number.lstrip("0123456789._ ").strip()
         try:
             amount = float(number[: len(number) - len(unit)].strip() or "x")
-            parsed = int(amount * _UNITS[unit])
+            parsed = int(amount * UNITS[unit])
         except (ValueError, KeyError, OverflowError):
             raise OptionError(
                 f'memory_budget={budget!r}: expected a number and a unit, as "8GB" or "512MiB"'

@@ -42,6 +42,7 @@ class Layout:
     tokens: bool = False  # loss per token
     ddp: dict[str, Any] | None = field(default_factory=dict)  # None: without Megatron's DDP
     config: dict[str, Any] = field(default_factory=dict)
+    hands_in: bool = False  # process groups and communicator, as training loops do from 0.17 on
     merge: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # of patch()
 
@@ -205,7 +206,16 @@ class Trained:
             "micro_batch_size": self.layout.batch,
             "decoder_seq_length": self.sequence,
             "forward_only": False,
+            **(self._handed_in() if self.layout.hands_in else {}),
         }
+
+    def _handed_in(self) -> dict[str, Any]:
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        line = P2PCommunicator(pp_group=groups.pp, config=self.config)
+        return {"p2p_communicator": line, "pg_collection": groups}
 
 
 def twins(layout: Layout) -> tuple[Trained, Trained]:

@@ -21,6 +21,7 @@ import runpy
 import shlex
 import sys
 import types
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def stand_in() -> None:
     import torch
 
     torch.set_num_threads(1)
+    if not hasattr(typing, "override"):  # 0.19 asks Python 3.12 for it
+        typing.override = lambda function: function  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         os.environ["LOCAL_RANK"] = "0"  # they share the first GPU
     else:
@@ -83,8 +86,9 @@ def stand_in() -> None:
 
     datasets.compile_helpers = lambda: None
     MockGPTLowLevelDataset.size = 64
-    initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda: None
-    initialize.fused_kernels.load = lambda _: None
+    initialize.set_jit_fusion_options = training.set_jit_fusion_options = lambda **_: None
+    if hasattr(initialize, "fused_kernels"):  # up to 0.16
+        initialize.fused_kernels.load = lambda _: None
     if not torch.cuda.is_available():
         without = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
         initialize.initialize_megatron = training.initialize_megatron = without

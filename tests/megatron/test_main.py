@@ -3,11 +3,15 @@ is the script's; and what is wrong is said in one line."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 
 import pytest
 
+from overlapc.megatron import patch
 from overlapc.megatron.__main__ import main, split
+from overlapc.planning.options import DEFAULTS, REFUSED
 
 
 def test_options_end_at_the_script() -> None:
@@ -26,6 +30,17 @@ def test_options_end_at_the_script() -> None:
     assert (script, rest) == ("train.py", ["--solver", "x"])
 
 
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--solver", "heu", "--help", "x.py"]])
+def test_help_lists_every_option(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(words)
+    printed = capsys.readouterr().out
+    listed = re.findall(r"^  --([\w-]+) ", printed, flags=re.M)
+    own = [name for name in inspect.signature(patch).parameters if name != "options"]
+    taken = [name for name in DEFAULTS if name not in REFUSED["megatron"]]
+    assert sorted(each.replace("-", "_") for each in listed) == sorted([*taken, *own])
+    assert max(map(len, printed.splitlines())) <= 100
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -33,6 +48,8 @@ def test_options_end_at_the_script() -> None:
         (["--solver", "heu"], "found no script"),
         (["--solver"], "option '--solver': found no value behind it"),
         (["--solver", "--merge", "false", "x.py"], "option '--solver': found no value behind it"),
+        (["--memory-budget", "40", "GB", "x.py"], "expected one word: --memory-budget 40GB"),
+        (["--memory-budget=40", "gib", "x.py"], "expected one word: --memory-budget 40gib"),
         (["-s", "heu", "x.py"], "option '-s': found one dash"),
         (["nowhere.py"], "script 'nowhere.py': found no such file"),
         (["--memory", "8GB", __file__], "option 'memory': expected one of memory_budget, solver"),

@@ -1,6 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py trains bitwise alike with overlapc in it, whatever it is asked.
 
-Needs a checkout of Megatron-LM (core_v0.16.1), in the folder that OVERLAPC_MEGATRON_LM names.
+Needs a checkout of Megatron-LM (core_v0.16.1 or core_v0.19.0) in the folder that
+OVERLAPC_MEGATRON_LM names; several are named as in PATH.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LAB = os.environ.get("OVERLAPC_MEGATRON_LM", "")
+NAMED = os.environ.get("OVERLAPC_MEGATRON_LM", "").split(os.pathsep)
+LABS = [Path(lab) for lab in NAMED if (Path(lab) / "pretrain_gpt.py").is_file()]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.multiprocess,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
-        not (Path(LAB) / "pretrain_gpt.py").is_file(),
+        not LABS,
         reason="OVERLAPC_MEGATRON_LM names no checkout of Megatron-LM",
     ),
 ]
@@ -100,7 +102,9 @@ SETS: dict[str, tuple[int, str]] = {
 }
 
 
-def pretrain(ranks: int, arguments: str, folder: Path, overlapc: str | None = None) -> list[Any]:
+def pretrain(
+    lab: Path, ranks: int, arguments: str, folder: Path, overlapc: str | None = None
+) -> list[Any]:
     """What each rank wrote of its run of pretrain_gpt.py; with options for overlapc, through it."""
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
@@ -108,6 +112,7 @@ def pretrain(ranks: int, arguments: str, folder: Path, overlapc: str | None = No
     command += [] if overlapc is None else [f"--overlapc={overlapc}"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment["OVERLAPC_MEGATRON_LM"] = str(lab)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
@@ -128,12 +133,13 @@ def pretrain(ranks: int, arguments: str, folder: Path, overlapc: str | None = No
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
 @pytest.mark.parametrize("asked", SETS)
-def test_megatron_trains_bitwise_alike_with_overlapc(asked: str, tmp_path: Path) -> None:
+def test_megatron_trains_bitwise_alike_with_overlapc(asked: str, lab: Path, tmp_path: Path) -> None:
     ranks, arguments = SETS[asked]
-    alone = pretrain(ranks, arguments, tmp_path / "alone")
+    alone = pretrain(lab, ranks, arguments, tmp_path / "alone")
     overlapped = pretrain(
-        ranks, arguments, tmp_path / "overlapped", "--profile estimate --solver heu"
+        lab, ranks, arguments, tmp_path / "overlapped", "--profile estimate --solver heu"
     )
     seen = [told.pop("overlapc") for told in overlapped]
     print(seen)

@@ -44,6 +44,7 @@ def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
     set_up(Layout(ranks=1))
     from megatron.core.distributed import TorchFullyShardedDataParallel
 
+    from overlapc.megatron import merged
     from overlapc.megatron.refused import reason
 
     sharing = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
@@ -67,6 +68,8 @@ def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
     found["wrapper"] = reason(sharded)
     found["torch's"] = reason(torch.nn.parallel.DistributedDataParallel(inner))
 
+    several = {"p2p_communicator": OfSeveralModels(), "pg_collection": object()}
+    found["several models"] = merged.refused(several, inner.config)
     handle = inner.decoder.layers[0].register_forward_hook(foreign)
     found["module hook"] = reason(model)
     handle.remove()
@@ -82,6 +85,10 @@ def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
 def foreign(*_: Any) -> None: ...
 
 
+class OfSeveralModels:
+    """A communicator between stages that is not Megatron's `P2PCommunicator`."""
+
+
 @pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
 def test_what_is_refused_is_named(version: str) -> None:
     cpu.need(version)
@@ -93,6 +100,7 @@ def test_what_is_refused_is_named(version: str) -> None:
             assert found[name].startswith(expected), name
     assert "TorchFullyShardedDataParallel" in found["wrapper"]
     assert found["torch's"].startswith("torch's DistributedDataParallel: it reduces gradients")
+    assert found["several models"].endswith("between stages that is a OfSeveralModels")
     assert "foreign in decoder.layers.0.forward_hooks" in found["module hook"]
     assert "foreign in all modules' forward_hooks" in found["hook on all"]
     assert "foreign in" in found["gradient hook"]
