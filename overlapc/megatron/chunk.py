@@ -33,6 +33,7 @@ from overlapc.megatron.state import (
     unplanned,
 )
 from overlapc.megatron.waits import Waits
+from overlapc.passes.known import settled_by
 from overlapc.passes.module_state import Describer, members_of
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
@@ -221,7 +222,8 @@ class Chunk:
         """An attribute was set within a step. (A tensor in a known place is another input.)"""
         is_input = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         known = is_input and (id(vars(module)), name) in self._places
-        if id(module) in self._inside and name not in EACH_TIME and not known:
+        read = name not in EACH_TIME and name not in settled_by(module)
+        if id(module) in self._inside and read and not known:
             self._changed = True
 
     @property
@@ -245,7 +247,7 @@ class Chunk:
 
     def explain(self) -> str:
         agreed, said = self._planning.agreed.values(), self._planning.said
-        reports = [each.report.explain() for each in agreed if each]
+        reports = ["\n".join([each.report.explain(), *each.opaque]) for each in agreed if each]
         more = len([each for each in self._planned.values() if each]) - len(reports)
         reports += [f"{more} other shapes or states run by these plans"] if more else []
         reports += [f"{count} slices: {what}" for count, what in sorted(said.items())]

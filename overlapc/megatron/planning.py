@@ -21,6 +21,7 @@ from overlapc.megatron.refused import foreign_hooks
 from overlapc.megatron.slices import Cut
 from overlapc.megatron.state import State, changed_between
 from overlapc.megatron.waits import apart
+from overlapc.passes.opaque import adds_weights, explained
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
 from overlapc.planning.carried import actions_of, carried
@@ -64,6 +65,7 @@ class Agreed:
     planned: Planned
     shapes: Any
     actions: Mapping[str, str]  # of a pipeline: what may run early or late
+    opaque: Sequence[str]  # what runs as one op each
 
     @property
     def report(self) -> Report:
@@ -157,6 +159,12 @@ class Planning:
         """Plan a call in so many slices."""
         primals, cut = [*self.lasting, *call.tensors], None
         if count > 1:
+            if adds_weights(captured.joint.graph):
+                raise OptionError(
+                    f"slices={count}: kernels of Transformer Engine add weight gradients to "
+                    "main_grad, where a slice cannot be compared with the whole; expected "
+                    "--no-gradient-accumulation-fusion, or slices left out"
+                )
             if whole.returned.count != 1:
                 raise OptionError(
                     f"slices={count}: forward returns {whole.returned.count} tensors, expected "
@@ -188,7 +196,8 @@ class Planning:
                 found = cut.emitted(captured, report, whole, self.lasting, self.ddp, actions)
         except CaptureError as error:
             found = error
-        return Agreed(together(exchange, "emitted", found), call.shapes(), actions)
+        planned = together(exchange, "emitted", found)
+        return Agreed(planned, call.shapes(), actions, explained(captured.joint.graph))
 
     def _traced(self, what: str, call: Call, exchange: Exchange | None) -> tuple[Whole, Captured]:
         whole = Whole(self.module, self.original, call)

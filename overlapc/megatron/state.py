@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlapc.passes.known import settled_by
 from overlapc.passes.module_state import (
     INTERNAL,
     SIMPLE,
@@ -139,8 +140,9 @@ def tensors_of(members: Members) -> list[Places]:
     found: dict[int, Places] = {}
     known = {id(tensor) for tensor in members.lasting}
     for each in members.modules:
+        settled = settled_by(each)
         for name, value in vars(each).items():
-            if name in INTERNAL or name in EACH_TIME or type(value) in SIMPLE:
+            if name in INTERNAL or name in EACH_TIME or type(value) in SIMPLE or name in settled:
                 continue
             if isinstance(value, Tensor) and id(value) not in known:
                 found.setdefault(id(value), []).append((vars(each), name))

@@ -271,9 +271,7 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
         yield _initialized(other(layout, config), 0)
         return
     layers = get_gpt_layer_with_transformer_engine_spec if layout.te else get_gpt_layer_local_spec
-    spec = layers(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
-    )
+    spec = layers(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     further: dict[str, Any] = {}
     if config.mtp_num_layers:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec

@@ -106,7 +106,7 @@ def compared(layout: Layout) -> dict[str, Any]:
             warnings.simplefilter("always")
             options = {"merge": layout.merge, "solver": "heu", "profile": "estimate"}
             patched.patch(**{**options, **layout.options})
-            for number in range(STEPS):  # noqa: B007 (read by `counted`)
+            for number in range(STEPS):
                 found.append(ours.step(number))
     finally:
         planning.traced = real
