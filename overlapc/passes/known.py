@@ -62,7 +62,8 @@ TABLE = {
 
 def known_of(module: nn.Module) -> Known | None:
     """What is known of a layer; None of a module that is not Transformer Engine's."""
-    return _of_class(type(module))
+    kind: Any = type(module)
+    return _of_class(kind)
 
 
 def settled_by(module: nn.Module) -> frozenset[str]:
@@ -115,8 +116,8 @@ def refuse_unserved(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def restoring(module: nn.Module) -> Iterator[None]:
-    """Try a layer out in the block: afterwards it has the attributes that it had. Raise for one that
-    is not served."""
+    """Try a layer out in the block: afterwards it has the attributes that it had. Raise for a layer
+    that is not served."""
     refuse_unserved(module)
     attributes = {each: dict(vars(each)) for each in module.modules()}
     try:

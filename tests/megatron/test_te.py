@@ -32,11 +32,12 @@ LAYOUTS = {
     "pp, fused": Layout(**SHORT, pp=2, dropout=0.1, config=FUSED),
     "vpp": Layout(te=True, pp=2, vpp=2, layers=4),
     "vpp, fused": Layout(te=True, pp=2, vpp=2, layers=4, dropout=0.1, config=FUSED),
-    "ep, grouped": Layout(**SHORT, ep=2, experts=4, config=GROUPED),
+    "ep, grouped": Layout(**SHORT, ep=2, experts=4, layers=1, config=GROUPED),
     "ep, grouped, fused, less memory": Layout(
         **SHORT,
         ep=2,
         experts=4,
+        layers=1,
         config=FUSED | GROUPED,
         options={"memory_budget": 0.85, "solver": "overlap"},
     ),
