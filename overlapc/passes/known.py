@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -58,6 +59,41 @@ TABLE = {
         Known("RMSNorm", frozenset(_OF_OPS)),
     )
 }
+
+# Functions of Transformer Engine, by Python module. What an op of one is given and returns is all
+# that it reads and writes, but for those that write to their first argument, unseen by autograd.
+_FUNCTIONS = {
+    f"{PACKAGE}.pytorch.attention.rope": {"apply_rotary_pos_emb"},
+    f"{PACKAGE}.pytorch.cross_entropy": {"parallel_cross_entropy", "CrossEntropyFunction"},
+    f"{PACKAGE}.pytorch.permutation": {
+        *("moe_permute", "moe_permute_with_probs", "moe_unpermute"),
+        *("moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs"),
+    },
+    f"{PACKAGE}.pytorch.router": {
+        *("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss"),
+        "fused_moe_aux_loss",
+    },
+}
+_WRITE_TO_FIRST = _FUNCTIONS[f"{PACKAGE}.pytorch.cross_entropy"]
+
+
+def is_known(function: Any) -> bool:
+    """Is this a function of Transformer Engine that may be one op?"""
+    if not isinstance(function, (FunctionType, MethodType)):
+        return False
+    where, name = _name_of(function)
+    return name in _FUNCTIONS.get(where, ())
+
+
+def writes_to_first(function: Any) -> bool:
+    return is_known(function) and _name_of(function)[1] in _WRITE_TO_FIRST
+
+
+def _name_of(function: Any) -> tuple[str, str]:
+    """(Python module, name); of an autograd Function's `apply` that of the Function."""
+    owner = getattr(function, "__self__", None)
+    named = owner if isinstance(owner, type) else function
+    return str(getattr(named, "__module__", "")), str(getattr(named, "__name__", ""))
 
 
 def known_of(module: nn.Module) -> Known | None:

@@ -13,6 +13,7 @@ that changes its own state is refused, since it might run twice.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -223,16 +224,13 @@ class _Traced(torch.autograd.Function):
 
 
 def explained(graph: fx.Graph) -> list[str]:
-    """The modules that run as one op each in a graph, and what they communicate within."""
-    found: dict[tuple[str, int], int] = {}
-    for each in _called_in(graph, _forward_op, _random_op):
-        kind = type(each.call.module()).__name__, each.learned.collectives
-        found[kind] = found.get(kind, 0) + each.call.whole
+    """What runs as one op each in a graph, and what that communicates within."""
+    called = _called_in(graph, _forward_op, _random_op)
+    found = Counter((each.call.name, each.learned.collectives) for each in called)
     return [
-        f"{count} {kind} run as one op each"
+        f"{count} {name} run as one op each"
         + (f"; within each no plan sees {inner} collective{'s' * (inner > 1)}" if inner else "")
-        for (kind, inner), count in found.items()
-        if count
+        for (name, inner), count in found.items()
     ]
 
 
@@ -280,12 +278,13 @@ def called(
     args: Any,
     kwargs: Any,
     forward: Callable[..., Any] | None = None,
+    others: tuple[type, ...] = (),
 ) -> Any:
     """Runs in the place of a `function` of a module and its arguments while it is traced: of the
     module's forward, or of a method. `lasting` are its parameters and buffers; `named` are the
     traced tensors in their places. The `forward` of a whole module, if it is one, is what it has
     when nothing is traced. What was learned in an earlier trace is learned anew, since the module
-    may have changed."""
+    may have changed. Beside tensors and plain values it may be given objects of `others`."""
     known = known_of(module) if forward is not None else None
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -293,7 +292,7 @@ def called(
     open_leaf = (Tensor, torch.SymInt) if known is not None and known.splits else Tensor
     splits = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt)]
     plain = [None if isinstance(leaf, open_leaf) else leaf for leaf in leaves]
-    if not tensors or not all(isinstance(leaf, PLAIN) for leaf in plain):
+    if not tensors or not all(isinstance(leaf, (*PLAIN, *others)) for leaf in plain):
         raise CaptureError("it is given something else than tensors and plain values")
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = tensors[0].device.type

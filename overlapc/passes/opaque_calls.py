@@ -135,6 +135,12 @@ class Call:
         flat: Any = (tuple(range(len(self.leaves))), {})
         return tree_structure(flat) == self.spec
 
+    @property
+    def name(self) -> str:
+        """Of the module's class, or of the function."""
+        named = type(self.module()) if self.whole else self.function
+        return str(getattr(named, "__name__", named))
+
     def size(self, tensors: Sequence[Tensor]) -> Any:
         """The open size, if there is one."""
         return None if self.open is None else tensors[self.open[0]].shape[self.open[1]]

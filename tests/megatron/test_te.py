@@ -19,12 +19,31 @@ pytestmark = pytest.mark.multiprocess
 FUSED = {"gradient_accumulation_fusion": True}
 SEQUENCE = {"sequence_parallel": True}
 GROUPED = {"moe_grouped_gemm": True}
+KERNELS = {
+    "apply_rope_fusion": True,
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "te",
+}
 BF16 = {"bf16": True}
 SHORT: dict[str, Any] = dict(te=True, microbatches=3, merge=False)
 LAYOUTS = {
     "tp, fused": Layout(**SHORT, tp=2, layers=1, config=FUSED),
     "ep, grouped, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | GROUPED),
     "tp": Layout(**SHORT, tp=2),
+    "tp, fused kernels": Layout(**SHORT, tp=2, config=FUSED | KERNELS),
+    "tp, fused kernels, less memory": Layout(
+        **SHORT,
+        tp=2,
+        config=FUSED | KERNELS,
+        options={"memory_budget": 0.6, "solver": "overlap"},
+    ),
+    "ep, fused kernels": Layout(
+        **SHORT,
+        ep=2,
+        experts=4,
+        layers=1,
+        config={**FUSED, **GROUPED, **KERNELS, "moe_permute_fusion": True},
+    ),
     "tp, merged, fused": Layout(te=True, tp=2, layers=1, microbatches=3, config=FUSED),
     "tp, sequence": Layout(**SHORT, tp=2, dropout=0.1, config=SEQUENCE),
     "tp, sequence, fused": Layout(**SHORT, tp=2, dropout=0.1, config=SEQUENCE | FUSED | BF16),
