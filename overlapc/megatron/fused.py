@@ -24,7 +24,7 @@ from torch.fx import _symbolic_trace
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import answers, is_a
-from overlapc.passes.known import is_known, writes_to_first
+from overlapc.passes.known import is_known, name_of, writes_to_first
 from overlapc.passes.module_state import classes_of, contents, members_of
 from overlapc.passes.opaque import called
 from overlapc.passes.opaque_calls import learned_within, tensors_of
@@ -135,7 +135,7 @@ class _Apart:
 
     @property
     def __name__(self) -> str:
-        return str(getattr(self.fused, "__name__", self.fused))
+        return name_of(self.fused)[1]
 
     def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if writes_to_first(self.fused):  # which a graph may read again

@@ -81,15 +81,15 @@ def is_known(function: Any) -> bool:
     """Is this a function of Transformer Engine that may be one op?"""
     if not isinstance(function, (FunctionType, MethodType)):
         return False
-    where, name = _name_of(function)
+    where, name = name_of(function)
     return name in _FUNCTIONS.get(where, ())
 
 
 def writes_to_first(function: Any) -> bool:
-    return is_known(function) and _name_of(function)[1] in _WRITE_TO_FIRST
+    return is_known(function) and name_of(function)[1] in _WRITE_TO_FIRST
 
 
-def _name_of(function: Any) -> tuple[str, str]:
+def name_of(function: Any) -> tuple[str, str]:
     """(Python module, name); of an autograd Function's `apply` that of the Function."""
     owner = getattr(function, "__self__", None)
     named = owner if isinstance(owner, type) else function

@@ -120,7 +120,9 @@ def _forward_like(number: int, tensors: list[Tensor], splits: list[Any]) -> list
     return [*made, torch.empty(learned.held(size), dtype=torch.uint8)]
 
 
-def _backward(number: int, handle: Tensor, gradients: list[Tensor | None]) -> list[Tensor]:
+def _backward(
+    number: int, handle: Tensor, gradients: list[Tensor | None], size: list[int]
+) -> list[Tensor]:
     known, graph = _by_number[number], handle.overlapc_graph  # type: ignore[attr-defined]
     given = [(e, g) for e, g in zip(graph.results, gradients, strict=True) if g is not None]
     pairs = zip(graph.inputs, known.learned.gradients, strict=True)
@@ -151,14 +153,19 @@ def _backward(number: int, handle: Tensor, gradients: list[Tensor | None]) -> li
     ]
 
 
-def _backward_like(number: int, handle: Tensor, gradients: list[Tensor | None]) -> list[Tensor]:
+def _backward_like(
+    number: int, handle: Tensor, gradients: list[Tensor | None], size: list[Any]
+) -> list[Tensor]:
     learned = _by_number[number].learned
-    pairs = [(g, like.sizes) for g, like in zip(gradients, learned.results, strict=True)]
-    sizes = [g.shape[s.index(None)] for g, s in pairs if g is not None and None in s]
+    found = [*size, *_open_sizes(gradients, learned.results)]
     likes = [like for like in learned.gradients if like is not None]
-    if not sizes and any(None in like.sizes for like in likes):
-        raise CaptureError("no gradient of its results has the data-dependent size")
-    return [like.made(sizes[0] if sizes else None) for like in likes]
+    return [like.made(found[0] if found else None) for like in likes]
+
+
+def _open_sizes(gradients: Sequence[Tensor | None], likes: Sequence[Like]) -> list[Any]:
+    """The open size of a call, in the shapes of gradients of its results."""
+    pairs = [(g, like.sizes) for g, like in zip(gradients, likes, strict=True)]
+    return [g.shape[sizes.index(None)] for g, sizes in pairs if g is not None and None in sizes]
 
 
 def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -180,7 +187,7 @@ def _define(name: str, schema: str, run: Any, like: Any, *tags: torch.Tag) -> An
 
 
 _FORWARD = "(int number, Tensor[] tensors, SymInt[] splits) -> Tensor[]"
-_BACKWARD = "(int number, Tensor handle, Tensor?[] gradients) -> Tensor[]"
+_BACKWARD = "(int number, Tensor handle, Tensor?[] gradients, SymInt[] size) -> Tensor[]"
 _forward_op = _define("opaque_forward", _FORWARD, _forward, _forward_like)
 _random_op = _define(
     "opaque_forward_random",
@@ -200,7 +207,7 @@ class _Traced(torch.autograd.Function):
         learned = _by_number[number].learned
         op = _random_op if learned.draws else _forward_op
         *results, handle = op(number, list(tensors), splits)
-        ctx.number = number
+        ctx.number, ctx.size = number, _by_number[number].call.size(tensors)
         ctx.save_for_backward(handle)
         ctx.set_materialize_grads(False)
         pairs = zip(results, learned.grows, strict=True)
@@ -216,7 +223,9 @@ class _Traced(torch.autograd.Function):
         some = sum(gradient is not None for gradient in given) < sum(learned.grows)
         if some and not learned.alike:
             raise CaptureError("only some of its results get gradients, and reach other inputs")
-        found = iter(_backward_op(ctx.number, handle, given))
+        opened = any(None in like.sizes for like in learned.gradients if like is not None)
+        size = [ctx.size] if opened and not _open_sizes(given, learned.results) else []
+        found = iter(_backward_op(ctx.number, handle, given, size))
         return None, None, *(None if like is None else next(found) for like in learned.gradients)
 
 
@@ -292,8 +301,10 @@ def called(
     open_leaf = (Tensor, torch.SymInt) if known is not None and known.splits else Tensor
     splits = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt)]
     plain = [None if isinstance(leaf, open_leaf) else leaf for leaf in leaves]
-    if not tensors or not all(isinstance(leaf, (*PLAIN, *others)) for leaf in plain):
-        raise CaptureError("it is given something else than tensors and plain values")
+    strange = [leaf for leaf in plain if not isinstance(leaf, (*PLAIN, *others))]
+    if strange or not tensors:
+        found = f"a {type(strange[0]).__name__}" if strange else "no tensor"
+        raise CaptureError(f"it is given {found}, expected tensors and plain values")
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = tensors[0].device.type
     autocast = (device, *autocast_now(device))

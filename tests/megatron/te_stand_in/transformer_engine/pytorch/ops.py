@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 
+class FusibleOperation: ...
+
+
 class SwiGLU: ...
 
 

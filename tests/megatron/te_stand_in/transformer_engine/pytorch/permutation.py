@@ -62,13 +62,18 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, rows: Tensor, count: int) -> Tensor:
         kernel(inp, rows)
+        rows = rows[: len(inp)]  # of made-up rows
         ctx.save_for_backward(rows)
-        return inp.new_zeros(count, *inp.shape[1:]).index_add_(0, rows, inp)
+        ctx.count = len(inp)
+        return inp.new_zeros(count, *inp.shape[1:]).index_add_(0, rows, inp[: len(rows)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         kernel(grad)
-        return grad[ctx.saved_tensors[0]], None, None
+        (rows,) = ctx.saved_tensors
+        back = grad.new_zeros(ctx.count, *grad.shape[1:])
+        back[: len(rows)] = grad[rows]
+        return back, None, None
 
 
 def moe_unpermute(

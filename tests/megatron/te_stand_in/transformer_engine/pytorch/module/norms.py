@@ -20,6 +20,7 @@ class RMSNorm(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        normalized_shape = hidden_size if normalized_shape is None else normalized_shape
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(normalized_shape, dtype=params_dtype))
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
@@ -41,6 +42,7 @@ class LayerNorm(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        normalized_shape = hidden_size if normalized_shape is None else normalized_shape
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = nn.Parameter(torch.ones(normalized_shape, dtype=params_dtype))
         self.bias = nn.Parameter(torch.zeros(normalized_shape, dtype=params_dtype))
