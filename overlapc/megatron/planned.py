@@ -115,8 +115,10 @@ class Call:
             )
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
+                kind = type(leaf).__name__
+                what = "packed sequences, a PackedSeqParams" * (kind == "PackedSeqParams")
                 raise CaptureError(
-                    f"forward is given a {type(leaf).__name__}, expected tensors and plain values"
+                    f"forward is given {what or f'a {kind}'}, expected tensors and plain values"
                 )
 
 

@@ -226,7 +226,8 @@ class Planning:
             with busy("tracing", self._options.timeout_s):
                 return traced(whole, call, self.ddp)
         except CaptureError as error:
-            return error
+            named = type(self.module).__name__
+            return CaptureError(error.reason.replace(Whole.__name__, named), error.place)
 
     def _carried(self, agreed: Agreed, call: Call) -> Planned | None:
         """Return what runs a call of other shapes by the agreed plan. The ranks of the same

@@ -60,8 +60,9 @@ TABLE = {
     )
 }
 
-# Functions of Transformer Engine, by Python module. What an op of one is given and returns is all
-# that it reads and writes, but for those that write to their first argument, unseen by autograd.
+# Functions of Transformer Engine, by Python module, and one of Megatron's that calls its kernels.
+# What one is given and returns is all that it reads and writes, but for those that write to their
+# first argument, unseen by autograd.
 _FUNCTIONS = {
     f"{PACKAGE}.pytorch.attention.rope": {"apply_rotary_pos_emb"},
     f"{PACKAGE}.pytorch.cross_entropy": {"parallel_cross_entropy", "CrossEntropyFunction"},
@@ -73,6 +74,7 @@ _FUNCTIONS = {
         *("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss"),
         "fused_moe_aux_loss",
     },
+    "megatron.core.transformer.moe.moe_utils": {"router_gating_linear"},
 }
 _WRITE_TO_FIRST = _FUNCTIONS[f"{PACKAGE}.pytorch.cross_entropy"]
 
@@ -82,7 +84,10 @@ def is_known(function: Any) -> bool:
     if not isinstance(function, (FunctionType, MethodType)):
         return False
     where, name = name_of(function)
-    return name in _FUNCTIONS.get(where, ())
+    if name not in _FUNCTIONS.get(where, ()):
+        return False
+    names = getattr(function, "__globals__", {})
+    return where.startswith(PACKAGE) or names.get("te_general_gemm") is not None
 
 
 def writes_to_first(function: Any) -> bool:

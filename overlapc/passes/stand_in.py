@@ -36,6 +36,7 @@ from overlapc.passes.nodes import module_of
 from overlapc.passes.opaque import begin_trace, called
 from overlapc.passes.opaque_calls import tensors_of
 from overlapc.passes.reached import Reached, memory_of
+from overlapc.passes.untraced import said_of
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -170,8 +171,8 @@ class Opaques:
                     traced = trace()
                     self._note_entered()
                 if fresh := [reason for reason in self.reasons if reason not in told]:
-                    one = "as one op, by its own autograd" + ", each" * (len(fresh) > 1)
-                    what = f"overlapc runs {one}, {'; '.join(_summed(fresh))}"
+                    named = "; ".join(_summed(fresh))
+                    what = f"overlapc runs as one op, by its own autograd, {named}"
                     warnings.warn(what, RuntimeWarning, stacklevel=3)
                 return traced
             except CaptureError as error:
@@ -180,7 +181,9 @@ class Opaques:
                     if reasons := list(self._reasons.values())[before:]:
                         raise _after(reasons, error) from error
                     raise
-                reason = str(error.reason if _by_dynamo(error) else _reason_of(error))
+                cause = _reason_of(error)
+                own = _by_dynamo(error) or cause is None
+                reason = error.reason if own or cause is None else said_of(cause)
                 compiled = _COMPILED in reason
                 if compiled:
                     reason = "it runs what torch.compile made"
@@ -239,13 +242,13 @@ class Opaques:
 
 def _summed(reasons: list[str]) -> list[str]:
     """The reasons, those that differ in the module's name alone as one."""
-    names: dict[str, list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for reason in reasons:
-        name, _, rest = reason.partition(" (")
-        names.setdefault(rest, []).append(name)
+        (name, _, kind), why = reason.partition(": ")[0].partition(" "), reason.partition(": ")[2]
+        names.setdefault((kind, why), []).append(name)
     return [
-        f"{first}{f' and {len(others)} more' if others else ''} ({rest}"
-        for rest, (first, *others) in names.items()
+        f"{first} {kind}{f' and {len(others)} more' if others else ''}: {why}"
+        for (kind, why), (first, *others) in names.items()
     ]
 
 
