@@ -25,6 +25,7 @@ from overlapc.passes.module_state import Describer, attributes_of, classes_of, i
 from overlapc.runtime.snapshot import holding_the_same
 from overlapc.shared_changes import replaced
 
+SETS = "changes the attribute"
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 
 
@@ -38,7 +39,7 @@ def refused(model: nn.Module, who: str) -> Iterator[None]:
     after = _known(model, describer)
     for name in sorted(before.keys() | after.keys()):  # all ranks name the same
         if before.get(name) != after.get(name):
-            raise CaptureError(f"{who} changes the attribute {name}, and a graph would not")
+            raise CaptureError(f"{who} {SETS} {name}, and a graph would not")
     if drawn != _drawn(model):
         raise CaptureError(f"{who} draws from Python's or NumPy's random, and a graph would not")
 

@@ -29,11 +29,13 @@ from overlapc.megatron.state import (
     as_trained,
     forward_as,
     modes_of,
+    settle,
     state_of,
     tensors_of,
     unplanned,
 )
 from overlapc.megatron.waits import Waits
+from overlapc.passes.known import settled_by
 from overlapc.passes.module_state import Describer, members_of
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
@@ -177,6 +179,7 @@ class Chunk:
         self.ran = {"planned": 0, "merged": 0, "plain": 0, "early": 0, "late": 0}
         self._options = options
         self._planned: dict[Any, Planned | None] = {}
+        self._plain_for: dict[str, int] = {}  # why calls ran plain, with the last step of each
         self._planning = Planning(module, ddp, options)
         # an input that makes results require a gradient
         self._anchor = torch.zeros((), requires_grad=True)
@@ -194,7 +197,7 @@ class Chunk:
         self._flights.clear()
         self._pending = None
         self.original = self._planning.original = self.module.forward
-        _settled(self.module)
+        settle(self.module, _device(self.module))
         self._planning.step = step
         self._own = vars(self.module).get("forward")
         self._look()
@@ -224,7 +227,8 @@ class Chunk:
         """An attribute was set within a step. (A tensor in a known place is another input.)"""
         is_input = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         known = is_input and (id(vars(module)), name) in self._places
-        if id(module) in self._inside and name not in EACH_TIME and not known:
+        read = name not in EACH_TIME and name not in settled_by(module)
+        if id(module) in self._inside and read and not known:
             self._changed = True
 
     @property
@@ -248,13 +252,24 @@ class Chunk:
 
     def explain(self) -> str:
         agreed, said = self._planning.agreed.values(), self._planning.said
-        reports = [*dict.fromkeys(each.report.explain() for each in agreed if each)]
+        each_said = ("\n".join([each.report.explain(), *each.opaque]) for each in agreed if each)
+        reports = [*dict.fromkeys(each_said)]
         more = len([each for each in self._planned.values() if each]) - len(reports)
         reports += [f"{more} other shapes or states run by these plans"] if more else []
         reports += [f"{count} slices: {what}" for count, what in sorted(said.items())]
-        plain = [f"{reason} (runs as plain Megatron)" for reason in self.why_plain]
+        plain = [f"{reason} ({self._how_plain(reason)})" for reason in self.why_plain]
+        if self._planning.settled:
+            plain.append(
+                f"{self._planning.settled} (one call ran as plain Megatron, to settle that)"
+            )
         counts = ", ".join(f"{count} {kind}" for kind, count in self.ran.items())
         return "\n\n".join([f"ran: {counts}", *reports, *plain])
+
+    def _how_plain(self, reason: str) -> str:
+        last = self._plain_for.get(reason, self._begun)
+        if last == self._begun:
+            return "runs as plain Megatron"
+        return f"ran as plain Megatron up to step {last}, planned since"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of the model's `forward`."""
@@ -266,6 +281,7 @@ class Chunk:
             if why not in self.why_plain:
                 self.why_plain.append(why)
                 warnings.warn(_PLAIN.format(why), RuntimeWarning, stacklevel=2)
+            self._plain_for[why] = self._begun
             return self._plainly(args, kwargs)
         same = [*map(id, members.lasting)] == [*map(id, self._lasting)]
         if self._changed or not same or self._said() != self._contents:
@@ -282,7 +298,10 @@ class Chunk:
         key = form, call.shapes()
         if key not in self._planned:
             try:
-                self._planned[key] = self._planning.prepare(call, form)
+                planned = self._planning.prepare(call, form)
+                if self._planning.settles:
+                    return self._settled(args, kwargs)
+                self._planned[key] = planned
             except OptionError as error:
                 if self._step.slices == (1,):
                     raise
@@ -293,11 +312,18 @@ class Chunk:
                         raise  # as plain Megatron it would issue other collectives than they do
         planned = self._planned[key]
         if planned is None:
+            self._plain_for[self._planning.reasons.get(form, "")] = self._begun
             return self._plainly(args, kwargs)
         self._changed = False  # by tracing
         gathered(self.ddp)
         outs = _Run.apply(self, planned, call, self._anchor, *call.tensors)
         return planned.returned.made(outs)
+
+    def _settled(self, args: Any, kwargs: Any) -> Any:
+        """Run a call as plain Megatron in which a module sets what it has from then on."""
+        out = self._plainly(args, kwargs)
+        self._changed = True
+        return out
 
     def _plainly(self, args: Any, kwargs: Any) -> Any:
         self._run_pending()
@@ -412,27 +438,6 @@ class Chunk:
                 pending.flight.run("B")
             self._ended += 1
             self._gradient = _handed(pending)
-
-
-def _settled(module: nn.Module) -> None:
-    """Do what modules do in their first forward, which would be a change of the model while it is
-    traced: rotary embeddings move their frequencies to the device, and routers make the bias of
-    experts float32 again, which the model's cast to bf16 or fp16 was not to reach."""
-    device = _device(module)
-    for each in members_of(module).modules:
-        if _has(each, "_maintain_float32_expert_bias"):
-            each._maintain_float32_expert_bias()
-        if not _has(each, "get_emb"):
-            continue
-        for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
-            own = vars(each).get(name)
-            if isinstance(own, Tensor) and own.device != device:
-                setattr(each, name, own.to(device))
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    """`hasattr`, without asking its parameters and buffers, which takes long."""
-    return name in vars(module) or hasattr(type(module), name)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -1,6 +1,7 @@
 """`one_op_each` makes what is fused by `torch.compile` one op of a graph each: functions of
 Megatron's and the script's Python modules, functions that the model's modules or their
-configurations have been given, and methods and static methods of the model's classes.
+configurations have been given, and methods and static methods of the model's classes. So does it
+with the functions of Transformer Engine that are known by name.
 
 A fused kernel rounds less often than the ops that a trace would find in it. What is fused elsewhere
 ends the trace before it is entered: Dynamo, which compiles nothing within a trace, would leave it
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import answers, is_a
+from overlapc.passes.known import is_known, name_of, writes_to_first
 from overlapc.passes.module_state import classes_of, contents, members_of
 from overlapc.passes.opaque import called
 from overlapc.passes.opaque_calls import learned_within, tensors_of
@@ -70,7 +74,7 @@ def _changes(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[Change
     shared: set[int] = set()  # functions that have a place in a Python module
     for owner in modules:
         for name, value in list(vars(owner).items()):
-            if _is_fused(value):
+            if _is_fused(value) or is_known(value):
                 shared.add(id(value))
                 yield owner, name, value, _as_one_op(value)
     members = members_of(model)
@@ -129,15 +133,22 @@ class _Apart:
 
     fused: Callable[..., Any]
 
+    @property
+    def __name__(self) -> str:
+        return name_of(self.fused)[1]
+
     def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if writes_to_first(self.fused):  # which a graph may read again
+            args = args[0].clone(), *args[1:]
         return self.fused(*args, **kwargs)
 
 
 def _as_one_op_of(module: nn.Module, fused: Callable[..., Any]) -> Callable[..., Any]:
     function = _Apart(fused)
+    others = (dist.ProcessGroup, torch.Size) if is_known(fused) else ()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return called(module, function, {}, {}, args, kwargs)
+        return called(module, function, {}, {}, args, kwargs, others=others)
 
     return run
 

@@ -93,14 +93,12 @@ def deliver_products(
 
 def fused_weights(module: nn.Module) -> set[int]:
     """The ids of the weights whose linear layers multiply and add in one kernel."""
-    found = {
-        id(layer.weight)
-        for layer in module.modules()
-        if getattr(layer, "gradient_accumulation_fusion", False)
-        and getattr(layer, "weight", None) is not None
-    }
+    fusing = [
+        layer for layer in module.modules() if getattr(layer, "gradient_accumulation_fusion", False)
+    ]
+    found = {id(layer.weight) for layer in fusing if getattr(layer, "weight", None) is not None}
     tied = getattr(module, "share_embeddings_and_output_weights", False)
-    if found and tied and (weight := module.shared_embedding_or_output_weight()) is not None:
+    if fusing and tied and (weight := module.shared_embedding_or_output_weight()) is not None:
         found.add(id(weight))
     return found
 

@@ -26,12 +26,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import CaptureError
+from overlapc.passes import known
 from overlapc.passes.held import CONTAINERS, held_in, is_a, is_looked_into, value_of
 from overlapc.passes.module_state import classes_of, contents, members_of
 from overlapc.passes.nodes import is_random
 
 # Nothing that a model caches is in these.
-_OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton"}
+_OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton", known.PACKAGE}
 _INSTALLED = tuple(
     sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -130,10 +131,11 @@ def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _methods(model: nn.Module) -> list[FunctionType]:
-    """Of the model's classes that are not torch's."""
+    """Of the model's classes that are neither torch's nor Transformer Engine's."""
     held = [each for kind in classes_of(members_of(model)) for each in vars(kind).values()]
     methods = [each for each in held if isinstance(each, FunctionType)]
-    return [each for each in methods if str(each.__module__).partition(".")[0] != "torch"]
+    others = ("torch", known.PACKAGE)
+    return [each for each in methods if str(each.__module__).partition(".")[0] not in others]
 
 
 def _is_scripts(value: Any) -> bool:

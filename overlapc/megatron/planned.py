@@ -27,6 +27,7 @@ from overlapc.passes.identities import without_identities
 from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
 from overlapc.passes.module_state import PLAIN
 from overlapc.passes.nodes import primal_nodes
+from overlapc.passes.opaque import refuse_added_twice
 from overlapc.passes.parts import cut
 from overlapc.passes.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
@@ -114,8 +115,10 @@ class Call:
             )
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
+                kind = type(leaf).__name__
+                what = "packed sequences, a PackedSeqParams" * (kind == "PackedSeqParams")
                 raise CaptureError(
-                    f"forward is given a {type(leaf).__name__}, expected tensors and plain values"
+                    f"forward is given {what or f'a {kind}'}, expected tensors and plain values"
                 )
 
 
@@ -304,6 +307,7 @@ def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
         captured = capture(whole, *fakes)
     whole.taps.values.clear()
     _refuse_others(captured)
+    refuse_added_twice(captured.joint.graph)
     recompute.refuse_changes(captured, whole.model)
     without_identities(captured.joint)
     return trace_joint(captured.joint, captured.num_fwd_outputs, captured.static_inputs)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from overlapc.collecting import of_young_alone
 from overlapc.errors import CaptureError, Infeasible, OptionError, OverlapcError
+from overlapc.megatron import changes
 from overlapc.megatron.gradients import gathered
 from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
 from overlapc.megatron.recompute import own_plan
@@ -21,8 +22,10 @@ from overlapc.megatron.refused import foreign_hooks
 from overlapc.megatron.slices import Cut
 from overlapc.megatron.state import State, changed_between
 from overlapc.megatron.waits import apart
+from overlapc.passes.opaque import adds_weights, explained
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.trace import Captured
+from overlapc.passes.unchanged import SETS
 from overlapc.planning.carried import actions_of, carried
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep, tangent_bytes
@@ -64,6 +67,7 @@ class Agreed:
     planned: Planned
     shapes: Any
     actions: Mapping[str, str]  # of a pipeline: what may run early or late
+    opaque: Sequence[str]  # what runs as one op each
 
     @property
     def report(self) -> Report:
@@ -81,6 +85,10 @@ class Planning:
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
         self.why_plain: list[str] = []
+        self.reasons: dict[Any, str] = {}  # why calls of a form run plain
+        self.settles = False  # is the call that failed to be tried again, after a plain one?
+        self.settled = ""  # what had to settle so
+        self._may_settle = True  # once
         self.said: dict[int, str] = {}  # what was found of each number of slices
         # By the form of calls, without shapes; None: all ranks run these calls as plain Megatron.
         self.agreed: dict[Any, Agreed | None] = {}
@@ -94,9 +102,14 @@ class Planning:
 
     def prepare(self, call: Call, form: Any) -> Planned | None:
         """Return what runs calls of these shapes, by the plan of all ranks that run this chunk;
-        None on all of them if one cannot capture it."""
+        None on all of them if one cannot capture it. It `settles`: the first that could not be
+        captured because a module sets an attribute, as some do in their first forward alone."""
+        self.settles = False
         if form not in self.agreed:
-            self.agreed[form] = self._agree(call)
+            agreed = self._agree(call, form)
+            if self.settles:
+                return None
+            self.agreed[form] = agreed
         agreed = self.agreed[form]
         if agreed is None or agreed.shapes == call.shapes():
             return None if agreed is None else agreed.planned
@@ -107,7 +120,7 @@ class Planning:
             )
         made = self._carried(agreed, call)
         if made is None:  # it needs a new plan, which all ranks must make together
-            other = self._agree(call)
+            other = self._agree(call, form)
             if other is not None and other.shapes != call.shapes():
                 raise OverlapcError(
                     f"microbatches of shapes {call.shapes()} and {other.shapes} came to ranks that "
@@ -117,7 +130,7 @@ class Planning:
             made = None if other is None else other.planned
         return made
 
-    def _agree(self, call: Call) -> Agreed | None:
+    def _agree(self, call: Call, form: Any) -> Agreed | None:
         """Plan together with all ranks that run this chunk, for the shapes of the first rank."""
         try:
             with (
@@ -126,6 +139,12 @@ class Planning:
             ):
                 return self._fastest(_of_the_first(call, exchange), exchange)
         except CaptureError as error:
+            # All ranks read the same words.
+            if self._may_settle and any(words in str(error) for words in (SETS, changes.SETS)):
+                self._may_settle, self.settles, self.settled = False, True, str(error)
+                return None
+            self.settled = ""
+            self.reasons[form] = str(error)
             if str(error) not in self.why_plain:
                 self.why_plain.append(str(error))
                 warnings.warn(
@@ -157,6 +176,12 @@ class Planning:
         """Plan a call in so many slices."""
         primals, cut = [*self.lasting, *call.tensors], None
         if count > 1:
+            if adds_weights(captured.joint.graph):
+                raise OptionError(
+                    f"slices={count}: kernels of Transformer Engine add weight gradients to "
+                    "main_grad, where a slice cannot be compared with the whole; expected "
+                    "--no-gradient-accumulation-fusion, or slices left out"
+                )
             if whole.returned.count != 1:
                 raise OptionError(
                     f"slices={count}: forward returns {whole.returned.count} tensors, expected "
@@ -188,7 +213,8 @@ class Planning:
                 found = cut.emitted(captured, report, whole, self.lasting, self.ddp, actions)
         except CaptureError as error:
             found = error
-        return Agreed(together(exchange, "emitted", found), call.shapes(), actions)
+        planned = together(exchange, "emitted", found)
+        return Agreed(planned, call.shapes(), actions, explained(captured.joint.graph))
 
     def _traced(self, what: str, call: Call, exchange: Exchange | None) -> tuple[Whole, Captured]:
         whole = Whole(self.module, self.original, call)
@@ -200,7 +226,8 @@ class Planning:
             with busy("tracing"):
                 return traced(whole, call, self.ddp)
         except CaptureError as error:
-            return error
+            named = type(self.module).__name__
+            return CaptureError(error.reason.replace(Whole.__name__, named), error.place)
 
     def _carried(self, agreed: Agreed, call: Call) -> Planned | None:
         """Return what runs a call of other shapes by the agreed plan. The ranks of the same

@@ -26,6 +26,7 @@ class _Feature:
     fields: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()  # wrapper classes of the model that also show it
     sizes: tuple[str, ...] = ()  # settings that turn it on from 2
+    values: tuple[tuple[str, Any], ...] = ()  # settings that turn it on by one of their values
 
 
 _FEATURES = (
@@ -59,6 +60,17 @@ _FEATURES = (
         "hybrid context parallelism",
         "each microbatch has another group of ranks, and a graph has one",
         ("hybrid_context_parallel",),
+    ),
+    _Feature(
+        "DeepEP, HybridEP and NCCL EP",
+        "their kernels exchange tokens past torch.distributed, where no plan sees it; leave them "
+        "out (--moe-token-dispatcher-type alltoall) to have overlapc hide the all-to-alls",
+        values=(("moe_token_dispatcher_type", "flex"),),
+    ),
+    _Feature(
+        "the op fuser of Transformer Engine",
+        "it fuses several layers into kernels that no trace enters, and that are not known",
+        ("use_transformer_engine_op_fuser",),
     ),
     _Feature(
         "userbuffers",
@@ -152,6 +164,12 @@ def reason(model: Any) -> str:
             for name in feature.fields + feature.sizes
             if (value := getattr(config, name, None)) not in _OFF
             and not (name in feature.sizes and value == 1)
+        ]
+        found += [
+            f"{name}={value!r}"
+            for config in configs
+            for name, value in feature.values
+            if getattr(config, name, None) == value
         ] + sorted(wrappers.intersection(feature.wrappers))
         if found:
             return f"{feature.name} ({', '.join(found)}): {feature.why}"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlapc.passes.known import settled_by
 from overlapc.passes.module_state import (
     INTERNAL,
     SIMPLE,
@@ -19,6 +20,7 @@ from overlapc.passes.module_state import (
     Members,
     attributes_of,
     hooks_of,
+    members_of,
 )
 from overlapc.shared_changes import replaced
 
@@ -163,9 +165,30 @@ def tensors_of(members: Members) -> list[Places]:
     found: dict[int, Places] = {}
     known = {id(tensor) for tensor in members.lasting}
     for each in members.modules:
+        settled = settled_by(each)
         for name, value in vars(each).items():
-            if name in INTERNAL or name in EACH_TIME or type(value) in SIMPLE:
+            if name in INTERNAL or name in EACH_TIME or type(value) in SIMPLE or name in settled:
                 continue
             if isinstance(value, Tensor) and id(value) not in known:
                 found.setdefault(id(value), []).append((vars(each), name))
     return list(found.values())
+
+
+def settle(module: nn.Module, device: torch.device) -> None:
+    """Do what modules do in their first forward, which would be a change of the model while it is
+    traced: rotary embeddings move their frequencies to the device, and routers make the bias of
+    experts float32 again, which the model's cast to bf16 or fp16 was not to reach."""
+    for each in members_of(module).modules:
+        if _has(each, "_maintain_float32_expert_bias"):
+            each._maintain_float32_expert_bias()
+        if not _has(each, "get_emb"):
+            continue
+        for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
+            own = vars(each).get(name)
+            if isinstance(own, Tensor) and own.device != device:
+                setattr(each, name, own.to(device))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """`hasattr`, without asking its parameters and buffers, which takes long."""
+    return name in vars(module) or hasattr(type(module), name)

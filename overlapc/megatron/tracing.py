@@ -270,7 +270,10 @@ def _numbers(model: nn.Module) -> Iterator[Change]:
         if "current_microbatch" in vars(module):
             yield module, "current_microbatch", _Unread()
         one = getattr(module, "token_dispatcher", None)
-        for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+        fused = getattr(getattr(one, "config", None), "moe_permute_fusion", False)
+        for name in (
+            () if fused else ("sort_input_by_local_experts", "restore_output_by_local_experts")
+        ):
             if isinstance(value := getattr(one, name, None), Tensor):
                 yield one, name, _Listed(value.tolist())
         if vars(module).get("is_first_microbatch"):  # Transformer Engine's clears it; of FP8 alone

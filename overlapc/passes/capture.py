@@ -18,6 +18,7 @@ from overlapc.passes.means import Weighing
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.trace import Captured, changed_inputs, trace_joint
+from overlapc.passes.untraced import said_of
 
 
 def capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Captured:
@@ -60,7 +61,7 @@ def _captured(model: torch.nn.Module, args: Any, kwargs: Any, opaques: Opaques) 
             raw.end()
         except Exception as error:
             raise CaptureError(
-                f"{type(model).__name__} could not be traced as one graph: {error}"
+                f"{type(model).__name__} could not be traced as one graph: {said_of(error)}"
             ) from error
         joint = exported.graph_module
         metadata = exported._aot_state.fw_metadata

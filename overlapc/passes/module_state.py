@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from overlapc.passes.known import settled_by
+
 PLAIN = (type(None), bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 SIMPLE = {type(None), bool, int, float, str}
 INTERNAL = set(vars(nn.Module())) - {"training"}  # attributes that PyTorch gives every module
@@ -162,9 +164,9 @@ def _of_modules(members: Members, describer: Describer) -> dict[str, Any]:
     configs: dict[int, str] = {}
     unread, inputs = describer.unread, describer.inputs
     for path, each in zip(members.paths, members.modules, strict=True):
-        begin = f"{path}." if path else ""
+        begin, settled = f"{path}." if path else "", settled_by(each)
         for name, value in vars(each).items():
-            if name in INTERNAL or name in unread:
+            if name in INTERNAL or name in unread or name in settled:
                 continue
             if type(value) in SIMPLE:
                 found[begin + name] = repr(value)

@@ -13,17 +13,19 @@ that changes its own state is refused, since it might run twice.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
+from overlapc.passes.known import in_fp8, known_of
 from overlapc.passes.module_state import PLAIN
 from overlapc.passes.opaque_calls import (
     Call,
@@ -37,6 +39,7 @@ from overlapc.passes.opaque_calls import (
     open_size,
 )
 from overlapc.passes.reached import Reached
+from overlapc.passes.summed import blank, is_added, summing
 
 _library = torch.library.Library("overlapc", "FRAGMENT")
 
@@ -66,14 +69,19 @@ _trace = 0  # its number
 # --------------------------------------------------------------------------- the ops
 
 
-def _run(known: Opaque, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+def _run(known: Opaque, tensors: list[Tensor], splits: list[int]) -> tuple[Any, list[Tensor]]:
     """Run the call. It may draw or write nothing that it did not when it was tried out, since it
     might run twice. (A mode, an attribute, or a helper's may be another by now.)"""
     call, module = known.call, known.call.module()
     if module is None or (not call.whole and modes_of(module) == call.modes):
-        return call.run(tensors)
+        return call.run(tensors, splits)
+    if call.known is not None:
+        made = call.run(tensors, splits)
+        if in_fp8(module):
+            raise call.otherwise("runs in FP8, as it did not")
+        return made
     before, versions = random_states(), [tensor._version for tensor in tensors]
-    made = call.run(tensors)
+    made = call.run(tensors, splits)
     draws = not known.learned.draws and not all(map(torch.equal, before, random_states()))
     if draws or [tensor._version for tensor in tensors] != versions:
         raise OverlapcError(
@@ -85,9 +93,9 @@ def _run(known: Opaque, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
     return made
 
 
-def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
+def _forward(number: int, tensors: list[Tensor], splits: list[int]) -> list[Tensor]:
     known = _by_number[number]
-    made, inputs = _run(known, tensors)
+    made, inputs = _run(known, tensors, splits)
     leaves = [made] if isinstance(made, Tensor) else tree_leaves(made)
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     plain = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
@@ -105,19 +113,21 @@ def _forward(number: int, tensors: list[Tensor]) -> list[Tensor]:
     return [*_apart([result.detach() for result in results], tensors), handle]
 
 
-def _forward_like(number: int, tensors: list[Tensor]) -> list[Tensor]:
+def _forward_like(number: int, tensors: list[Tensor], splits: list[Any]) -> list[Tensor]:
     known = _by_number[number]
     learned, size = known.learned, known.call.size(tensors)
     made = [like.made(size) for like in learned.results]
     return [*made, torch.empty(learned.held(size), dtype=torch.uint8)]
 
 
-def _backward(number: int, handle: Tensor, gradients: list[Tensor | None]) -> list[Tensor]:
+def _backward(
+    number: int, handle: Tensor, gradients: list[Tensor | None], size: list[int]
+) -> list[Tensor]:
     known, graph = _by_number[number], handle.overlapc_graph  # type: ignore[attr-defined]
     given = [(e, g) for e, g in zip(graph.results, gradients, strict=True) if g is not None]
     pairs = zip(graph.inputs, known.learned.gradients, strict=True)
     wanted = [(tensor, like is not None) for tensor, like in pairs if tensor.requires_grad]
-    with eagerly():
+    with eagerly(), summing(graph.inputs):
         found = torch.autograd.grad(
             [end for end, _ in given],
             [tensor for tensor, _ in wanted],
@@ -133,19 +143,29 @@ def _backward(number: int, handle: Tensor, gradients: list[Tensor | None]) -> li
     made = [
         torch.zeros_like(tensor) if gradient is None else gradient
         for gradient, (tensor, gets) in zip(found, wanted, strict=True)
+        if gets and not is_added(tensor)
+    ]
+    apart = iter(_apart(made, [gradient for _, gradient in given]))
+    return [
+        blank(gradient) if is_added(tensor) else next(apart)
+        for gradient, (tensor, gets) in zip(found, wanted, strict=True)
         if gets
     ]
-    return _apart(made, [gradient for _, gradient in given])
 
 
-def _backward_like(number: int, handle: Tensor, gradients: list[Tensor | None]) -> list[Tensor]:
+def _backward_like(
+    number: int, handle: Tensor, gradients: list[Tensor | None], size: list[Any]
+) -> list[Tensor]:
     learned = _by_number[number].learned
-    pairs = [(g, like.sizes) for g, like in zip(gradients, learned.results, strict=True)]
-    sizes = [g.shape[s.index(None)] for g, s in pairs if g is not None and None in s]
+    found = [*size, *_open_sizes(gradients, learned.results)]
     likes = [like for like in learned.gradients if like is not None]
-    if not sizes and any(None in like.sizes for like in likes):
-        raise CaptureError("no gradient of its results has the data-dependent size")
-    return [like.made(sizes[0] if sizes else None) for like in likes]
+    return [like.made(found[0] if found else None) for like in likes]
+
+
+def _open_sizes(gradients: Sequence[Tensor | None], likes: Sequence[Like]) -> list[Any]:
+    """The open size of a call, in the shapes of gradients of its results."""
+    pairs = [(g, like.sizes) for g, like in zip(gradients, likes, strict=True)]
+    return [g.shape[sizes.index(None)] for g, sizes in pairs if g is not None and None in sizes]
 
 
 def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -166,8 +186,8 @@ def _define(name: str, schema: str, run: Any, like: Any, *tags: torch.Tag) -> An
     return getattr(torch.ops.overlapc, name).default
 
 
-_FORWARD = "(int number, Tensor[] tensors) -> Tensor[]"
-_BACKWARD = "(int number, Tensor handle, Tensor?[] gradients) -> Tensor[]"
+_FORWARD = "(int number, Tensor[] tensors, SymInt[] splits) -> Tensor[]"
+_BACKWARD = "(int number, Tensor handle, Tensor?[] gradients, SymInt[] size) -> Tensor[]"
 _forward_op = _define("opaque_forward", _FORWARD, _forward, _forward_like)
 _random_op = _define(
     "opaque_forward_random",
@@ -183,11 +203,11 @@ class _Traced(torch.autograd.Function):
     """The autograd Function of one call, which runs its two ops."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, number: int, splits: list[Any], *tensors: Tensor) -> tuple[Tensor, ...]:
         learned = _by_number[number].learned
         op = _random_op if learned.draws else _forward_op
-        *results, handle = op(number, list(tensors))
-        ctx.number = number
+        *results, handle = op(number, list(tensors), splits)
+        ctx.number, ctx.size = number, _by_number[number].call.size(tensors)
         ctx.save_for_backward(handle)
         ctx.set_materialize_grads(False)
         pairs = zip(results, learned.grows, strict=True)
@@ -203,8 +223,52 @@ class _Traced(torch.autograd.Function):
         some = sum(gradient is not None for gradient in given) < sum(learned.grows)
         if some and not learned.alike:
             raise CaptureError("only some of its results get gradients, and reach other inputs")
-        found = iter(_backward_op(ctx.number, handle, given))
-        return None, *(None if like is None else next(found) for like in learned.gradients)
+        opened = any(None in like.sizes for like in learned.gradients if like is not None)
+        size = [ctx.size] if opened and not _open_sizes(given, learned.results) else []
+        found = iter(_backward_op(ctx.number, handle, given, size))
+        return None, None, *(None if like is None else next(found) for like in learned.gradients)
+
+
+# --------------------------------------------------------------------------- of a graph
+
+
+def explained(graph: fx.Graph) -> list[str]:
+    """What runs as one op each in a graph, and what that communicates within."""
+    called = _called_in(graph, _forward_op, _random_op)
+    found = Counter((each.call.name, each.learned.collectives) for each in called)
+    return [
+        f"{count} {name} run as one op each"
+        + (f"; within each no plan sees {inner} collective{'s' * (inner > 1)}" if inner else "")
+        for (name, inner), count in found.items()
+    ]
+
+
+def adds_weights(graph: fx.Graph) -> bool:
+    """Does a kernel of the graph add its weight's gradient to `main_grad`?"""
+    return any(each.learned.adds for each in _called_in(graph, _backward_op))
+
+
+def refuse_added_twice(graph: fx.Graph) -> None:
+    """Raise for a weight whose gradient several ops add to `main_grad`: a plan may change their
+    order, and with it the sum's last bits."""
+    seen: set[int] = set()
+    for each in _called_in(graph, _backward_op):
+        module = each.call.module()
+        if not each.learned.adds or module is None:
+            continue
+        weights = {id(weight) for weight in module.parameters() if hasattr(weight, "main_grad")}
+        if not seen.isdisjoint(weights):
+            raise CaptureError(
+                f"a {type(module).__name__} runs more than once in a microbatch, or shares its "
+                "weight, and adds the weight's gradient to main_grad each time; expected "
+                "gradient_accumulation_fusion off (--no-gradient-accumulation-fusion)"
+            )
+        seen |= weights
+
+
+def _called_in(graph: fx.Graph, *ops: Any) -> list[Opaque]:
+    nodes = [node for op in ops for node in graph.find_nodes(op="call_function", target=op)]
+    return [_by_number[node.args[0]] for node in nodes]
 
 
 # --------------------------------------------------------------------------- in a trace
@@ -223,18 +287,24 @@ def called(
     args: Any,
     kwargs: Any,
     forward: Callable[..., Any] | None = None,
+    others: tuple[type, ...] = (),
 ) -> Any:
     """Runs in the place of a `function` of a module and its arguments while it is traced: of the
     module's forward, or of a method. `lasting` are its parameters and buffers; `named` are the
     traced tensors in their places. The `forward` of a whole module, if it is one, is what it has
     when nothing is traced. What was learned in an earlier trace is learned anew, since the module
-    may have changed."""
+    may have changed. Beside tensors and plain values it may be given objects of `others`."""
+    known = known_of(module) if forward is not None else None
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [*(leaves[place] for place in places), *named.values()]
-    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    if not tensors or not all(isinstance(leaf, PLAIN) for leaf in plain):
-        raise CaptureError("it is given something else than tensors and plain values")
+    open_leaf = (Tensor, torch.SymInt) if known is not None and known.splits else Tensor
+    splits = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt)]
+    plain = [None if isinstance(leaf, open_leaf) else leaf for leaf in leaves]
+    strange = [leaf for leaf in plain if not isinstance(leaf, (*PLAIN, *others))]
+    if strange or not tensors:
+        found = f"a {type(strange[0]).__name__}" if strange else "no tensor"
+        raise CaptureError(f"it is given {found}, expected tensors and plain values")
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = tensors[0].device.type
     autocast = (device, *autocast_now(device))
@@ -243,15 +313,16 @@ def called(
     modes, whole = modes_of(module), forward is not None
     given = str(spec), repr(plain), repr(shapes), repr(modes), repr(needs), autocast
     key = _trace, function, *given
-    known = _known.setdefault(module, {})
-    if key not in known:
-        how = spec, plain, places, [*named], needs, autocast, modes, whole, has_ties(module), opened
-        call = Call(weakref.ref(module), function, *how)
-        reached = Reached([module, forward] if whole else [])
-        known[key] = Opaque(call, learn(call, tensors, lasting, reached))
-        _by_number[call.number] = known[key]
-    learned = known[key].learned
-    results = iter(_Traced.apply(known[key].call.number, *tensors))
+    calls = _known.setdefault(module, {})
+    if key not in calls:
+        what = places, splits, [*named], needs, autocast, modes, whole, has_ties(module), known
+        call = Call(weakref.ref(module), function, spec, plain, *what, opened)
+        reached = Reached([module, forward] if whole and known is None else [])
+        calls[key] = Opaque(call, learn(call, tensors, lasting, reached))
+        _by_number[call.number] = calls[key]
+    learned = calls[key].learned
+    rows = [leaves[place] for place in splits]
+    results = iter(_Traced.apply(calls[key].call.number, rows, *tensors))
     filled = [next(results) if isinstance(leaf, Like) else leaf for leaf in learned.leaves]
     return tree_unflatten(filled, learned.spec)
 

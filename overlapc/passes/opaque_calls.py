@@ -25,9 +25,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from overlapc.errors import CaptureError, OverlapcError
+from overlapc.issued import issued, issued_since
 from overlapc.passes.draws import random_states
+from overlapc.passes.known import Known, restoring
 from overlapc.passes.module_state import PLAIN
 from overlapc.passes.reached import Reached
+from overlapc.passes.summed import aside, blank, copy_of, is_added, summing
 from overlapc.passes.unchanged import unchanged
 from overlapc.shared_changes import replaced
 
@@ -87,6 +90,8 @@ class Learned:
     held_bytes: int  # bytes that autograd keeps, without parameters
     draws: bool  # does it draw random numbers?
     alike: bool  # do gradients of all results reach the same inputs?
+    adds: bool = False  # does its backward add a weight's gradient to `main_grad`?
+    collectives: int = 0  # how many a forward and a backward issue
     held_each: int = 0  # bytes more for each one of the open size
 
     @property
@@ -111,14 +116,16 @@ class Call:
     module: weakref.ref[nn.Module]
     function: Callable[..., Any]  # of the module and the arguments: its `forward`, or a method
     spec: TreeSpec
-    leaves: list[Any]  # of the arguments, with None for tensors
+    leaves: list[Any]  # of the arguments, with None for tensors and splits
     places: list[int]  # of the tensors among them
+    splits: list[int]  # places of numbers that depend on data: rows of the first tensor, in parts
     names: list[str]
     needs: list[bool]  # does a tensor require a gradient?
     autocast: tuple[Any, ...]
     modes: list[bool]  # of its modules, in which it was tried out: do they train?
     whole: bool  # a whole module, of whose state nothing else takes care?
     ties: bool  # has the module a parameter or buffer under several names?
+    known: Known | None  # what is known of the module
     open: tuple[int, int] | None  # tensor and dimension of an open size
     number: int = field(default_factory=_numbers.__next__)
 
@@ -127,6 +134,12 @@ class Call:
         """Are the arguments the leaves, by position?"""
         flat: Any = (tuple(range(len(self.leaves))), {})
         return tree_structure(flat) == self.spec
+
+    @property
+    def name(self) -> str:
+        """Of the module's class, or of the function."""
+        named = type(self.module()) if self.whole else self.function
+        return str(getattr(named, "__name__", named))
 
     def size(self, tensors: Sequence[Tensor]) -> Any:
         """The open size, if there is one."""
@@ -140,7 +153,10 @@ class Call:
         )
 
     def run(
-        self, tensors: Sequence[Tensor], lasting: Mapping[str, Tensor] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        splits: Sequence[int] = (),
+        lasting: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, list[Tensor]]:
         """Call the module on leaves with these values; return its results and the leaves. `lasting`
         are its parameters and buffers, while a trace has put others into it."""
@@ -154,12 +170,13 @@ class Call:
         swapped = dict(lasting or {})
         for i, name in enumerate(self.names, len(self.places)):
             if isinstance(own[name], nn.Parameter):
-                inputs[i] = nn.Parameter(inputs[i].detach(), self.needs[i])
-                vars(inputs[i]).update(vars(own[name]))
+                inputs[i] = copy_of(own[name], inputs[i].detach(), self.needs[i])
             swapped[name] = inputs[i]
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, inputs, strict=False):
             leaves[place] = tensor
+        for place, rows in zip(self.splits, splits, strict=True):
+            leaves[place] = rows
         args, kwargs = (leaves, {}) if self.is_flat else tree_unflatten(leaves, self.spec)
         with eagerly(), _autocast(*self.autocast), self._with(swapped):
             return self.function(module, *args, **kwargs), inputs
@@ -262,14 +279,14 @@ def _at_any_size(one: Learned, other: Learned, sizes: tuple[int, ...]) -> Learne
     held_each, rest = divmod(other.held_bytes - one.held_bytes, more - few)
     if rest or (one.spec, one.draws, one.alike) != (other.spec, other.draws, other.alike):
         raise CaptureError(_GROWS)
-    return Learned(
-        one.spec,
-        [_at_any(a, b, sizes) for a, b in zip(one.leaves, other.leaves, strict=True)],
-        [_at_any(a, b, sizes) for a, b in zip(one.gradients, other.gradients, strict=True)],
-        one.held_bytes - held_each * few,
-        one.draws,
-        one.alike,
-        held_each,
+    return replace(
+        one,
+        leaves=[_at_any(a, b, sizes) for a, b in zip(one.leaves, other.leaves, strict=True)],
+        gradients=[
+            _at_any(a, b, sizes) for a, b in zip(one.gradients, other.gradients, strict=True)
+        ],
+        held_bytes=one.held_bytes - held_each * few,
+        held_each=held_each,
     )
 
 
@@ -297,14 +314,16 @@ def _learned(
     reached: Reached,
     size: int,
 ) -> Learned:
-    module = call.module()
+    module, known = call.module(), call.known
     assert module is not None
+    kept_as_it_is = unchanged(module, lasting, reached) if known is None else restoring(module)
     with (
         _disable_current_modes(),
         replaced(_symbolic_trace, "_is_fx_tracing_flag", False),  # else torch.compile refuses
         torch._C._DisablePythonDispatcher(),  # else it compiles once more when the op runs
         torch.random.fork_rng(),
-        unchanged(module, lasting, reached),
+        kept_as_it_is,
+        aside(),
         contextlib.ExitStack() as stack,
     ):
         for make in _around:
@@ -317,9 +336,11 @@ def _learned(
             kept[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
+        splits = _parts(arguments[0].shape[0], len(call.splits)) if call.splits else []
         before, versions = random_states(), [tensor._version for tensor in arguments]
+        collectives = issued()
         with _hooked(keep):
-            made, inputs = call.run(given, lasting)
+            made, inputs = call.run(given, splits, lasting)
         if [tensor._version for tensor in arguments] != versions:
             raise CaptureError("it changes a tensor that it is given")
         draws = not all(map(torch.equal, before, random_states()))
@@ -331,17 +352,24 @@ def _learned(
         _refuse_other_leaves(leaves, inputs)
         for tensor in inputs[: len(call.places)]:
             keep(tensor)
-        gradients, alike = _gradients_of_ones(leaves, inputs)
+        with summing(inputs):
+            gradients, alike = _gradients_of_ones(leaves, inputs, again=known is None)
         left = iter(gradients)
         storages = {tensor.untyped_storage()._cdata for tensor in lasting.values()}
         return Learned(
             spec,
             [Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            [_like(next(left)) if tensor.requires_grad else None for tensor in inputs],
+            [_like(next(left), tensor) if tensor.requires_grad else None for tensor in inputs],
             sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in storages),
             draws,
             alike,
+            any(map(is_added, inputs)),
+            issued_since(collectives),
         )
+
+
+def _parts(rows: int, count: int) -> list[int]:
+    return [rows // count + (i < rows % count) for i in range(count)]
 
 
 def _refuse_aliases(leaves: Sequence[Any], arguments: Sequence[Tensor]) -> None:
@@ -352,8 +380,10 @@ def _refuse_aliases(leaves: Sequence[Any], arguments: Sequence[Tensor]) -> None:
             raise CaptureError("it returns a tensor that it is given, or a view of it")
 
 
-def _like(tensor: Tensor | None) -> Like | None:
-    return None if tensor is None else Like.of(tensor)
+def _like(gradient: Tensor | None, of: Tensor) -> Like | None:
+    if gradient is None:
+        return None
+    return Like.of(blank(gradient) if is_added(of) else gradient)
 
 
 def _refuse_other_leaves(leaves: Sequence[Any], inputs: Sequence[Tensor]) -> None:
@@ -386,10 +416,10 @@ def _hooked(keep: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def _gradients_of_ones(
-    leaves: Sequence[Any], inputs: Sequence[Tensor]
+    leaves: Sequence[Any], inputs: Sequence[Tensor], again: bool
 ) -> tuple[Sequence[Tensor | None], bool]:
     """The gradients of the inputs that may get one, and whether each result alone gives them to the
-    same inputs."""
+    same inputs. If the backward cannot run `again`, it may be that they do not."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not results or not wanted:
@@ -404,6 +434,8 @@ def _gradients_of_ones(
 
     with eagerly():
         found = gradients(results)
+        if len(results) > 1 and not again:
+            return found, False
         each = [gradients([result]) for result in results] if len(results) > 1 else []
     reached = [[g is not None for g in one] for one in (found, *each)]
     return found, all(one == reached[0] for one in reached)

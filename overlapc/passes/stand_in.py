@@ -30,11 +30,13 @@ from torch.utils._pytree import tree_leaves
 
 from overlapc.errors import CaptureError
 from overlapc.passes.held import is_a
+from overlapc.passes.known import known_of, settled_by
 from overlapc.passes.module_state import INTERNAL, Members, hooks_of, members_of
 from overlapc.passes.nodes import module_of
 from overlapc.passes.opaque import begin_trace, called
 from overlapc.passes.opaque_calls import tensors_of
 from overlapc.passes.reached import Reached, memory_of
+from overlapc.passes.untraced import said_of
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -114,8 +116,8 @@ class _Watch:
 
 
 def _switches_of(module: nn.Module) -> tuple[Any, ...]:
-    switches = vars(module).items()
-    return tuple([item for item in switches if type(item[1]) is bool and item[0] not in INTERNAL])
+    switches, others = vars(module).items(), INTERNAL | settled_by(module)
+    return tuple([item for item in switches if type(item[1]) is bool and item[0] not in others])
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class _Original:
 
 
 class Opaques:
-    """The modules of a model that could not be traced, and the reasons."""
+    """The modules of a model that no trace enters: those that are known, and those that could not
+    be traced, with the reasons."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -148,6 +151,9 @@ class Opaques:
         self._watch = _Watch()
         self._reasons: dict[nn.Module, str] = {}
         self._entered: dict[nn.Module, None] = {}
+        for module in model.modules():
+            if module is not model and known_of(module) is not None:
+                self._stand_in_for(module, compiled=False)
 
     @property
     def reasons(self) -> list[str]:
@@ -164,8 +170,9 @@ class Opaques:
                 with self._standing_in():
                     traced = trace()
                     self._note_entered()
-                for reason in [reason for reason in self.reasons if reason not in told]:
-                    what = f"overlapc runs as one op, by its own autograd, {reason}"
+                if fresh := [reason for reason in self.reasons if reason not in told]:
+                    named = "; ".join(_summed(fresh))
+                    what = f"overlapc runs as one op, by its own autograd, {named}"
                     warnings.warn(what, RuntimeWarning, stacklevel=3)
                 return traced
             except CaptureError as error:
@@ -174,7 +181,9 @@ class Opaques:
                     if reasons := list(self._reasons.values())[before:]:
                         raise _after(reasons, error) from error
                     raise
-                reason = str(error.reason if _by_dynamo(error) else _reason_of(error))
+                cause = _reason_of(error)
+                own = _by_dynamo(error) or cause is None
+                reason = error.reason if own or cause is None else said_of(cause)
                 compiled = _COMPILED in reason
                 if compiled:
                     reason = "it runs what torch.compile made"
@@ -189,6 +198,8 @@ class Opaques:
         one of these names: it would not see the change."""
         changed = [memory_of(tensor) for tensor in tensors]
         for module, (key, *_) in self._forwards.items() if changed or objects else ():
+            if known_of(module) is not None:  # it reads what it is given
+                continue
             own = [at for each in module.modules() for at in (each._parameters, each._buffers)]
             found = Reached([module, _standing[key].original], own)
             read = [memory_of(o) for o in found.objects.values() if is_a(o, (Tensor, np.ndarray))]
@@ -218,11 +229,27 @@ class Opaques:
                 self._entered[module] = None
 
     def _add(self, module: nn.Module, reason: str, compiled: bool) -> None:
-        key, members = next(_keys), Members([module], [""], [], [])
+        members = Members([module], [""], [], [])
         compiled &= bool(vars(module).get(_COMPILED_CALL)) and not any(hooks_of(members))
-        self._forwards[module] = key, _forward_of(module, key, self._watch), compiled
+        self._stand_in_for(module, compiled)
         name = next(name for name, each in self._model.named_modules() if each is module)
         self._reasons[module] = f"{name} ({type(module).__name__}): {reason}"
+
+    def _stand_in_for(self, module: nn.Module, compiled: bool) -> None:
+        key = next(_keys)
+        self._forwards[module] = key, _forward_of(module, key, self._watch), compiled
+
+
+def _summed(reasons: list[str]) -> list[str]:
+    """The reasons, those that differ in the module's name alone as one."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for reason in reasons:
+        (name, _, kind), why = reason.partition(": ")[0].partition(" "), reason.partition(": ")[2]
+        names.setdefault((kind, why), []).append(name)
+    return [
+        f"{first} {kind}{f' and {len(others)} more' if others else ''}: {why}"
+        for (kind, why), (first, *others) in names.items()
+    ]
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:

@@ -11,6 +11,8 @@ from overlapc.errors import CaptureError
 from overlapc.passes.held import names_of, random_restores, restore_of, value_of
 from overlapc.passes.reached import Reached
 
+SETS = "changes its attribute"
+
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module, lasting: Mapping[str, Tensor], reached: Reached) -> Iterator[None]:
@@ -42,7 +44,7 @@ def unchanged(module: nn.Module, lasting: Mapping[str, Tensor], reached: Reached
     if any(drawn):
         raise CaptureError("it draws from Python's or NumPy's random, and might run twice")
     if changed:
-        raise CaptureError(f"it changes its attribute {changed[0]!r}, and might run twice")
+        raise CaptureError(f"it {SETS} {changed[0]!r}, and might run twice")
     if any(written):
         raise CaptureError("it changes a parameter or buffer, and might run twice")
     if held:

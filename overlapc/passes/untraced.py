@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from traceback import extract_tb
 
 import torch
 from torch._dynamo import config as dynamo_config
@@ -16,6 +18,8 @@ from overlapc.passes.places import is_models
 _CONTEXT = "Developer debug context:"  # marks the details in Dynamo's errors
 _RAISED = "Observed exception"  # Dynamo's words for what a function raises
 _GOT = re.compile(r"with fake tensors: .*: got (.*)")  # ... and for what an op raises
+# PyTorch's words for a kernel, of an extension say, that is given a tensor without values.
+_OF_KERNELS = ("FunctionalTensor on its own", "data pointer of Tensor")
 
 
 class Raised(CaptureError):
@@ -59,3 +63,15 @@ def _reason(error: Exception) -> tuple[str, str]:
     frames = [frame for frame in frames if is_models(frame.filename)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
     return re.sub(r" at 0x\w+", "", reason) or type(error).__name__, place  # the same on all ranks
+
+
+def said_of(error: BaseException) -> str:
+    """What an error says that came up in a trace; a kernel that no trace enters is named by the
+    line that calls it."""
+    if not any(words in str(error) for words in _OF_KERNELS):
+        return str(error)
+    frames = [each for each in extract_tb(error.__traceback__) if is_models(each.filename)]
+    if not frames:
+        return "it calls a kernel that no trace enters"
+    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+    return f"it calls a kernel that no trace enters, in {frames[-1].name} ({place})"

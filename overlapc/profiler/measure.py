@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overlapc.errors import OptionError
 from overlapc.ir import Cost, Profile, Slowdown
+from overlapc.passes.summed import aside
 from overlapc.passes.trace import Captured
 from overlapc.profiler.cache import Cache, cache_key
 from overlapc.profiler.clock import Clock, conditions_of, section_of
@@ -138,6 +139,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         torch.no_grad(),
         torch._C._DisableAutocast(),  # the graph already has autocast's casts
         _disable_current_modes(),
+        aside(),
         # Under AOTAutograd's tracing the Python dispatcher is on. It would hold the GIL through
         # every wait, but gloo's threads need the GIL to release tensors: ranks would hang.
         torch._C._DisablePythonDispatcher(),

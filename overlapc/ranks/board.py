@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.errors import RankError
-from overlapc.ranks.here import issued, place_of
+from overlapc.issued import issued
+from overlapc.ranks.here import place_of
 from overlapc.ranks.presence import Presence
 
 T = TypeVar("T")
@@ -287,11 +288,16 @@ def _presence(board: Board, store: Any, rank: int, ranks: Sequence[int]) -> Pres
             "done": history.done,
             "number": doing.number,
             "raised": history.raised,
-            "issued": issued(),
+            "issued": issued_by_name(),
         }
 
     host = getattr(_innermost(store), "host", "127.0.0.1")
     return Presence(rank, ranks, board, here, host)
+
+
+def issued_by_name() -> dict[str, int]:
+    """How many collectives this rank has issued, by the name of their process group."""
+    return {group.group_name: count for group, count in issued().items()}
 
 
 def _innermost(store: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Where a rank is: the line of its script, the collective it waits in, how many it has issued."""
+"""Where a rank is: the line of its script, and the collective it waits in."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import sysconfig
 from pathlib import Path
@@ -42,17 +41,6 @@ def place_of(thread: int) -> dict[str, Any]:
         and (("/torch/" in files[0]) or files[0].startswith((_OVERLAPC, "<eval_with_key")))
         and not any(part in file for file in files for part in _ALONE),
     }
-
-
-def issued() -> dict[str, int]:
-    """How many collectives this rank has issued, by the name of their process group."""
-    import torch.distributed as dist
-
-    found = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
-            found[group.group_name] = group._get_sequence_number_for_group()
-    return found
 
 
 def described(place: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from overlapc.ranks.board import IDLE, Board, Doing, own_board
-from overlapc.ranks.here import described, issued
+from overlapc.ranks.board import IDLE, Board, Doing, issued_by_name, own_board
+from overlapc.ranks.here import described
 from overlapc.ranks.presence import LEFT
 
 # So long a rank must stay in one place before it is said to disagree: it may be on its way.
@@ -155,7 +155,7 @@ class Lookout:
 
     def _waits_in(self, answer: dict[str, Any]) -> str | None:
         """The group of a collective in which that rank waits for this one."""
-        mine, theirs = issued(), answer["issued"]
+        mine, theirs = issued_by_name(), answer["issued"]
         if answer["group"] is not None:
             name = answer["group"] or dist.group.WORLD.group_name
             # As many there as here: this rank has issued that collective, too.

@@ -41,12 +41,16 @@ def need(version: str) -> None:
         pytest.skip(f"megatron-core {version} is not installed: see the Makefile")
 
 
-def use(version: str, fused: bool = False) -> Any:
+def use(version: str, fused: bool = False, te: str = "") -> Any:
     """Import megatron.core of this version, on CPU; what it fuses by `torch.compile` may be
-    compiled, to kernels that give other numbers than its ops."""
+    compiled, to kernels that give other numbers than its ops. `te`: with a stand-in for this
+    release of Transformer Engine."""
     path = folder(version)
     assert path is not None, f"megatron-core {version} is not installed"
     sys.path.insert(0, str(path))
+    if te:
+        os.environ["OVERLAPC_TE"] = te
+        sys.path.insert(0, str(Path(__file__).parent / "te_stand_in"))
     return stand_in(fused)
 
 

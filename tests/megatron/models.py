@@ -38,6 +38,7 @@ class Layout:
     tied: bool = False
     position: str = "rope"
     model: str = "gpt"  # or "bert", "t5"
+    te: bool = False  # with Transformer Engine's layers
     scale: float = 0.0  # of the loss
     tokens: bool = False  # loss per token
     ddp: dict[str, Any] | None = field(default_factory=dict)  # None: without Megatron's DDP
@@ -270,19 +271,23 @@ def _config(layout: Layout) -> Any:
 def _models(layout: Layout, config: Any) -> Iterator[Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
 
     if layout.model != "gpt":
         other = _bert if layout.model == "bert" else _t5
         yield _initialized(other(layout, config), 0)
         return
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layers = get_gpt_layer_with_transformer_engine_spec if layout.te else get_gpt_layer_local_spec
+    spec = layers(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     further: dict[str, Any] = {}
     if config.mtp_num_layers:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
         further["mtp_block_spec"] = get_gpt_mtp_block_spec(
-            config, spec, use_transformer_engine=False
+            config, spec, use_transformer_engine=layout.te
         )
     for chunk in range(layout.vpp or 1):
         ends: dict[str, Any] = {}
@@ -309,7 +314,7 @@ def _initialized(model: Any, chunk: int) -> Any:
     for name, parameter in model.named_parameters():
         own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
-        if "layernorm" not in name and not name.endswith("bias"):
+        if "norm" not in name and not name.endswith("bias"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return model.train().to(device())
 

@@ -29,6 +29,8 @@ ASKED: list[tuple[str, Any, str]] = [
     ("cpu_offloading", True, "CPU offloading"),
     ("fine_grained_activation_offloading", True, "fine-grained offloading"),
     ("hybrid_context_parallel", True, "hybrid context parallelism"),
+    ("moe_token_dispatcher_type", "flex", "DeepEP, HybridEP and NCCL EP (moe_token_dis"),
+    ("use_transformer_engine_op_fuser", True, "the op fuser of Transformer Engine"),
     ("tp_comm_overlap", True, "userbuffers"),
     ("overlap_moe_expert_parallel_comm", True, "combined 1F1B of expert parallelism"),
     ("defer_embedding_wgrad_compute", True, "deferred weight gradients"),

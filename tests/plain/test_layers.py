@@ -69,9 +69,10 @@ LAYERS = {
     ),
     "shares": Layer("errors ir ledger planning simulate solvers", "passes ranks runtime"),
     # torch, one process.
+    "issued": Layer("torch"),
     "layers": Layer("torch"),
     "context": Layer("torch"),
-    "passes": Layer("errors flags ir layers merge shared_changes stages torch valid"),
+    "passes": Layer("errors flags ir issued layers merge shared_changes stages torch valid"),
     "profiler": Layer("emulate errors ir passes timing torch"),
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),
@@ -87,9 +88,9 @@ LAYERS = {
         "progress ranks schedule shared_changes shares stages timing torch"
     ),
     # How ranks agree, and who is dead, late or disagrees. Everything that runs uses it.
-    "ranks": Layer("errors progress shared_changes torch"),
+    "ranks": Layer("errors issued progress shared_changes torch"),
     "ranks.guard": Layer("errors shared_changes"),
-    "ranks.here": Layer("", "torch"),
+    "ranks.here": Layer(),
     "ranks.presence": Layer(),
     # Which layout of a cluster, without running it.
     "search": Layer(
@@ -103,8 +104,8 @@ LAYERS = {
     "search.own": Layer("errors functions passes profiler torch"),
     # Megatron's own scripts, planned. megatron is imported when it is patched.
     "megatron": Layer(
-        "collecting errors files ir passes planning ranks runtime search shared_changes simulate "
-        "solvers stages torch"
+        "collecting errors files ir issued passes planning ranks runtime search shared_changes "
+        "simulate solvers stages torch"
     ),
     # What people see.
     "report": Layer(

@@ -20,7 +20,7 @@ G = "one group"
 def board(monkeypatch: pytest.MonkeyPatch) -> Any:
     """That of rank 0, which waits in step 2 of round 5, and has done its part in step 1."""
     monkeypatch.setattr(lookout, "APART_S", 0.3)
-    monkeypatch.setattr(lookout, "issued", lambda: {"0": 7, "tp": 3})
+    monkeypatch.setattr(lookout, "issued_by_name", lambda: {"0": 7, "tp": 3})
     presence: Any = SimpleNamespace(gone={}, answers={}, unreached={}, ask=lambda ranks: None)
     presence.lost = lambda ranks: next((f"rank {r} is gone" for r in presence.gone), None)
     history = History(done={G: (5, 1)}, calls=3)

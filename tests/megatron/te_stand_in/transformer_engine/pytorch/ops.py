@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+
+class FusibleOperation: ...
+
+
+class SwiGLU: ...
+
+
+class Sequential: ...

@@ -1,0 +1,6 @@
+from __future__ import annotations
+
+import torch
+
+
+class QuantizedTensor(torch.Tensor): ...

@@ -1,0 +1,177 @@
+"""Megatron with Transformer Engine's layers, of a stand-in: bitwise, planned, traced once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tests.megatron import cpu
+from tests.megatron.models import Layout, set_up, twins
+from tests.megatron.test_patch import differences
+from tests.multiprocess.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+FUSED = {"gradient_accumulation_fusion": True}
+SEQUENCE = {"sequence_parallel": True}
+GROUPED = {"moe_grouped_gemm": True}
+KERNELS = {
+    "apply_rope_fusion": True,
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "te",
+}
+BF16 = {"bf16": True}
+SHORT: dict[str, Any] = dict(te=True, microbatches=3, merge=False)
+LAYOUTS = {
+    "tp, fused": Layout(**SHORT, tp=2, layers=1, config=FUSED),
+    "ep, grouped, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | GROUPED),
+    "tp": Layout(**SHORT, tp=2),
+    "tp, fused kernels": Layout(**SHORT, tp=2, config=FUSED | KERNELS),
+    "tp, fused kernels, less memory": Layout(
+        **SHORT,
+        tp=2,
+        config=FUSED | KERNELS,
+        options={"memory_budget": 0.6, "solver": "overlap"},
+    ),
+    "ep, fused kernels": Layout(
+        **SHORT,
+        ep=2,
+        experts=4,
+        layers=1,
+        config={**FUSED, **GROUPED, **KERNELS, "moe_permute_fusion": True},
+    ),
+    "tp, merged, fused": Layout(te=True, tp=2, layers=1, microbatches=3, config=FUSED),
+    "tp, sequence": Layout(**SHORT, tp=2, dropout=0.1, config=SEQUENCE),
+    "tp, sequence, fused": Layout(**SHORT, tp=2, dropout=0.1, config=SEQUENCE | FUSED | BF16),
+    "pp": Layout(**SHORT, pp=2),
+    "pp, fused": Layout(**SHORT, pp=2, dropout=0.1, config=FUSED),
+    "vpp": Layout(te=True, pp=2, vpp=2, layers=4),
+    "vpp, fused": Layout(te=True, pp=2, vpp=2, layers=4, dropout=0.1, config=FUSED),
+    "ep, grouped": Layout(**SHORT, ep=2, experts=4, layers=1, config=GROUPED),
+    "ep, grouped, fused, less memory": Layout(
+        **SHORT,
+        ep=2,
+        experts=4,
+        layers=1,
+        config=FUSED | GROUPED,
+        options={"memory_budget": 0.85, "solver": "overlap"},
+    ),
+    "less memory, fused": Layout(
+        **SHORT,
+        tp=2,
+        dropout=0.1,
+        config=FUSED | BF16,
+        options={"memory_budget": 0.8, "solver": "overlap"},
+    ),
+    "tied, fused": Layout(**SHORT, tp=2, tied=True, config=FUSED),
+    "rms, fused": Layout(
+        **SHORT,
+        tp=2,
+        config={**FUSED, "normalization": "RMSNorm", "qk_layernorm": True, "num_query_groups": 2},
+    ),
+    "one microbatch, measured": Layout(
+        te=True, tp=2, layers=1, microbatches=1, config=FUSED, options={"profile": "measure"}
+    ),
+    "sharded, fused": Layout(
+        **SHORT,
+        config=FUSED | BF16,
+        ddp=dict(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        ),
+    ),
+}
+GATE = ("tp, fused", "ep, grouped, fused")
+STEPS = 3
+
+
+def on_rank(
+    rank: int, ranks: int, version: str, te: str, names: list[str]
+) -> dict[str, dict[str, Any]]:
+    cpu.use(version, te=te)
+    dist.init_process_group("gloo")
+    found = {}
+    for name in names:
+        found[name] = compared(LAYOUTS[name])
+        dist.barrier()
+        for group in list(c10d._world.pg_map):  # Megatron leaves them, and each keeps threads
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+    dist.destroy_process_group()
+    return found
+
+
+def compared(layout: Layout) -> dict[str, Any]:
+    """Train one model by Megatron as it is and its twin by Megatron patched; count the traces of
+    each step."""
+    import overlapc.megatron as patched
+    from overlapc.megatron import planning
+
+    set_up(layout)
+    plain, ours = twins(layout)
+    expected = [plain.step(number) for number in range(STEPS)]
+    traces, real = [0] * STEPS, planning.traced
+
+    def counted(*args: Any) -> Any:
+        traces[number] += 1
+        return real(*args)
+
+    planning.traced = counted
+    found = []
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            options = {"merge": layout.merge, "solver": "heu", "profile": "estimate"}
+            patched.patch(**{**options, **layout.options})
+            for number in range(STEPS):
+                found.append(ours.step(number))
+    finally:
+        planning.traced = real
+    assert patched._steps is not None
+    said, chunks = patched.explain(), [*patched._steps.chunks.values()]
+    patched.unpatch()
+    return {
+        "wrong": [
+            f"step {i}: {difference}"
+            for i, (one, other) in enumerate(zip(expected, found, strict=True))
+            for difference in differences(one, other)
+        ],
+        "ran": [dict(chunk.ran) for chunk in chunks],
+        "why": [reason for chunk in chunks for reason in chunk.why_plain],
+        "told": [str(each.message) for each in told if "overlapc" in str(each.message)],
+        "traces": traces,
+        "said": said,
+    }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("version", "te", "names"),
+    [
+        pytest.param("0.19.2", "2.9", GATE, id="gate"),
+        pytest.param("0.19.2", "2.9", tuple(LAYOUTS)[2:], id="2.9", marks=pytest.mark.slow),
+        pytest.param("0.19.2", "2.18", tuple(LAYOUTS), id="2.18", marks=pytest.mark.slow),
+        pytest.param("0.16.1", "2.9", tuple(LAYOUTS)[:9], id="0.16.1", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_of_transformer_engine_are_planned(
+    version: str, te: str, names: tuple[str, ...], subtests: pytest.Subtests
+) -> None:
+    cpu.need(version)
+    ran = run_ranks(on_rank, 2, version, te, list(names), timeout_s=590)
+    for name in names:
+        with subtests.test(name):
+            for found in ran:
+                check(LAYOUTS[name], found[name])
+
+
+def check(layout: Layout, found: dict[str, Any]) -> None:
+    assert [found[what] for what in ("wrong", "why", "told")] == [[], [], []]
+    count = STEPS * layout.microbatches
+    for chunk in found["ran"]:
+        assert (chunk["planned"], chunk["plain"]) == (count, 0)
+    assert found["traces"][1:] == [0] * (STEPS - 1)
+    assert "one op each" in found["said"]
