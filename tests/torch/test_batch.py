@@ -43,8 +43,7 @@ def together_is_alone(every):
 
 
 MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT}
-QUICK = [("gpt", ALONE), ("llama", SHARED), ("experts", PAIR), ("latent", ALONE)]
-QUICK_FRAMEWORKS = ["megatron"]
+QUICK = [("gpt", ALONE), ("experts", PAIR)]
 
 
 def slow_but(quick, every):
@@ -61,7 +60,8 @@ def test_all_kinds_of_blocks(case):
     together_is_alone(keys(MODELS[name], layout))
 
 
-@pytest.mark.parametrize("framework", slow_but(QUICK_FRAMEWORKS, sorted(FRAMEWORKS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
 def test_all_frameworks(framework):
     together_is_alone(keys(LLAMA, SHARED, framework))
     together_is_alone(keys(GPT, PAIR, framework))
@@ -73,6 +73,7 @@ def test_parts_of_sequences_and_shared_experts():
     together_is_alone(keys(EXPERTS, replace(SHARED, shares_experts=True)))
 
 
+@pytest.mark.slow
 def test_experts_that_words_do_not_fill_evenly_are_captured_each_for_itself():
     model = replace(EXPERTS, experts=3, top_k=1)
     assert not model.scales(256)

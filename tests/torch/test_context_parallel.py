@@ -102,6 +102,7 @@ def test_layouts_have_it_only_when_asked() -> None:
             list(layouts(model, cluster, Fixed(cp=cp)))
 
 
+@pytest.mark.slow
 def test_a_step_of_long_sequences_needs_less_memory() -> None:
     cluster = replace(CLUSTER, global_batch=4)
     steps = [
