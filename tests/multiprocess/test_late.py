@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.multiprocess.troubled import DOORS, Outcome, Trouble, run
@@ -9,6 +11,10 @@ from tests.multiprocess.troubled import DOORS, Outcome, Trouble, run
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 PROMISED_S = 10.0  # between a death, or a rank that cannot come any more, and every error
+
+
+def all_but_slow(*quick: str) -> list[Any]:
+    return [pytest.param(d, marks=() if d in quick else pytest.mark.slow) for d in DOORS]
 
 
 def assert_waited_for(trouble: Trouble, outcomes: list[Outcome | None]) -> None:
@@ -31,13 +37,13 @@ def assert_named(trouble: Trouble, outcomes: list[Outcome | None]) -> None:
             assert found.seconds <= PROMISED_S, (trouble, rank, found)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", all_but_slow("optimize", "Pipeline"))
 def test_a_late_rank_is_waited_for(door: str) -> None:
-    trouble = Trouble("late", door, 2, 1, 2, 12.0)
+    trouble = Trouble("late", door, 2, 1, 2, 9.0)
     assert_waited_for(trouble, run(trouble))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", all_but_slow("TrainStep"))
 def test_a_killed_rank_is_named(door: str) -> None:
     trouble = Trouble("killed", door, 2, len(door) % 2, 0, 1.0)
     assert_named(trouble, run(trouble))
