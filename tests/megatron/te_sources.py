@@ -80,7 +80,8 @@ def attributes(folder: Path, release: str) -> Iterator[str]:
     """Those of the stand-in that TE's classes have not."""
     theirs = set[str]()
     for file in (*CLASSES.values(), *BASES, *OPS):
-        theirs |= _set_in(ast.parse((folder / file).read_text(encoding="utf-8")))
+        tree = ast.parse((folder / file).read_text(encoding="utf-8"))
+        theirs |= _set_in(tree, ("setattr", "register_parameter"))
     for name, node in _own(release).items():
         if name in (*CLASSES, "TransformerEngineBaseModule") and (more := _set_in(node) - theirs):
             yield f"{name}: sets {sorted(more)}, which TE's classes do not have"
@@ -149,14 +150,14 @@ def _given(function: ast.FunctionDef | bool | None) -> list[str]:
     return [*named, *(each.arg for each in args.kwonlyargs)]
 
 
-def _set_in(tree: ast.AST) -> set[str]:
-    """The attributes of `self` that are set, also by `fast_setattr`."""
+def _set_in(tree: ast.AST, by: tuple[str, ...] = ("setattr",)) -> set[str]:
+    """The attributes of `self` that are set, also by calls such as `fast_setattr`."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found |= {node.attr} if ast.unparse(node.value) == "self" else set()
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            sets = getattr(node.func, "attr", "").endswith(("setattr", "register_parameter"))
+            sets = getattr(node.func, "attr", "").endswith(by)
             found |= {str(node.args[0].value)} if sets else set()
     return found
 
