@@ -37,7 +37,11 @@ ASKED: list[tuple[str, Any, str]] = [
     ("gtp_weight_remat_size", 2, "weights in shards"),
     ("overlap_dispatch_backward_with_experts_wgrad", True, "weight gradients of experts"),
 ]
-ASKED_FROM_0_19 = ("gtp_weight_remat_size", "overlap_dispatch_backward_with_experts_wgrad")
+ASKED_FROM_0_19 = (
+    "use_transformer_engine_op_fuser",
+    "gtp_weight_remat_size",
+    "overlap_dispatch_backward_with_experts_wgrad",
+)
 
 
 def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:

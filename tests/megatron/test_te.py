@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from tests.megatron import cpu
@@ -175,3 +176,55 @@ def check(layout: Layout, found: dict[str, Any]) -> None:
         assert (chunk["planned"], chunk["plain"]) == (count, 0)
     assert found["traces"][1:] == [0] * (STEPS - 1)
     assert "one op each" in found["said"]
+
+
+def refused(rank: int, ranks: int) -> dict[str, list[str]]:
+    """Why a chunk runs plain with what is known of a layer and not served."""
+    cpu.use("0.19.2", te="2.9")
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+
+    import overlapc.megatron as patched
+
+    dist.init_process_group("gloo")
+    found = {}
+    layout = Layout(ranks=1, te=True, layers=1, microbatches=2, config=FUSED)
+    set_up(layout)
+    for name in ("fp8", "shared", "delayed"):
+        plain, ours = twins(layout)
+        for trained in (plain, ours):
+            layer = trained.models[0].module.decoder.layers[0]
+            if name == "shared":
+                twice = _Twice()
+                twice.inner = layer.self_attention.linear_proj
+                layer.self_attention.linear_proj = twice
+            if name == "delayed":
+                layer.mlp.linear_fc2.wgrad_store.enabled = True
+                layer.mlp.linear_fc2.wgrad_store.put = lambda given, function: function(*given)
+        with warnings.catch_warnings(), fp8_autocast(enabled=name == "fp8"):
+            warnings.simplefilter("ignore")
+            expected = plain.step(0)
+            patched.patch(solver="heu", profile="estimate")
+            got = ours.step(0)
+        assert patched._steps is not None
+        (chunk,) = patched._steps.chunks.values()
+        found[name] = [*chunk.why_plain, *differences(expected, got)]
+        patched.unpatch()
+    dist.destroy_process_group()
+    return found
+
+
+class _Twice(nn.Module):
+    def forward(self, x: Any) -> Any:
+        out, bias = self.inner(x)
+        return self.inner(out + x)[0], bias
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_what_is_not_served_of_a_layer_is_named() -> None:
+    cpu.need("0.19.2")
+    (found,) = run_ranks(refused, 1, timeout_s=190)
+    words = {"fp8": "runs in FP8", "shared": "more than once", "delayed": "until backward_dw()"}
+    for name, expected in words.items():
+        (why,) = found[name]
+        assert expected in why, name

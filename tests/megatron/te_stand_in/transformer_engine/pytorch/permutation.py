@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import transformer_engine
+
 from .kernels import kernel
 
 
@@ -38,6 +40,26 @@ def _rows(routing_map: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat((tokens, lacking))[:count], torch.cat((experts, lacking))[:count]
 
 
+def permuted(inp: Tensor, routing_map: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    tokens, _ = _rows(routing_map, count)
+    out, _ = _Moved.apply(inp, tokens, None, None)
+    return out, tokens
+
+
+def permuted_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, experts = _rows(routing_map, count)
+    out, moved = _Moved.apply(inp, tokens, probs, (tokens, experts))
+    return out, moved, tokens
+
+
+def unpermuted(inp: Tensor, row_id_map: Tensor, restore_shape: torch.Size | None) -> Tensor:
+    assert restore_shape is not None
+    out: Tensor = _Summed.apply(inp, row_id_map, restore_shape[0])
+    return out
+
+
 def moe_permute(
     inp: Tensor,
     routing_map: Tensor,
@@ -45,17 +67,13 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[Tensor, Tensor]:
-    tokens, _ = _rows(routing_map, num_out_tokens)
-    out, _ = _Moved.apply(inp, tokens, None, None)
-    return out, tokens
+    return permuted(inp, routing_map, num_out_tokens)
 
 
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, experts = _rows(routing_map, num_out_tokens)
-    out, moved = _Moved.apply(inp, tokens, probs, (tokens, experts))
-    return out, moved, tokens
+    return permuted_with_probs(inp, probs, routing_map, num_out_tokens)
 
 
 class _Summed(torch.autograd.Function):
@@ -85,9 +103,7 @@ def moe_unpermute(
     probs: Tensor | None = None,
 ) -> Tensor:
     assert merging_probs is None
-    assert restore_shape is not None
-    out: Tensor = _Summed.apply(inp, row_id_map, restore_shape[0])
-    return out
+    return unpermuted(inp, row_id_map, restore_shape)
 
 
 def _sorted(split_sizes: Tensor, sorted_index: Tensor, count: int) -> Tensor:
@@ -109,3 +125,11 @@ def moe_sort_chunks_by_index_with_probs(
     rows = _sorted(split_sizes, sorted_index, inp.shape[0])
     out, moved = _Moved.apply(inp, rows, probs, None)
     return out, moved
+
+
+if transformer_engine.__version__ != "2.9.0":
+    from . import later_permutation as later
+
+    for _each in (later.moe_permute, later.moe_permute_with_probs, later.moe_unpermute):
+        _each.__module__ = __name__
+        globals()[_each.__name__] = _each
