@@ -18,6 +18,7 @@ from tests.multiprocess.spawn import run_ranks
 pytestmark = pytest.mark.multiprocess
 
 FUSED = {"gradient_accumulation_fusion": True}
+NO_BIAS = {**FUSED, "add_bias_linear": False}
 SEQUENCE = {"sequence_parallel": True}
 GROUPED = {"moe_grouped_gemm": True}
 KERNELS = {
@@ -187,7 +188,7 @@ def refused(rank: int, ranks: int) -> dict[str, list[str]]:
 
     dist.init_process_group("gloo")
     found = {}
-    layout = Layout(ranks=1, te=True, layers=1, microbatches=2, config=FUSED)
+    layout = Layout(ranks=1, te=True, layers=1, microbatches=2, config=NO_BIAS)
     set_up(layout)
     for name in ("fp8", "shared", "delayed"):
         plain, ours = twins(layout)
