@@ -12,6 +12,7 @@ from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.memory import tensor_bytes
 from overlapc.search.models import Model, Transformer
 from overlapc.search.weights import (
     GRADIENT_BYTES,
@@ -167,7 +168,7 @@ def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
     for rank in range(layout.pp):
         mine = layout.stages_of(rank)
         held = schedule.held(rank, {stage: layers[stage] for stage in mine})
-        room = cluster.memory_bytes - static[rank]
+        room = tensor_bytes(cluster, layout, static[rank]) - static[rank]
         for stage in mine:
             budgets[stage] += room * schedule.in_flight(stage) * layers[stage] // held
     return budgets
