@@ -26,6 +26,7 @@ from overlapc.solvers import PREFIX, modules_of
 
 _OURS = "-m overlapc.megatron --search DIR/search.json pretrain_gpt.py"
 _SCRIPT = "pretrain_gpt.py"
+_WITH_ARGUMENTS = (OURS.name, *MEGATRONS, "megatron-2021", "megatron-2022")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Answer:
         told = _Told(model, cluster, machine, result.instead)
         mine = by_itself and bool(result.alone)
         script, arguments, why_none = told.start(best, mine)
-        ours = ("", "", "")
+        ours = (unplanned(framework, cluster.fp8), "", "")
         if (other := result.ours) is not None and other.fits:
             less = 1 - other.step_ns / best.step_ns
             much = f"{abs(less):.1%} {'less' if less >= 0 else 'more'}"
@@ -125,9 +126,8 @@ class _Told:
         """What to start, and its arguments; or why there are none. Run by overlapc, the arguments'
         own recompute is for steps that run plain."""
         framework, schedule = find_framework(self.cluster.framework), found.layout.schedule
-        first = framework.name.split("+")[0]
-        if first not in (*MEGATRONS, OURS.name):
-            return "", "", f"{framework.name} has arguments of its own"
+        if framework.name.split("+")[0] not in _WITH_ARGUMENTS:
+            return "", "", f"{framework.name} is not started by Megatron's arguments"
         if schedule not in RUN_BY_MEGATRON:
             return "", "", f"Megatron has no schedule {schedule}: search with --framework megatron"
         if self.model.experts and found.layout.tp > 1 and not found.layout.sequence:
@@ -139,6 +139,11 @@ class _Told:
             return "", "", "Megatron by itself needs more memory in this layout"
         said = run_arguments(self.model, self.cluster, found, self.instead.solver)
         return _OURS, " ".join(said), ""
+
+
+def guesses(sources: Mapping[str, str]) -> list[str]:
+    """The figures of a hardware that nobody has measured or published."""
+    return [key for key, source in sources.items() if "guess" in source or "unknown" in source]
 
 
 def recomputed(solver: str, framework: str) -> str:

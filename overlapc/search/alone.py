@@ -1,5 +1,5 @@
-"""What a framework runs by itself, without overlapc: `alone` names the solvers that plan as it does,
-`unplanned` says why overlapc plans no run of it."""
+"""What a framework runs by itself, without overlapc: `alone` names the solvers that plan as it
+does, `unplanned` says why overlapc plans no run of it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def unplanned(framework: Framework, fp8: bool = False) -> str:
     first, *options = framework.name.split("+")
     if first == OURS.name:
         return ""
+    if framework.gathers and framework.pytorch:
+        return "PyTorch's FSDP gathers and sums around layers, which no plan of overlapc sees"
     if first not in MEGATRONS:
-        return f"{first} has no place for a plan of overlapc"
+        return f"overlapc does not run in {first}"
     kinds = {
         "fsdp": "Megatron-FSDP",
         "cuda-graphs": "CUDA graphs",

@@ -77,6 +77,8 @@ def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Ite
     if framework.graphs:
         yield "--cuda-graph-impl local --cuda-graph-scope full_iteration"
         yield "--no-check-for-nan-in-loss-and-grad"
+        if expert_ranks(model, layout) > 1:
+            yield "--moe-pad-experts-for-cuda-graph-inference"  # asked of training, too
     if max(replicas(model, layout)) == 1:
         return
     if framework.gathers:

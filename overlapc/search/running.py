@@ -322,9 +322,9 @@ class Running:
         return UnitKey.of(self.model, self.cluster, layout)
 
     def bounds(self) -> list[int]:
-        """Bounds on every layout that fits, with any plans of the solver: planned layouts have their
-        own bounds, below their steps, or the only plan there is; left-out layouts are no better
-        than the best step found."""
+        """Bounds on every layout that fits, with any plans of the solver: planned layouts have
+        their own bounds, below their steps, or the only plan there is; left-out layouts are no
+        better than the best step found."""
         left = [bound for bound, _ in self.heap] + [bound for bound, _ in self.running.values()]
         fitting = [found for found in self.tried if found.fits]
         only = has_one_plan(self.solver)

@@ -20,7 +20,7 @@ from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, Outcome
 from overlapc.search.in_slices import InSlices
-from overlapc.search.layouts import ANY, Cluster, Fixed, layouts, stage_layers
+from overlapc.search.layouts import ANY, Cluster, Fixed, Layout, layouts, stage_layers
 from overlapc.search.megatron import check_modules
 from overlapc.search.models import Model
 from overlapc.search.pool import WORKERS, planners, stop

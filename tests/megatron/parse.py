@@ -20,7 +20,7 @@ from typing import Any
 OTHERS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 511 --train-iters 1 --lr 1e-4
     --no-rope-fusion --no-gradient-accumulation-fusion
-""".split()
+"""
 KEPT = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     context_parallel_size data_parallel_size expert_model_parallel_size expert_tensor_parallel_size
@@ -29,7 +29,7 @@ KEPT = """
     num_attention_heads seq_length num_experts moe_router_topk use_distributed_optimizer
     overlap_grad_reduce overlap_param_gather bf16 fp16 attention_dropout hidden_dropout
     moe_token_dispatcher_type
-""".split()
+"""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def read(ranks: int, arguments: list[str]) -> dict[str, Any]:
     from megatron.training import arguments as megatron
 
     os.environ["WORLD_SIZE"] = str(ranks)
-    sys.argv = ["pretrain_gpt.py", *arguments, *OTHERS]
+    sys.argv = ["pretrain_gpt.py", *arguments, *OTHERS.split()]
     try:
         parsed = megatron.parse_args()
         megatron.validate_args(parsed)
@@ -64,7 +64,7 @@ def read(ranks: int, arguments: list[str]) -> dict[str, Any]:
         return {"refused": f"{type(error).__name__}: {error}"}
     from overlapc.megatron.searched import layers_of
 
-    told = {name: getattr(parsed, name) for name in KEPT}
+    told = {name: getattr(parsed, name) for name in KEPT.split()}
     return {**told, "recompute_modules": config.recompute_modules, "layers": layers_of(config)}
 
 
