@@ -33,7 +33,7 @@ from overlapc.search.framework import Framework
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, Fixed
-from overlapc.search.memory import usable_bytes
+from overlapc.search.memory import tensor_bytes, usable_bytes
 from overlapc.search.models import Model, Transformer, find_model
 from overlapc.search.nearest import Nearest, Run, load_runs
 from overlapc.search.search import Progress, Result, compare, search
@@ -50,18 +50,7 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     framework = find_framework(args.framework)
     itself, solver = _asked(framework, model, args)
     compared = _compared(args, framework, itself, solver)
-    most = _usable(machine, memory)
-    cluster = Cluster(
-        args.hardware,
-        args.gpus,
-        machine.gpus_per_node,
-        most,
-        args.batch or 8 * args.gpus,
-        _costs(args.costs),
-        framework.name,
-        args.fp8,
-        of_run=True,
-    )
+    cluster = _cluster(args, machine, framework, _usable(machine, memory))
     fixed = _fixed(args)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
@@ -105,8 +94,17 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         if args.out is not None:
             _write(args.out, document, outcome)
     if args.out is not None and not args.json:
-        print(_written(args.out, outcome is not None))
+        print(_written(args.out, outcome is not None, document["ours"] is not None))
     return result.best is not None
+
+
+def _cluster(
+    args: argparse.Namespace, machine: Hardware, framework: Framework, usable: int
+) -> Cluster:
+    """The GPUs, and what is asked of them."""
+    batch = args.batch or 8 * args.gpus
+    where = args.hardware, args.gpus, machine.gpus_per_node, usable, batch
+    return Cluster(*where, _costs(args.costs), framework.name, args.fp8, of_run=True)
 
 
 def _usable(machine: Hardware, memory: int | str | None) -> int:
@@ -227,6 +225,7 @@ def _document(
 ) -> dict[str, Any]:
     """Everything as JSON, for the page and for scripts."""
     best, pipeline, why = result.best, None, ""
+    static = None if best is None else held_bytes(model, cluster, best.layout, best.layers)
     said = Answer.of(model, cluster, machine, result)
     planned = not unplanned(find_framework(cluster.framework), cluster.fp8)
     if outcome is not None and best is not None:
@@ -244,7 +243,9 @@ def _document(
         "counted": counted(result),
         "best": None if best is None else best.as_json(),
         "within": best and asdict(interval(best, cluster)),
-        "static_bytes": best and held_bytes(model, cluster, best.layout, best.layers),
+        "static_bytes": static,
+        "tensor_bytes": best
+        and [tensor_bytes(cluster, best.layout, size) for size in static or ()],
         "answer": said and said.as_json(),
         "ours": ours(model, cluster, best if planned and not result.alone else result.ours),
         "tried": [found.as_json() for found in result.tried],
@@ -278,15 +279,19 @@ def _write(folder: Path, document: dict[str, Any], outcome: Outcome | None) -> N
     save_plan(folder / "plan.txt", slowest.plan)
 
 
-def _written(folder: Path, whole: bool) -> str:
+def _written(folder: Path, whole: bool, ours: bool) -> str:
     if not whole:
         return f"\nwritten to {folder}: report.html and search.json"
-    return (
+    written = (
         f"\nwritten to {folder}: report.html, search.json, schedule.txt, trace.json (open it\nin "
         "Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
-        f"overlapc explain {folder}/problem.txt {folder}/plan.txt\n"
-        f'To train with it: overlapc.load_search("{folder}/search.json") has schedule, layers and\n'
-        "memory budgets as overlapc.Pipeline and overlapc.optimize take them."
+        f"overlapc explain {folder}/problem.txt {folder}/plan.txt"
+    )
+    if not ours:
+        return written
+    return (
+        f'{written}\nTo train with overlapc: overlapc.load_search("{folder}/search.json") has '
+        "schedule, layers\nand memory budgets as overlapc.Pipeline and overlapc.optimize take them."
     )
 
 

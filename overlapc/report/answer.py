@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from overlapc.profiler.hardware import Hardware
 from overlapc.report.table import gigabytes, milliseconds
 from overlapc.search.alone import unplanned
 from overlapc.search.evaluate import Found
@@ -56,7 +55,7 @@ class Answer:
         return Answer(**found)
 
     @staticmethod
-    def of(model: Model, cluster: Cluster, machine: Hardware, result: Result) -> Answer | None:
+    def of(model: Model, cluster: Cluster, machine: Any, result: Result) -> Answer | None:
         """The answer of a search; None if nothing fits."""
         best = result.best
         if best is None:
@@ -81,7 +80,7 @@ class Answer:
             ours = said, *told.start(other, False)[:2]
         return Answer(
             f"{kept}{by}: {best.layout}",
-            recomputed(best.solver, framework.name),
+            recomputed(best),
             told.within(best),
             told.memory(best),
             script,
@@ -97,7 +96,7 @@ class _Told:
 
     model: Model
     cluster: Cluster
-    machine: Hardware
+    machine: Any
     instead: Found | None  # what runs where overlapc does not
 
     def within(self, found: Found) -> str:
@@ -141,22 +140,26 @@ class _Told:
         return _OURS, " ".join(said), ""
 
 
-def guesses(sources: Mapping[str, str]) -> list[str]:
+def guessed(sources: Mapping[str, str]) -> str:
     """The figures of a hardware that nobody has measured or published."""
-    return [key for key, source in sources.items() if "guess" in source or "unknown" in source]
+    found = [key for key, source in sources.items() if "guess" in source or "unknown" in source]
+    return (
+        f"{len(found)} of {len(sources)} figures of the hardware are guesses (`overlapc hardware "
+        f"--json` has the sources){': ' * bool(found)}{', '.join(found)}"
+    )
 
 
-def recomputed(solver: str, framework: str) -> str:
-    """In words, what the plans of a solver recompute."""
+def recomputed(found: Found) -> str:
+    """In words, what the plans of a layout recompute."""
+    solver = found.solver
+    if not found.recompute_ns:
+        return "recomputes nothing"
     if solver.startswith(PREFIX):
         return f"recomputes {', '.join(modules_of(solver))} of each layer"
     kinds = {
-        "none": "recomputes nothing",
         "selective": "recomputes the core of attention",
         "full": "recomputes every layer",
         "whole": "recomputes every layer",
     }
     kind = solver.removeprefix("megatron-")
-    if kind in kinds:
-        return kinds[kind]
-    return f"recomputes what the plans of {solver} say, layer by layer"
+    return kinds.get(kind, f"recomputes what the plans of {solver} choose")

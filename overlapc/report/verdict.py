@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline
-from overlapc.report.answer import Answer, guesses
+from overlapc.report.answer import Answer, guessed
 from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
@@ -102,8 +102,8 @@ def _winner(said: Answer, result: Result, best: Found) -> list[str]:
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
         "  (E embedding, t*n so many transformer layers, L loss, | between stages: Megatron's "
         "--pipeline-model-parallel-layout)",
-        f"  {counted(result)}; no layout that fits with its layers split evenly is more than "
-        f"{gap:.1%} faster, by bound",
+        f"  {counted(result)}; no layout that fits{' by itself' * bool(result.alone)} with its "
+        f"layers split evenly is more than {gap:.1%} faster, by bound",
     ]
 
 
@@ -249,12 +249,7 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
 
 
 def _guesses(machine: Any) -> list[str]:
-    guessed = guesses(machine.sources)
-    return [
-        f"{len(guessed)} of {len(machine.sources)} figures of the hardware are guesses (`overlapc "
-        f"hardware --json` has the sources){':' * bool(guessed)}",
-        *textwrap.wrap(", ".join(guessed), 100, initial_indent="  ", subsequent_indent="  "),
-    ]
+    return textwrap.wrap(guessed(machine.sources), 100, subsequent_indent="  ")
 
 
 def _nothing(result: Result) -> list[str]:

@@ -78,9 +78,9 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError(f"found version {version!r}, expected {VERSION}: search again")
         if document["best"] is None:
             raise ValueError("nothing fitted in this search")
-        if (ours := document["ours"]) is None:
+        if (run := document["ours"]) is None:
             raise ValueError("found a run without overlapc alone: start it as the search prints it")
-        found = Found.parse(ours["found"])
+        found = Found.parse(run["found"])
         layout, layers = found.layout, found.layers
         if len(layers) != layout.stages:
             raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
@@ -91,11 +91,8 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError("found no shapes of the model")
         if "ffn" in document["model"]:  # no block of one's own
             Transformer(**document["model"])  # raises if they are not those of one
-        budgets, gradients = _memory(ours, layout.stages)
-        experts_on, divided = ours["expert_ranks"], ours["divides_optimizer"]
-        whole = type(experts_on) is int and experts_on > 0
-        if not (whole and layout.ep in (0, experts_on) and isinstance(divided, bool)):
-            raise ValueError(f"expert_ranks {experts_on!r}, divides_optimizer {divided!r}")
+        budgets, gradients = _memory(run, layout.stages)
+        experts_on, divided = _sharing(run, layout)
     except (
         ValueError,
         LookupError,
@@ -144,6 +141,15 @@ def ours(model: Model, cluster: Cluster, found: Found | None) -> dict[str, Any] 
         "expert_ranks": expert_ranks(model, found.layout),
         "divides_optimizer": divides_optimizer(model, framework) and shared,
     }
+
+
+def _sharing(run: Mapping[str, Any], layout: Layout) -> tuple[int, bool]:
+    """Over how many ranks experts are divided; and whether the optimizer is."""
+    experts_on, divided = run["expert_ranks"], run["divides_optimizer"]
+    whole = type(experts_on) is int and experts_on > 0
+    if not (whole and layout.ep in (0, experts_on) and isinstance(divided, bool)):
+        raise ValueError(f"expert_ranks {experts_on!r}, divides_optimizer {divided!r}")
+    return experts_on, divided
 
 
 def _memory(document: Mapping[str, Any], stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -227,10 +227,8 @@ def evaluate(
     Rows that are `pinned` take no more memory than the schedule's plain ones."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
-    schedule = Rows.of(layout, count).few
-    places = [
-        Place.of(model, cluster, layout, unit, schedule, rank, layers) for rank in range(layout.pp)
-    ]
+    where = model, cluster, layout, unit, Rows.of(layout, count).few
+    places = [Place.of(*where, rank, layers) for rank in range(layout.pp)]
     ranks: list[Stage] = []
     for place in places:
         try:

@@ -192,18 +192,7 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
     sequences wherever they can: that sends the same bytes and holds fewer."""
     framework, cp = find_framework(cluster.framework), fixed.cp
     check_framework(model, cluster)
-    piped = fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b")
-    if framework.gathers and piped:
-        raise OptionError(
-            f"framework {cluster.framework}, which divides weights over replicas, with {fixed}: "
-            "expected no pipeline"
-        )
-    asked = "interleaved" if fixed.chunks else fixed.schedule
-    if asked and framework.schedules and asked not in framework.schedules:
-        raise OptionError(
-            f"framework {cluster.framework} with {fixed}: it runs no such schedule; expected "
-            f"{' or '.join(framework.schedules)}"
-        )
+    _check_pipeline(cluster, framework, fixed)
     if not framework.of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(
             f"cp={cp} on {cluster.gpus} GPUs, with sequences of {model.seq} tokens of "
@@ -269,6 +258,22 @@ def check_framework(model: Model, cluster: Cluster) -> None:
         )
     if framework.gathers:
         _check_sharded(model, cluster, framework)
+
+
+def _check_pipeline(cluster: Cluster, framework: Framework, fixed: Fixed) -> None:
+    """Raise OptionError if the framework has no such pipeline."""
+    piped = fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b")
+    if framework.gathers and piped:
+        raise OptionError(
+            f"framework {cluster.framework}, which divides weights over replicas, with {fixed}: "
+            "expected no pipeline"
+        )
+    asked = "interleaved" if fixed.chunks else fixed.schedule
+    if asked and framework.schedules and asked not in framework.schedules:
+        raise OptionError(
+            f"framework {cluster.framework} with {fixed}: it runs no such schedule; expected "
+            f"{' or '.join(framework.schedules)}"
+        )
 
 
 def _check_sharded(model: Model, cluster: Cluster, framework: Framework) -> None:
