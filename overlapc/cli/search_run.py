@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from overlapc.cli.search import COMPARED
-from overlapc.errors import OptionError
+from overlapc.errors import OptionError, did_you_mean
 from overlapc.files import make_folder, save_plan, save_problem, write_file
 from overlapc.planning.options import parse_budget
 from overlapc.planning.report import Report
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.hardware import Hardware, load_hardware
+from overlapc.profiler.known import hardware_name
 from overlapc.progress import doing, stoppable
 from overlapc.report.answer import Answer
 from overlapc.report.page import page
@@ -34,8 +35,9 @@ from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
 from overlapc.search.layouts import Cluster, Fixed
 from overlapc.search.memory import tensor_bytes, usable_bytes
-from overlapc.search.models import Model, Transformer, find_model
+from overlapc.search.models import Model, Transformer
 from overlapc.search.nearest import Nearest, Run, load_runs
+from overlapc.search.presets import find_model
 from overlapc.search.search import Progress, Result, compare, search
 from overlapc.search.weights import held_bytes
 from overlapc.solvers import PREFIX, SOLVERS
@@ -103,7 +105,7 @@ def _cluster(
 ) -> Cluster:
     """The GPUs, and what is asked of them."""
     batch = args.batch or 8 * args.gpus
-    where = args.hardware, args.gpus, machine.gpus_per_node, usable, batch
+    where = hardware_name(args.hardware), args.gpus, machine.gpus_per_node, usable, batch
     return Cluster(*where, _costs(args.costs), framework.name, args.fp8, of_run=True)
 
 
@@ -178,7 +180,8 @@ def _compared(
     for name in (solver, *compared):
         if name == "torch" or not (name in SOLVERS or name.startswith(PREFIX)):
             names = ", ".join(known for known in SOLVERS if known != "torch")
-            raise OptionError(f"solver {name!r}: expected one of {names}, {PREFIX}MODULES")
+            meant = did_you_mean(name, SOLVERS)
+            raise OptionError(f"solver {name!r}: expected one of {names}, {PREFIX}MODULES{meant}")
     return compared
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from overlapc.errors import OptionError
+from overlapc.errors import OptionError, did_you_mean
 from overlapc.search.framework import Framework, slowest_of
 
 # What Megatron's optimizer moves for an element, counted op by op: of gradients that are in float32
@@ -322,15 +322,32 @@ ONLY: dict[str, tuple[str, ...]] = {
 # Options of which one undoes the other.
 _APART = ("deepep", "hybridep"), ("fp16", "bf16-gradients"), ("blocking", "cuda-graphs")
 OURS = FRAMEWORKS["overlapc"]
+# What people call one of them.
+_CALLED = {
+    "torchtitan": "fsdp",
+    "fsdp2": "fsdp",
+    "pytorch-fsdp": "fsdp",
+    "megatron-lm": "megatron",
+    "megatron-core": "megatron",
+    "mcore": "megatron",
+    "megatron-bridge": "megatron-overlap",
+    "nemo": "megatron-overlap",
+    "composer": "llm-foundry",
+    "llmfoundry": "llm-foundry",
+}
 
 
 def find_framework(name: str) -> Framework:
     """The framework of that name, with the options behind each `+`."""
-    first, *options = name.split("+")
-    if first not in FRAMEWORKS or not set(options) <= set(OPTIONS):
+    given, *options = name.split("+")
+    first = _CALLED.get(given.lower().replace("_", "-"), given.lower())
+    name = "+".join([first, *options])
+    wrong = [option for option in options if option not in OPTIONS]
+    if first not in FRAMEWORKS or wrong:
+        known = OPTIONS if wrong and first in FRAMEWORKS else [*FRAMEWORKS, *_CALLED]
         raise OptionError(
             f"framework {name!r}: expected one of {', '.join(FRAMEWORKS)}; behind it, if anything, "
-            f"+ and one of {', '.join(OPTIONS)}"
+            f"+ and one of {', '.join(OPTIONS)}{did_you_mean((*wrong, first)[0], known)}"
         )
     found = FRAMEWORKS[first]
     for option, named in ONLY.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from overlapc.errors import FileError, OptionError
 from overlapc.search.configs import from_config
 from overlapc.search.layouts import Layout
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.weights import stage_parameters
 
 
@@ -261,6 +262,31 @@ def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> No
         over_stages = sum(map(sum, stage_parameters(model, Layout(1, pp, 1, 1))))
         tied_twice = model.vocab * model.width * (model.tied and pp > 1)
         assert over_stages == model.parameters() + tied_twice
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("llama-3-8b", "Llama-3.1-8B"),
+        ("llama-3-70b", "Llama-3.3-70B"),
+        ("llama-3-405b", "Llama-3.1-405B"),
+        ("mixtral-8x22b", "Mixtral-8x22B"),
+        ("qwen3-8b", "Qwen3-8B"),
+        ("qwen3-32b", "Qwen3-32B"),
+        ("qwen3-30b-a3b", "Qwen3-30B-A3B"),
+        ("qwen3-235b-a22b", "Qwen3-235B-A22B"),
+        ("deepseek-v2-lite", "DeepSeek-V2-Lite"),
+        ("deepseek-v3", "DeepSeek-V3"),
+        ("kimi-k2", "Kimi-K2"),
+        ("gpt-oss-20b", "gpt-oss-20b"),
+        ("gpt-oss-120b", "gpt-oss-120b"),
+    ],
+)
+def test_a_preset_is_what_its_config_says(preset: str, published: str, tmp_path: Path) -> None:
+    model = read(tmp_path, PUBLISHED[published][0])
+    found = find_model(preset)
+    assert found.source
+    assert replace(model, name=found.name, source=found.source) == found
 
 
 @pytest.mark.parametrize(

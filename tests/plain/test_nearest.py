@@ -10,8 +10,8 @@ import pytest
 
 from overlapc.errors import FileError
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import find_model
 from overlapc.search.nearest import SHIPPED, Nearest, Run, as_csv, load_runs
+from overlapc.search.presets import find_model
 from overlapc.search.public import Predicted, load_table
 
 TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "public").glob("*.toml"))

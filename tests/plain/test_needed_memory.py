@@ -23,7 +23,7 @@ from overlapc.search.memory import (
     tensor_bytes,
     usable_bytes,
 )
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.public import Predicted, load_table
 from overlapc.search.search import Result
 from tests.plain.test_public import TABLES

@@ -29,12 +29,13 @@ from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.configs import from_config
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound, memory_bound
 from overlapc.search.layouts import SCHEDULES, Cluster, Fixed, Layout, layouts, stage_layers
-from overlapc.search.models import PRESETS, Transformer, find_model
+from overlapc.search.models import Transformer
 from overlapc.search.modules import Block, Blocks, Head, Ranks
 from overlapc.search.own import Repeats
 from overlapc.search.partition import partitioned
 from overlapc.search.place import embedding_ns
 from overlapc.search.pool import planners
+from overlapc.search.presets import PRESETS, find_model
 from overlapc.search.replicas import Update
 from overlapc.search.search import Progress, search
 from overlapc.search.tasks import Packed, warn_of_uncut
