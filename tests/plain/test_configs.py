@@ -398,6 +398,23 @@ def test_a_family_has_its_gate_whatever_its_activation(act: str | None, tmp_path
     assert read(tmp_path, config).parameters() == pytest.approx(8_030_261_248, rel=1e-3)
 
 
+def test_of_an_unknown_family_without_an_activation_the_gate_is_a_named_guess(
+    tmp_path: Path,
+) -> None:
+    """It was counted without one, silently: 159 of 235 billion parameters."""
+    config, parameters = PUBLISHED["Qwen3-235B-A22B"]
+    unknown = {**config, "model_type": "qwen9", "use_qk_norm": True}
+    del unknown["hidden_act"]
+    model = read(tmp_path, unknown)
+    assert model.gated
+    assert model.parameters() == pytest.approx(parameters, rel=1e-3)
+    assert "guessed: its MLP has a gate (SwiGLU)" in model.source
+    plain = read(tmp_path, unknown | {"hidden_act": "gelu"})
+    assert not plain.gated
+    assert "guessed" not in plain.source
+    assert "guessed" not in read(tmp_path, unknown | {"hidden_act": "silu"}).source
+
+
 def test_falcons_one_key_is_one_whatever_its_file_counts(tmp_path: Path) -> None:
     config = llama(32, 4544, 71, 71, 18176, 65024, model_type="falcon", multi_query=True)
     config |= {"hidden_act": "gelu", "tie_word_embeddings": True}

@@ -103,7 +103,7 @@ def test_a_hub_name_that_nothing_is_like_gets_no_guess(capsys: pytest.CaptureFix
 
 def test_wrong_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """And not by the whole usage, of 15 lines."""
-    for words in ("search gpt-7b --gpus 0", "search gpt-7b", "search gpt-7b --gpus 8 --fp9"):
+    for words in ("search gpt-7b --gpus 0", "search gpt-7b", "search gpt-7b --gpus 8 --top x"):
         assert main(words.split()) == USAGE
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("overlapc search: ")

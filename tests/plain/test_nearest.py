@@ -50,6 +50,15 @@ def test_the_nearest_come_first_and_held_out_ones_before_others() -> None:
     assert Nearest.parse(near.as_json()) == near
 
 
+def test_an_fp8_run_is_beside_fp8_questions_alone() -> None:
+    near = Nearest.to(asked(), [ran(fp8=1), ran(gpus=64)])
+    assert near.runs == (ran(gpus=64),)
+    eight = Nearest.to(replace(asked(), fp8=1), [ran(fp8=1), ran(gpus=64)])
+    assert eight.runs == (ran(fp8=1),)
+    assert str(eight.runs[0]).endswith("FP8")
+    assert {run.fp8 for run in load_runs(SHIPPED)} == {0, 1}
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     table = load_table(next(path for path in TABLES if path.stem == "layouts-13b"))
     found = [Predicted(row, 1 + row.step_ns) for row in table.rows]
