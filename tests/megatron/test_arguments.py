@@ -160,5 +160,4 @@ def test_pasted_arguments_are_the_run_that_the_headline_predicts() -> None:
     wrong = [check(*each, told) for each, told in zip(asked, read, strict=True)]
     assert list(filter(None, wrong)) == []
     solvers = {result.best.solver for _, _, result, _ in asked if result.best}
-    print(solvers)
-    assert len(solvers) >= 3  # some recompute
+    assert {"megatron-none", "megatron-full"} <= solvers  # some recompute
