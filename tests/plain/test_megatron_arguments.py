@@ -148,8 +148,9 @@ def test_overlapc_says_where_it_plans_nothing() -> None:
 
 def test_the_headline_is_what_the_framework_runs_and_ours_is_beside_it() -> None:
     """With arguments that recompute; those of ours recompute where overlapc does not run."""
-    own = Found(PAIR, "megatron-full", 2000, layers=(2, 2), microbatches=32, recompute_ns=1)
-    ours = Found(ALONE, "heu", 1500, layers=(2, 2), microbatches=64, peak_bytes=(1, 2))
+    shape = {"layers": (2, 2), "peak_bytes": (1, 2)}
+    own = Found(PAIR, "megatron-full", 2000, microbatches=32, recompute_ns=1, **shape)
+    ours = Found(ALONE, "heu", 1500, microbatches=64, **shape)
     kinds = "megatron-none", "megatron-full"
     result = Result(own, [own], alone=kinds, ours=ours, instead=replace(ours, solver=kinds[1]))
     said = Answer.of(DENSE, CLUSTER, load_hardware("h100-sxm"), result)
