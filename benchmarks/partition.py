@@ -24,9 +24,9 @@ from benchmarks.lab import write_results
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import PRESETS
 from overlapc.search.partition import partitioned
 from overlapc.search.pool import planners
+from overlapc.search.presets import PRESETS
 from overlapc.search.units import make_unit
 from overlapc.search.weights import static_bytes
 from overlapc.solvers.partition import Partition

@@ -50,7 +50,7 @@ from overlapc.runtime.train_step import TrainStep
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Fixed
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.search import search
 
 WHERE = "benchmarks.search_is_run:model"

@@ -15,6 +15,9 @@ A message says what was found, what was expected and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class OverlapcError(Exception):
     """Base of all errors of overlapc."""
@@ -68,3 +71,9 @@ class OptionError(OverlapcError):
 
 class RankError(OverlapcError):
     """The ranks of a run do not agree, or not all of them answered."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of a message on an unknown name: `; did you mean 'this'?`, or nothing."""
+    found = get_close_matches(given.lower(), list(known), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""

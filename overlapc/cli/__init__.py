@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from overlapc import __version__
 from overlapc.cli.lists import declare_hardware, declare_models
@@ -83,8 +84,15 @@ def _write_no_more() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that tells what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="overlapc",
         description="Which parallel layout, schedule and overlap plan trains a model fastest.",
         epilog="Every figure is predicted unless it says measured. A GB is 10^9 bytes, everywhere.",

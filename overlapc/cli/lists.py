@@ -18,7 +18,7 @@ def declare_hardware(command: Declare) -> None:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from overlapc.search.models import PRESETS
+    from overlapc.search.presets import PRESETS
 
     if args.json:
         print(json.dumps({name: asdict(model) for name, model in PRESETS.items()}, indent=1))

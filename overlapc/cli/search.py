@@ -37,20 +37,24 @@ def declare_search(command: Declare) -> None:
         action="store_true",
         help="the layers' products of matrices in FP8, cast and scaled",
     )
-    add("--memory", help='usable memory of one GPU, such as "72GB"; by default 92%% of it')
+    add(
+        "--memory",
+        help='what a run may take of one GPU, such as "72GB", with what is beside its tensors; by '
+        "default 93%% of what CUDA reports",
+    )
     add("--batch", type=positive, help="sequences in a step on all GPUs; by default 8 for each GPU")
     add("--seq", type=positive, help="tokens in a sequence; by default the model's")
     _declare_layout(search)
     add(
         "--solver",
-        default="heu",
-        help="solver of the stages: heu, overlap, opt or a baseline, such as "
+        help="solver of overlapc's plans: heu (the default), overlap, opt or a baseline; or the "
+        "baseline that the framework is to run by itself, such as "
         "megatron-selective:layernorm+moe_act, which recomputes these of Megatron's modules",
     )
     add(
         "--compare",
-        default=COMPARED,
-        help=f"solvers to compare with the winner ({COMPARED}); opt gets seconds",
+        help=f"solvers to compare with the winner ({COMPARED}; with another framework what it runs "
+        "by itself, and ours); opt gets seconds",
     )
     add("--top", type=positive, default=5, help="number of layouts to list")
     add(

@@ -13,44 +13,46 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import OptionError
+from overlapc.cli.search import COMPARED
+from overlapc.errors import OptionError, did_you_mean
 from overlapc.files import make_folder, save_plan, save_problem, write_file
 from overlapc.planning.options import parse_budget
+from overlapc.planning.report import Report
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.hardware import Hardware, load_hardware
+from overlapc.profiler.known import hardware_name
 from overlapc.progress import doing, stoppable
+from overlapc.report.answer import Answer
 from overlapc.report.page import page
 from overlapc.report.trace import chrome_trace, pipeline_json
-from overlapc.report.verdict import verdict
+from overlapc.report.verdict import counted, verdict
 from overlapc.schedule import format_schedule
-from overlapc.search.chosen import VERSION, gradient_bytes, memory_budgets
+from overlapc.search.alone import BY_MEGATRON, alone, unplanned
+from overlapc.search.chosen import VERSION, ours
 from overlapc.search.evaluate import Found, Outcome, evaluate
+from overlapc.search.framework import Framework
 from overlapc.search.frameworks import find_framework
 from overlapc.search.interval import interval
-from overlapc.search.layouts import Cluster, Fixed, expert_ranks, replicas
-from overlapc.search.models import Model, Transformer, find_model
+from overlapc.search.layouts import Cluster, Fixed
+from overlapc.search.memory import tensor_bytes, usable_bytes
+from overlapc.search.models import Model, Transformer
 from overlapc.search.nearest import Nearest, Run, load_runs
+from overlapc.search.presets import find_model
 from overlapc.search.search import Progress, Result, compare, search
-from overlapc.search.weights import divides_optimizer, held_bytes
+from overlapc.search.weights import held_bytes
 from overlapc.solvers import PREFIX, SOLVERS
+
+_NO_UNIT = 1_000_000  # fewer bytes than this are a number without its unit
 
 
 def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     """Search, print, then write; return whether anything fits. A full disk loses no verdict."""
     model = find_model(args.model, args.seq or 0)
     machine = load_hardware(args.hardware)
-    compared = _compared(args)
-    most = _usable(machine, memory)
-    cluster = Cluster(
-        args.hardware,
-        args.gpus,
-        machine.gpus_per_node,
-        most,
-        args.batch or 8 * args.gpus,
-        _costs(args.costs),
-        find_framework(args.framework).name,
-        args.fp8,
-    )
+    framework = find_framework(args.framework)
+    itself, solver = _asked(framework, model, args)
+    compared = _compared(args, framework, itself, solver)
+    cluster = _cluster(args, machine, framework, _usable(machine, memory))
     fixed = _fixed(args)
     cache = None if args.no_cache else args.cache or _cache_folder()
     if not isinstance(model, Transformer):
@@ -68,16 +70,18 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
             model,
             cluster,
             fixed,
-            args.solver,
+            solver,
+            alone=itself,
+            instead=() if unplanned(framework, args.fp8) else itself or BY_MEGATRON,
             prune=not args.exhaustive,
             shown=args.top,
-            rivals=[name for name in compared if name != args.solver],
+            rivals=[name for name in compared if name not in (solver, *itself)],
             cache=cache,
             progress=tell,
             slices=args.slices,
         )
-    outcome, rows = _judged(model, cluster, result, args.solver, compared)
-    asked = {"command": args.command, "fixed": asdict(fixed), "solver": args.solver}
+    outcome, rows = _judged(model, cluster, result, compared)
+    asked = {"command": args.command, "fixed": asdict(fixed), "solver": solver}
     public = _public(model, cluster, result)
     document = asked | _document(model, cluster, machine, result, rows, outcome)
     document["public"] = public and public.as_json()
@@ -92,15 +96,29 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
         if args.out is not None:
             _write(args.out, document, outcome)
     if args.out is not None and not args.json:
-        print(_written(args.out, outcome is not None))
+        print(_written(args.out, outcome is not None, document["ours"] is not None))
     return result.best is not None
+
+
+def _cluster(
+    args: argparse.Namespace, machine: Hardware, framework: Framework, usable: int
+) -> Cluster:
+    """The GPUs, and what is asked of them."""
+    batch = args.batch or 8 * args.gpus
+    where = hardware_name(args.hardware), args.gpus, machine.gpus_per_node, usable, batch
+    return Cluster(*where, _costs(args.costs), framework.name, args.fp8, of_run=True)
 
 
 def _usable(machine: Hardware, memory: int | str | None) -> int:
     """The bytes of a GPU that a plan may take: those that the user names, if it has as many."""
     if memory is None:
-        return machine.memory_bytes * 92 // 100
+        return usable_bytes(machine)
     usable = parse_budget(memory, 0, 0)
+    if isinstance(memory, int) and memory < _NO_UNIT:
+        raise OptionError(
+            f"--memory {memory}: found {memory} bytes; expected a unit, such as --memory "
+            f'"{memory}GB"'
+        )
     if usable > machine.total_bytes:
         raise OptionError(
             f"--memory {memory}: a GPU of {machine.name} has {machine.total_bytes / 1e9:.1f} GB; "
@@ -141,13 +159,29 @@ def _fixed(args: argparse.Namespace) -> Fixed:
     )
 
 
-def _compared(args: argparse.Namespace) -> list[str]:
+def _asked(
+    framework: Framework, model: Model, args: argparse.Namespace
+) -> tuple[tuple[str, ...], str]:
+    """The solvers of what the framework runs by itself; and the one whose plan is ours, or one of
+    them where overlapc plans nothing."""
+    itself = alone(framework, model, args.solver or "")
+    if itself and (args.solver in itself or unplanned(framework, args.fp8)):
+        return itself, itself[0]
+    return itself, args.solver or "heu"
+
+
+def _compared(
+    args: argparse.Namespace, framework: Framework, itself: Sequence[str], solver: str
+) -> list[str]:
     """The solvers that the winner is compared with."""
-    compared = [name for name in args.compare.split(",") if name]
-    for name in (args.solver, *compared):
+    compared = [name for name in (args.compare or "").split(",") if name]
+    if args.compare is None:
+        compared = list(dict.fromkeys([*itself, solver])) if itself else COMPARED.split(",")
+    for name in (solver, *compared):
         if name == "torch" or not (name in SOLVERS or name.startswith(PREFIX)):
             names = ", ".join(known for known in SOLVERS if known != "torch")
-            raise OptionError(f"solver {name!r}: expected one of {names}, {PREFIX}MODULES")
+            meant = did_you_mean(name, SOLVERS)
+            raise OptionError(f"solver {name!r}: expected one of {names}, {PREFIX}MODULES{meant}")
     return compared
 
 
@@ -160,7 +194,7 @@ def _best(progress: Progress) -> str:
 
 
 def _judged(
-    model: Model, cluster: Cluster, result: Result, solver: str, compared: Sequence[str]
+    model: Model, cluster: Cluster, result: Result, compared: Sequence[str]
 ) -> tuple[Outcome | None, list[Found]]:
     """Plan the winner again for its details, and with other solvers."""
     outcome: Outcome | None = None
@@ -169,7 +203,7 @@ def _judged(
     try:
         with doing(f"comparing {', '.join(compared) or 'nothing'}"), stoppable():
             if best is not None and unit is not None and not result.interrupted:
-                where = model, cluster, best.layout, unit, solver
+                where = model, cluster, best.layout, unit, best.solver
                 outcome = result.outcome or evaluate(*where, layers=best.layers, known=best.rows)
                 rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
     except KeyboardInterrupt:
@@ -194,9 +228,11 @@ def _document(
 ) -> dict[str, Any]:
     """Everything as JSON, for the page and for scripts."""
     best, pipeline, why = result.best, None, ""
-    framework = find_framework(cluster.framework)
-    if outcome is not None:
-        why = replace(outcome.slowest.report, microbatches=1).explain()  # of a lone microbatch
+    static = None if best is None else held_bytes(model, cluster, best.layout, best.layers)
+    said = Answer.of(model, cluster, machine, result)
+    planned = not unplanned(find_framework(cluster.framework), cluster.fp8)
+    if outcome is not None and best is not None:
+        why = _why(outcome.slowest.report, best.solver)
         pipeline = None if outcome.timeline is None else pipeline_json(outcome.timeline)
     return {
         "overlapc_search": VERSION,
@@ -207,15 +243,14 @@ def _document(
         "bound_ns": result.bound_ns,
         "certain": result.certain,
         "pruned": result.pruned,
+        "counted": counted(result),
         "best": None if best is None else best.as_json(),
         "within": best and asdict(interval(best, cluster)),
-        "static_bytes": best and held_bytes(model, cluster, best.layout, best.layers),
-        "memory_budgets": best and memory_budgets(model, cluster, best),
-        "gradient_bytes": best and gradient_bytes(model, cluster, best),
-        "expert_ranks": best and expert_ranks(model, best.layout),
-        "divides_optimizer": best
-        and divides_optimizer(model, framework)
-        and max(replicas(model, best.layout)) > 1,
+        "static_bytes": static,
+        "tensor_bytes": best
+        and [tensor_bytes(cluster, best.layout, size) for size in static or ()],
+        "answer": said and said.as_json(),
+        "ours": ours(model, cluster, best if planned and not result.alone else result.ours),
         "tried": [found.as_json() for found in result.tried],
         "less_memory": [found.as_json() for found in result.less],
         "rivals": [found.as_json() for found in result.rivals],
@@ -224,6 +259,15 @@ def _document(
         "explain": why,
         "hardware_sources": dict(machine.sources),
     }
+
+
+def _why(report: Report, solver: str) -> str:
+    """What `explain` says of a lone microbatch of the winner, by the name of its solver."""
+    plan, found_by = report.plan, report.plan.found_by
+    if plan.solver != solver:
+        found_by = f"its plan is that of {plan.solver}"
+    named = replace(plan, solver=solver, found_by=found_by)
+    return replace(report, microbatches=1, plan=named).explain()
 
 
 def _write(folder: Path, document: dict[str, Any], outcome: Outcome | None) -> None:
@@ -238,15 +282,19 @@ def _write(folder: Path, document: dict[str, Any], outcome: Outcome | None) -> N
     save_plan(folder / "plan.txt", slowest.plan)
 
 
-def _written(folder: Path, whole: bool) -> str:
+def _written(folder: Path, whole: bool, ours: bool) -> str:
     if not whole:
         return f"\nwritten to {folder}: report.html and search.json"
-    return (
+    written = (
         f"\nwritten to {folder}: report.html, search.json, schedule.txt, trace.json (open it\nin "
         "Perfetto), problem.txt and plan.txt, a few blocks of the slowest stage:\n"
-        f"overlapc explain {folder}/problem.txt {folder}/plan.txt\n"
-        f'To train with it: overlapc.load_search("{folder}/search.json") has schedule, layers and\n'
-        "memory budgets as overlapc.Pipeline and overlapc.optimize take them."
+        f"overlapc explain {folder}/problem.txt {folder}/plan.txt"
+    )
+    if not ours:
+        return written
+    return (
+        f'{written}\nTo train with overlapc: overlapc.load_search("{folder}/search.json") has '
+        "schedule, layers\nand memory budgets as overlapc.Pipeline and overlapc.optimize take them."
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from overlapc.cli.shared import GOOD, Declare, positive
+from overlapc.cli.shared import FAILED, GOOD, Declare, positive, say
 from overlapc.errors import OptionError
 
 _HERE = Path("benchmarks/public")  # in the project's folder
@@ -50,7 +50,10 @@ def _validate(args: argparse.Namespace) -> int:
             f"no tables at {', '.join(map(str, given))}; expected .toml files or folders of them, "
             f"such as {_HERE} in the project's folder"
         )
-    tables = [load_table(path) for path in paths]
+    skipped: list[str] = []
+    tables = [table for path in paths if (table := load_table(path, skipped)).rows]
+    for wrong in skipped:
+        say(f"overlapc: {wrong}; the row is skipped")
     asked = [row for one in tables for row in one.rows[:: args.every]]
     alike: dict[UnitKey, dict[Row, None]] = {}
     for row in asked:
@@ -65,4 +68,6 @@ def _validate(args: argparse.Namespace) -> int:
     if args.write is not None:
         write_file(args.write, as_csv(judged))
     print(json.dumps(as_json(judged), indent=1) if args.json else scoreboard(judged))
-    return GOOD
+    if skipped:
+        say(f"overlapc: {len(skipped)} rows were skipped (above); expected to read all")
+    return FAILED if skipped else GOOD

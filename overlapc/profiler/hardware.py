@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from overlapc.emulate.model import Kind
-from overlapc.errors import FileError, OptionError
+from overlapc.errors import FileError, OptionError, did_you_mean
 from overlapc.files import StrPath, printable, read_text
 from overlapc.ir import Slowdown
+from overlapc.profiler.known import FOLDER, hardware_name, known_hardware
 from overlapc.profiler.link_spec import LinkSpec, Measured, Table, interpolate
 from overlapc.profiler.shapes import Kernels
 
@@ -33,7 +34,6 @@ else:
 __all__ = ["Hardware", "Kernels", "LinkSpec", "format_hardware", "known_hardware", "load_hardware"]
 
 FP8 = "float8"  # the name of its rate among a machine's
-_FOLDER = Path(__file__).with_name("hardware")
 _KERNELS = ("tn", "nn", "nt", "attention_forward", "attention_backward")
 _FILLS = ("attention_forward_fill", "attention_backward_fill")
 _LONG = ("attention_forward_long", "attention_backward_long")
@@ -136,28 +136,23 @@ class Hardware:
         return max(inside_ns, self.inter.collective_ns(kind, crossing, ranks, share))
 
 
-@cache
-def known_hardware() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
-
-
 def load_hardware(name_or_path: StrPath) -> Hardware:
-    """Load a machine by name (`known_hardware()`), or from a file of the same form."""
+    """Load a machine by name (`hardware_name`), or from a file of the same form."""
     path = Path(name_or_path)
     if path.suffix != ".toml" and path.name == str(name_or_path):
-        if path.name in known_hardware():
-            return _known(path.name)
+        if (name := hardware_name(path.name)) in known_hardware():
+            return _known(name)
         if not path.exists():
             raise OptionError(
                 f"unknown hardware {str(name_or_path)!r}; known: {', '.join(known_hardware())}; "
-                "or give the path of a .toml file"
+                f"or give the path of a .toml file{did_you_mean(path.name, known_hardware())}"
             )
     return _read(path)
 
 
 @cache
 def _known(name: str) -> Hardware:
-    return _read(_FOLDER / f"{name}.toml")
+    return _read(FOLDER / f"{name}.toml")
 
 
 def _read(path: Path) -> Hardware:
@@ -170,7 +165,7 @@ def _parsed(path: Path, text: str) -> Hardware:
         data = tomllib.loads(text)
         base = data.pop("base", None)
         if isinstance(base, str) and base in known_hardware():
-            text = read_text(_FOLDER / f"{base}.toml", "hardware file")
+            text = read_text(FOLDER / f"{base}.toml", "hardware file")
             below = tomllib.loads(text)
             for link in ("intra", "inter"):  # times of another link than the file's are not its
                 if isinstance(data.get(link), dict) and isinstance(below.get(link), dict):

@@ -177,7 +177,7 @@ def memory(
         [
             ("held", "activations and what works on them"),
             ("static", "weights, gradients, optimizer"),
-            ("cap", f"{gigabytes(cap)} GB may be used"),
+            ("cap", f"{gigabytes(cap)} GB may be tensors"),
         ]
     )
     return (

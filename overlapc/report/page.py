@@ -14,6 +14,7 @@ from typing import Any
 
 from overlapc.errors import FileError
 from overlapc.report import charts
+from overlapc.report.answer import Answer, guessed
 from overlapc.report.charts import Dot, Found, row, table, text
 from overlapc.report.table import gigabytes, milliseconds
 from overlapc.schedule import parse_step
@@ -92,10 +93,10 @@ def page(document: Mapping[str, Any]) -> str:
 
 def _found(document: Mapping[str, Any]) -> list[str]:
     """The sections on the results."""
-    best, cluster = document["best"], document["cluster"]
+    best = document["best"]
     fitting = [found for found in document["tried"] if not found["smallest_bytes"]]
     less = [found for found in document["less_memory"] if not found["smallest_bytes"]]
-    rivals = [found for found in document["rivals"] if not found["smallest_bytes"]]
+    rivals = [found for found in _rivals(document) if not found["smallest_bytes"]]
     others = [found for found in document["compared"] if not found["smallest_bytes"]]
     mine = {"layout": best["layout"], "solver": best["solver"]}
     bars = [(f"{best['solver']}, the fastest", best)]
@@ -114,7 +115,7 @@ def _found(document: Mapping[str, Any]) -> list[str]:
         )
     ]
     if document["pipeline"]:
-        body += _pipeline(document, document["pipeline"], cluster["memory_bytes"])
+        body += _pipeline(document, document["pipeline"])
     body += [
         '<div class="pair">',
         *_section(
@@ -133,10 +134,10 @@ def _found(document: Mapping[str, Any]) -> list[str]:
             _founds(document["compared"], lambda found: str(found["solver"]), best),
         ),
     ]
-    if document["rivals"]:
+    if _rivals(document):
         body += _section(
             "Each on its own best layout",
-            _founds([best, *document["rivals"]], _both, best),
+            _founds([best, *_rivals(document)], _both, best),
             "Layers split evenly.",
         )
     body += _section(
@@ -150,6 +151,12 @@ def _found(document: Mapping[str, Any]) -> list[str]:
         note = "Each collective of a few blocks of the slowest stage."
         body += _section("Why what remains is exposed", why, note, "long")
     return body
+
+
+def _rivals(document: Mapping[str, Any]) -> list[Found]:
+    """The best of other solvers, each on its own best layout; ours, too, if it is not the best."""
+    ours = document["ours"] and document["ours"]["found"]
+    return [*document["rivals"], *([ours] if ours and ours != document["best"] else [])]
 
 
 def _section(title: str, content: str, note: str = "", look: str = "") -> list[str]:
@@ -189,7 +196,8 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
         placed += (
             f"Microbatches in {int(best['slices'])} slices, which hide each other's collectives. "
         )
-    kept = '<span class="alarm">Interrupted, the best so far:</span> '
+    said = Answer.parse(document["answer"])
+    alarm = ' <span class="alarm">Interrupted</span>' if document["interrupted"] else ""
     tiles = [
         (milliseconds(best["step_ns"]), "ms a step"),
         (f"{best['tokens_per_s']:,.0f}", "tokens a second"),
@@ -202,18 +210,29 @@ def _verdict(document: Mapping[str, Any]) -> list[str]:
             what = f"as fast as {told[rival['solver']]}, on its own best layout"
             tiles.append((f"{rival['step_ns'] / best['step_ns']:.2f}×", what))
     tiles.append((f"≤ {gap:.1%}", "that any other layout could be faster, by bound"))
+    arguments = [_command(f"{said.script} {said.arguments}")] if said.arguments else []
+    ours = [_command(f"{said.ours_script} {said.ours_arguments}")] if said.ours_arguments else []
     shown = "".join(f"<div><b>{value}</b><span>{what}</span></div>" for value, what in tiles)
     return [
-        f'<p class="answer">{kept if document["interrupted"] else ""}{text(layout_name(best))}</p>',
+        f'<p class="answer">{text(said.headline)}{alarm}</p>',
         f'<div class="tiles">{shown}</div>',
+        f'<p class="note">Predicted: {text(said.within)}. Memory of a GPU: {text(said.memory)}. It '
+        f"{text(said.recompute)}.</p>",
         f'<p class="note">{int(best["microbatches"])} microbatches; layers '
         f"<b>{text(megatron_layout(list(map(int, best['layers']))))}</b> (E embedding, t*n so many "
         "transformer layers, L loss, | between stages). "
-        f"{len(document['tried'])} layouts were planned, {int(document['pruned'])} cannot win; "
-        f"layers split evenly meanwhile. {placed}{document['seconds']:.0f} s.</p>",
-        '<div class="command"><pre>' + text(document["command"]) + "</pre>"
-        '<button type="button">copy</button></div>',
+        f"{text(document['counted'])}; layers split evenly meanwhile. {placed}</p>",
+        _command(document["command"]),
+        *(arguments or [f'<p class="note">{text(said.why_none)}.</p>']),
+        *([f'<p class="note">{text(said.ours)}</p>'] if said.ours else []),
+        *ours,
+        f'<p class="note">{text(guessed(document["hardware_sources"]))}</p>',
     ]
+
+
+def _command(line: str) -> str:
+    """A line to paste."""
+    return f'<div class="command"><pre>{text(line)}</pre><button type="button">copy</button></div>'
 
 
 def layout_name(found: Mapping[str, Any]) -> str:
@@ -283,7 +302,7 @@ def _public(near: Nearest) -> list[str]:
     )
 
 
-def _pipeline(document: Mapping[str, Any], pipeline: Found, cap: int) -> list[str]:
+def _pipeline(document: Mapping[str, Any], pipeline: Found) -> list[str]:
     """The sections on the ranks' timeline and memory."""
     best = document["best"]
     layout, layers = Layout(**best["layout"]), best["layers"]
@@ -300,7 +319,13 @@ def _pipeline(document: Mapping[str, Any], pipeline: Found, cap: int) -> list[st
         )
     body += _section(
         "What the ranks hold",
-        charts.memory(pipeline, names, document["static_bytes"], best["peak_bytes"], cap),
+        charts.memory(
+            pipeline,
+            names,
+            document["static_bytes"],
+            best["peak_bytes"],
+            min(document["tensor_bytes"]),
+        ),
         ("The same time. " if layout.pp > 1 else "")
         + "While an action runs, its worst moment is drawn; the figures beside count "
         "the ops within it, and may differ by a few percent.",

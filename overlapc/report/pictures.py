@@ -76,11 +76,11 @@ def _timeline(axes: Axes, document: Mapping[str, Any]) -> None:
 
 
 def _memory(axes: Axes, document: Mapping[str, Any]) -> None:
-    peaks, cap = document["best"]["peak_bytes"], document["cluster"]["memory_bytes"]
+    peaks, cap = document["best"]["peak_bytes"], min(document["tensor_bytes"])
     names = [f"rank {rank}" for rank in range(len(peaks))]
     bars = axes.barh(names, [peak / 1e9 for peak in peaks], color=COLOURS["F"])
     axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.axvline(cap / 1e9, color="#b03030", label=f"{cap / 1e9:.1f} GB may be used")
+    axes.axvline(cap / 1e9, color="#b03030", label=f"{cap / 1e9:.1f} GB may be tensors")
     axes.invert_yaxis()
     axes.set_xlabel("GB at the peak")
 

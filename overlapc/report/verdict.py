@@ -9,17 +9,11 @@ from itertools import repeat
 from typing import Any
 
 from overlapc.pipeline import PipelineTimeline
+from overlapc.report.answer import Answer, guessed
 from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
-from overlapc.search.interval import interval
-from overlapc.search.layouts import Cluster, expert_ranks
-from overlapc.search.megatron import (
-    RUN_BY_MEGATRON,
-    megatron_arguments,
-    recompute_arguments,
-    replica_arguments,
-)
+from overlapc.search.layouts import Cluster
 from overlapc.search.memory import answer, needed_bytes
 from overlapc.search.models import Model
 from overlapc.search.nearest import Nearest
@@ -42,12 +36,15 @@ def verdict(
 ) -> str:
     """Write the whole report as text. `public` are the published runs nearest to the winner."""
     lines = _question(model, cluster, machine)
-    if result.best is None:
-        return "\n".join([*lines, "", *_nothing(result)])
+    said = Answer.of(model, cluster, machine, result)
+    if result.best is None or said is None:
+        return "\n".join([*lines, "", *_nothing(result), "", *_guesses(machine)])
     lines += [
         "",
-        *_winner(model, cluster, result, result.best, machine),
-        *_megatron(model, cluster, result.best),
+        *_winner(said, result, result.best),
+        *_room(model, cluster, result, result.best, machine),
+        *_words(result, result.best),
+        *_by_framework(said),
     ]
     if timeline is not None and result.best.layout.pp > 1:
         lines += ["", *_picture(timeline, result.best.microbatches)]
@@ -55,58 +52,64 @@ def verdict(
         lines += ["", "this layout, planned by", *_rows(compared)]
     if result.rivals:
         lines += ["", "each on its own best layout, layers split evenly"]
-        lines += _rows(result.rivals, _by_both)
+        lines += _rows([*result.rivals, *([result.ours] if result.ours else [])], _by_both)
     fitting = [found for found in result.tried if found.fits]
     if len(fitting) > 1:
         lines += ["", "the next layouts", *_rows(fitting[:top], lambda found: str(found.layout))]
     lines += _memory(result, result.best, fitting)
-    return "\n".join([*lines, *(_public(public) if public is not None else ())])
+    lines += _public(public) if public is not None else ()
+    return "\n".join([*lines, "", *_guesses(machine)])
+
+
+def counted(result: Result) -> str:
+    """How many plans of layouts were made, and what became of the others."""
+    plans = f"{result.counted or len(result.tried)} layouts planned or found too large"
+    if len(result.alone) > 1:
+        plans += f" ({', '.join(result.alone)})"
+    left = f", {result.left} not looked at" if result.left else ""
+    return f"{plans}, {result.pruned} cannot win{left}, {result.seconds:.1f} s"
 
 
 def _room(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
-    """What a run of the winner needs, if that is near all memory of a GPU or more, and the fastest
-    of the planned layouts that leaves room."""
+    """The fastest of the planned layouts that leaves room, if the winner does not."""
 
     def needed(found: Found) -> int:
         static = held_bytes(model, cluster, found.layout, found.layers)
         return max(map(needed_bytes, repeat(found.layout), static, found.peak_bytes), default=0)
 
-    said = answer(machine, needed(best))
-    if said == "fits":
+    if answer(machine, needed(best)) == "fits":
         return []
-    lines = [
-        f"  {said}: {gigabytes(needed(best))} of {gigabytes(machine.total_bytes)} GB with what "
-        "CUDA, NCCL and fragments take; so near the whole, steps are slow or fail"
-    ]
     others = [found for found in result.tried if found.fits and found.layers]
     safe = [found for found in others if answer(machine, needed(found)) == "fits"]
     if not safe:
-        return [*lines, "  no layout that was planned leaves room; a smaller --memory asks for one"]
+        return ["  no layout that was planned leaves room; a smaller --memory asks for one"]
     one = min(safe, key=lambda found: found.step_ns)
     slower = one.step_ns / max(1, best.step_ns) - 1
-    lines.append(
+    return [
         f"  of those planned, the fastest that leaves room: {one.layout}, "
         f"{milliseconds(one.step_ns)} ms ({slower:.1%} more), {gigabytes(needed(one))} GB"
-    )
-    return lines
+    ]
 
 
-def _winner(model: Model, cluster: Cluster, result: Result, best: Found, machine: Any) -> list[str]:
-    kept = "interrupted, the best so far" if result.interrupted else "the fastest"
+def _winner(said: Answer, result: Result, best: Found) -> list[str]:
     gap = best.step_ns / max(1, result.bound_ns) - 1
-    lines = [
-        f"{kept}: {best.layout}",
+    return [
+        said.headline,
         f"  step {milliseconds(best.step_ns)} ms, {best.tokens_per_s:,.0f} tokens/s, MFU "
-        f"{best.mfu:.1%}; no layout that fits with its layers split evenly is more than "
-        f"{gap:.1%} faster, by bound",
-        _within(best, cluster),
+        f"{best.mfu:.1%}; {said.recompute}",
+        f"  predicted: {said.within}",
+        f"  memory of a GPU: {said.memory}",
         f"  layers {layout(best.layers)}, {best.microbatches} microbatches",
         "  (E embedding, t*n so many transformer layers, L loss, | between stages: Megatron's "
         "--pipeline-model-parallel-layout)",
-        f"  {len(result.tried)} layouts planned or found too large, {result.pruned} cannot win, "
-        f"{result.seconds:.1f} s",
+        f"  {counted(result)}; no layout that fits{' by itself' * bool(result.alone)} with its "
+        f"layers split evenly is more than {gap:.1%} faster, by bound",
     ]
-    lines += _room(model, cluster, result, best, machine)
+
+
+def _words(result: Result, best: Found) -> list[str]:
+    """What the words of the winner's layout mean."""
+    lines = []
     if any(found.layout.sequence for found in result.tried):
         lines.append("  +sp: tp ranks share sequences (Megatron's --sequence-parallel)")
     if best.layout.shares_experts:
@@ -143,45 +146,25 @@ def _context(kind: str) -> list[str]:
     ]
 
 
-def _within(best: Found, cluster: Cluster) -> str:
-    """Where a measured step should be, and what its sources only guess."""
-    found = interval(best, cluster)
-    low, high = milliseconds(found.low_ns), milliseconds(found.high_ns)
-    guessed = f"; guessed: {', '.join(found.guessed)}" if found.guessed else ""
-    return f"  predicted: four of five measured steps should be within {low} to {high} ms{guessed}"
-
-
-def _megatron(model: Model, cluster: Cluster, best: Found) -> list[str]:
-    """The arguments of Megatron's scripts for this layout."""
-    schedule, framework = best.layout.schedule, find_framework(cluster.framework)
-    if framework.gathers and framework.pytorch:
-        return [
-            "  PyTorch's FSDP gathers and sums around layers, which no plan of overlapc sees: none "
-            "and full",
-            "  are what it runs by itself",
-        ]
-    if schedule not in RUN_BY_MEGATRON:
-        return [f"  Megatron has no schedule {schedule}: search with --schedule 1f1b for its runs"]
-    experts = expert_ranks(model, best.layout)
-    where = best.layout, best.layers, best.microbatches, experts
-    if model.experts and best.layout.tp > 1 and not best.layout.sequence:
-        return ["  Megatron has no experts beside tp without sequence parallelism"]
-    said = " ".join(
-        [
-            *megatron_arguments(*where, cluster.fp8, model.experts > 0, framework),
-            *replica_arguments(model, best.layout, framework),
-            *recompute_arguments(best.solver),
-        ]
-    )
-    unseen = "Megatron-FSDP" * bool(framework.gathers) or "CUDA graphs" * framework.graphs
-    more = f" (overlapc.megatron plans no run with {unseen})" if unseen else ""
-    return textwrap.wrap(
-        f"Megatron: {said}{more}",
-        100,
-        initial_indent="  ",
-        subsequent_indent="    ",
+def _started(script: str, arguments: str) -> list[str]:
+    """What to start, with all arguments, in lines that can be pasted."""
+    lines = textwrap.wrap(
+        f"{script} {arguments}",
+        96,
+        initial_indent="    ",
+        subsequent_indent="      ",
         break_on_hyphens=False,
+        break_long_words=False,
     )
+    return ["  Megatron's arguments:", *(f"{line} \\" for line in lines[:-1]), lines[-1]]
+
+
+def _by_framework(said: Answer) -> list[str]:
+    """The arguments of the winner, and what overlapc makes of the framework."""
+    lines = _started(said.script, said.arguments) if said.arguments else [f"  {said.why_none}"]
+    if said.ours_arguments:
+        return [*lines, "", said.ours, *_started(said.ours_script, said.ours_arguments)]
+    return [*lines, *([f"  {said.ours}"] if said.ours else [])]
 
 
 def _picture(timeline: PipelineTimeline, microbatches: int) -> list[str]:
@@ -244,7 +227,6 @@ def pareto(found: Sequence[Found]) -> list[Found]:
 
 
 def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
-    guessed = [key for key, source in machine.sources.items() if _is_guess(source)]
     framework = find_framework(cluster.framework)
     kept = {
         2: "bf16 gradients, float32 optimizer, the latter",
@@ -258,20 +240,16 @@ def _question(model: Model, cluster: Cluster, machine: Any) -> list[str]:
         f"{model.name}: {model.parameters() / 1e9:.2f}B parameters, {model.layers} layers of width "
         f"{model.width}, sequences of {model.seq}" + (f" ({model.source})" if model.source else ""),
         f"{cluster.gpus} x {machine.name}, {cluster.gpus_per_node} a node, "
-        f"{gigabytes(cluster.memory_bytes)} of {gigabytes(machine.memory_bytes)} GB each "
-        f"({machine.status})",
+        f"{gigabytes(cluster.memory_bytes)} of {gigabytes(machine.total_bytes)} GB each may be "
+        f"used ({machine.status})",
         f"{cluster.global_batch} sequences a step; {'FP8 products, all else ' * cluster.fp8}bf16, "
         f"{kept} replicas",
-        f"every figure is predicted, a GB is 10^9 bytes; {len(guessed)} of {len(machine.sources)} "
-        "figures of the hardware are guesses (`overlapc hardware --json` has the sources)"
-        + ":"
-        * bool(guessed),
-        *textwrap.wrap(", ".join(guessed), 100, initial_indent="  ", subsequent_indent="  "),
+        "every figure is predicted, a GB is 10^9 bytes",
     ]
 
 
-def _is_guess(source: str) -> bool:
-    return "guess" in source or "unknown" in source
+def _guesses(machine: Any) -> list[str]:
+    return textwrap.wrap(guessed(machine.sources), 100, subsequent_indent="  ")
 
 
 def _nothing(result: Result) -> list[str]:

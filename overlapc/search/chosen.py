@@ -1,4 +1,4 @@
-"""`load_search` reads the result of `overlapc search` for training code."""
+"""`load_search` reads the result of `overlapc search` for training code; `ours` writes it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from overlapc.files import StrPath, read_json
 from overlapc.schedule import Schedule
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
-from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.layouts import Cluster, Layout, expert_ranks, replicas
+from overlapc.search.memory import tensor_bytes
 from overlapc.search.models import Model, Transformer
 from overlapc.search.weights import (
     GRADIENT_BYTES,
+    divides_optimizer,
     held_bytes,
     sharing_ranks,
     stage_parameters,
 )
 
-# Version of the file; 7 did not say who shares experts and the optimizer, 6 not how keys and values
-# are exchanged, 5 not what is merged
-VERSION = 8
+# Version of the file; 8 had one plan, also where overlapc was not what ran it, 7 did not say who
+# shares experts and the optimizer, 6 not how keys and values are exchanged, 5 not what is merged
+VERSION = 9
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The best layout of a search. It has no plans: when training begins, your own model's graphs
-    are planned with the costs of your own machines. The search gives the memory of each stage, and
-    `Pipeline` places the rows of the schedule again by the new costs.
+    """The best layout of a search that overlapc runs. It has no plans: when training begins, your
+    own model's graphs are planned with the costs of your own machines. The search gives the memory
+    of each stage, and `Pipeline` places the rows of the schedule again by the new costs.
 
         chosen = overlapc.load_search("out/search.json")
         step = overlapc.Pipeline(
@@ -76,7 +78,9 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError(f"found version {version!r}, expected {VERSION}: search again")
         if document["best"] is None:
             raise ValueError("nothing fitted in this search")
-        found = Found.parse(document["best"])
+        if (run := document["ours"]) is None:
+            raise ValueError("found a run without overlapc alone: start it as the search prints it")
+        found = Found.parse(run["found"])
         layout, layers = found.layout, found.layers
         if len(layers) != layout.stages:
             raise ValueError(f"layers of {len(layers)} stages, expected {layout.stages}")
@@ -87,11 +91,8 @@ def load_search(path: StrPath) -> Chosen:
             raise ValueError("found no shapes of the model")
         if "ffn" in document["model"]:  # no block of one's own
             Transformer(**document["model"])  # raises if they are not those of one
-        budgets, gradients = _memory(document, layout.stages)
-        expert_ranks, divided = document["expert_ranks"], document["divides_optimizer"]
-        whole = type(expert_ranks) is int and expert_ranks > 0
-        if not (whole and layout.ep in (0, expert_ranks) and isinstance(divided, bool)):
-            raise ValueError(f"expert_ranks {expert_ranks!r}, divides_optimizer {divided!r}")
+        budgets, gradients = _memory(run, layout.stages)
+        experts_on, divided = _sharing(run, layout)
     except (
         ValueError,
         LookupError,
@@ -121,10 +122,34 @@ def load_search(path: StrPath) -> Chosen:
         layout.sequence,
         found.merged,
         found.slices,
-        expert_ranks,
+        experts_on,
         divided,
         gradients,
     )
+
+
+def ours(model: Model, cluster: Cluster, found: Found | None) -> dict[str, Any] | None:
+    """What `load_search` reads of a layout that overlapc runs."""
+    if found is None or not found.fits:
+        return None
+    framework = find_framework(cluster.framework)
+    shared = max(replicas(model, found.layout)) > 1
+    return {
+        "found": found.as_json(),
+        "memory_budgets": memory_budgets(model, cluster, found),
+        "gradient_bytes": gradient_bytes(model, cluster, found),
+        "expert_ranks": expert_ranks(model, found.layout),
+        "divides_optimizer": divides_optimizer(model, framework) and shared,
+    }
+
+
+def _sharing(run: Mapping[str, Any], layout: Layout) -> tuple[int, bool]:
+    """Over how many ranks experts are divided; and whether the optimizer is."""
+    experts_on, divided = run["expert_ranks"], run["divides_optimizer"]
+    whole = type(experts_on) is int and experts_on > 0
+    if not (whole and layout.ep in (0, experts_on) and isinstance(divided, bool)):
+        raise ValueError(f"expert_ranks {experts_on!r}, divides_optimizer {divided!r}")
+    return experts_on, divided
 
 
 def _memory(document: Mapping[str, Any], stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -167,7 +192,7 @@ def memory_budgets(model: Model, cluster: Cluster, found: Found) -> list[int]:
     for rank in range(layout.pp):
         mine = layout.stages_of(rank)
         held = schedule.held(rank, {stage: layers[stage] for stage in mine})
-        room = cluster.memory_bytes - static[rank]
+        room = tensor_bytes(cluster, layout, static[rank]) - static[rank]
         for stage in mine:
             budgets[stage] += room * schedule.in_flight(stage) * layers[stage] // held
     return budgets

@@ -211,11 +211,20 @@ class _Config:
             known = ", ".join((*families.GATED, *families.NOT_GATED))
             raise FileError(f"{self.shown}: the activation is {act!r}, expected one of {known}")
         shape["gated"] = act in families.GATED or self.kind in families.GATED_TYPES
+        if self.guesses_gate(act):
+            shape["gated"] = True
         shape["tied"] = self.flag("tie_word_embeddings", self.kind in families.TIED_TYPES)
         if self.kind in families.POSITIONS:
             rows = self.number("seq", *_NAMES["seq"])
             shape["positions"] = rows + families.POSITIONS[self.kind]
         return shape
+
+    def guesses_gate(self, act: str = "") -> bool:
+        """Is nothing known of the MLP's gate: neither the activation nor the family? Decoders of
+        the last years have one."""
+        known = (*families.GATED_TYPES, *families.COMPARED, *families.TIED_TYPES)
+        named = act or _text(self.shown, self.found, "hidden_act", "hidden_activation")
+        return not named and self.kind not in known
 
     def attention(self) -> dict[str, Any]:
         heads, width = (self.number(key, *_NAMES[key]) for key in ("heads", "width"))
@@ -338,6 +347,11 @@ class _Config:
 
     def left_out(self) -> list[str]:
         notes = []
+        if self.guesses_gate():
+            notes.append(
+                "guessed: its MLP has a gate (SwiGLU), since the file names no hidden_act and its "
+                'family is unknown; without one it says "hidden_act": "gelu"'
+            )
         window = self.found.get("sliding_window")
         if window and self.found.get("use_sliding_window") is not False:
             notes.append(f"its windows of {window} tokens are planned as whole sequences")

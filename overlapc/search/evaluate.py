@@ -23,6 +23,7 @@ from overlapc.search.layouts import (
     microbatches,
     stage_layers,
 )
+from overlapc.search.memory import run_bytes, tensor_bytes
 from overlapc.search.models import Model
 from overlapc.search.place import Place, Stage, merging, planned, sent_between
 from overlapc.search.replicas import Update
@@ -226,16 +227,15 @@ def evaluate(
     Rows that are `pinned` take no more memory than the schedule's plain ones."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
-    schedule = Rows.of(layout, count).few
-    places = [
-        Place.of(model, cluster, layout, unit, schedule, rank, layers) for rank in range(layout.pp)
-    ]
+    where = model, cluster, layout, unit, Rows.of(layout, count).few
+    places = [Place.of(*where, rank, layers) for rank in range(layout.pp)]
     ranks: list[Stage] = []
     for place in places:
         try:
             ranks.append(planned(place, unit, solver, time_limit_s))
         except Infeasible as error:
-            smallest = place.static_bytes + error.smallest_bytes
+            peak = place.static_bytes + error.smallest_bytes
+            smallest = run_bytes(cluster, layout, place.static_bytes, peak)
             refused = Found(layout, solver, smallest_bytes=smallest, blocking_stage=place.rank)
             return Outcome(replace(refused, layers=layers, microbatches=count))
     update = Update.of(model, cluster, layout, layers)
@@ -310,7 +310,8 @@ class Ran:
         slowest_ns, busy_ns = (_slowest_ns(layout, each) for each in (costs, silent))
         few = Rows.of(layout, count)
         given = simulate_pipeline(few.few, costs, trusted=True).peak_bytes
-        room = [cluster.memory_bytes - rank.peak_bytes for rank in ranks]
+        most = [tensor_bytes(cluster, layout, size) for size in static]
+        room = [size - rank.peak_bytes for size, rank in zip(most, ranks, strict=True)]
         limits = [peak + (0 if pinned else more) for peak, more in zip(given, room, strict=True)]
         if known:
             rows = Rows(parse_schedule(known))

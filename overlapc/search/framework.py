@@ -90,6 +90,8 @@ class Framework:
     # as many each, the first of them what is left over
     ends: tuple[int, int] = 0, 0
     scatters: bool = True  # between stages on two nodes, tensor-parallel ranks send a part each
+    # Schedules of a pipeline that it runs; without any, all that are known
+    schedules: tuple[str, ...] = ()
     # Transfers, one after the other, for which ranks of a pipeline wait behind a forward with the
     # stage behind theirs, and behind a backward with the one before: in 1F1B, and interleaved
     waits: tuple[int, int] = 0, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from overlapc.errors import OptionError
+from overlapc.errors import OptionError, did_you_mean
 from overlapc.search.framework import Framework, slowest_of
 
 # What Megatron's optimizer moves for an element, counted op by op: of gradients that are in float32
@@ -35,6 +35,8 @@ _HOST_NS, _HOST_COLLECTIVE_NS = 46_000, 25_000
 # interleaved schedules, too, before --overlap-p2p-communication. DeepSpeed's ranks, and Scaling's
 # after them, send and then receive (TrainSchedule of runtime/pipe/schedule.py, and p2p.py).
 _WAITS_PLAIN, _WAITS_ALWAYS, _WAITS_IN_TURN = (1, 0), (1, 1), (2, 0)
+# Schedules that Megatron-LM runs, and DeepSpeed and Scaling
+_BY_MEGATRON, _BY_DEEPSPEED = ("1f1b", "interleaved"), ("1f1b",)
 # Grouped products: of 108 on B200 and 12 on A100 PCIe (SimuMax 1.2, its system files) that figure
 # leaves a median error of 9 to 14% and of 2 to 13%; none, 21 to 37% and 10 to 21%.
 # Of Megatron-core 0.16.1's MoELayer, dropless with an auxiliary loss, 37 ops of a forward and 32 of
@@ -53,6 +55,7 @@ _MEGATRON: dict[str, Any] = {
     "optimizer_moves": _MEGATRON_FLOAT32,
     "held_moves": _MEGATRON_HELD,
     "scaling_moves": _MEGATRON_SCALING,
+    "schedules": _BY_MEGATRON,
     "waits": _WAITS_PLAIN,
     "stragglers": _STRAGGLERS,
     "host_ns": _HOST_NS,
@@ -68,6 +71,7 @@ _FUSED_LOSS = 8 / 0.28 / (10 / 0.67)
 # table 4), and its two products, softmax and dropout take 1.20 at the rates of other kernels.
 _MEGATRON_2021: dict[str, Any] = {
     "unfused": "attention loss bias",
+    "schedules": _BY_MEGATRON,
     "waits": _WAITS_ALWAYS,
     "attention": 1.08,
     "dropout": True,
@@ -94,6 +98,7 @@ _SCALING: dict[str, Any] = {
     "added_moves": 6,
     "optimizer_moves": _MEGATRON_HALF,
     "scatters": False,
+    "schedules": _BY_DEEPSPEED,
     "waits": _WAITS_IN_TURN,
     "ends": (1, 2),
     "stragglers": _STRAGGLERS,
@@ -188,7 +193,7 @@ FRAMEWORKS = {
             "Megatron-DeepSpeed of the same time, whose optimizer moves less",
             optimizer_moves=34,
             hides_sums=False,
-            **_MEGATRON_2021 | {"waits": _WAITS_IN_TURN},
+            **_MEGATRON_2021 | {"waits": _WAITS_IN_TURN, "schedules": _BY_DEEPSPEED},
         ),
         Framework(
             "fsdp",
@@ -317,15 +322,32 @@ ONLY: dict[str, tuple[str, ...]] = {
 # Options of which one undoes the other.
 _APART = ("deepep", "hybridep"), ("fp16", "bf16-gradients"), ("blocking", "cuda-graphs")
 OURS = FRAMEWORKS["overlapc"]
+# What people call one of them.
+_CALLED = {
+    "torchtitan": "fsdp",
+    "fsdp2": "fsdp",
+    "pytorch-fsdp": "fsdp",
+    "megatron-lm": "megatron",
+    "megatron-core": "megatron",
+    "mcore": "megatron",
+    "megatron-bridge": "megatron-overlap",
+    "nemo": "megatron-overlap",
+    "composer": "llm-foundry",
+    "llmfoundry": "llm-foundry",
+}
 
 
 def find_framework(name: str) -> Framework:
     """The framework of that name, with the options behind each `+`."""
-    first, *options = name.split("+")
-    if first not in FRAMEWORKS or not set(options) <= set(OPTIONS):
+    given, *options = name.split("+")
+    first = _CALLED.get(given.lower().replace("_", "-"), given.lower())
+    name = "+".join([first, *options])
+    wrong = [option for option in options if option not in OPTIONS]
+    if first not in FRAMEWORKS or wrong:
+        known = OPTIONS if wrong and first in FRAMEWORKS else [*FRAMEWORKS, *_CALLED]
         raise OptionError(
             f"framework {name!r}: expected one of {', '.join(FRAMEWORKS)}; behind it, if anything, "
-            f"+ and one of {', '.join(OPTIONS)}"
+            f"+ and one of {', '.join(OPTIONS)}{did_you_mean((*wrong, first)[0], known)}"
         )
     found = FRAMEWORKS[first]
     for option, named in ONLY.items():

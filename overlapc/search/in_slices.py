@@ -76,7 +76,7 @@ class InSlices:
         assert best is not None
         if layout in self.listed:
             return True
-        return bound < best.step_ns and min(run.static(layout)) < run.cluster.memory_bytes
+        return bound < best.step_ns and min(run.least_bytes(layout)) < run.cluster.memory_bytes
 
     def put_back(self, bound: int, count: int, layout: Layout) -> bool:
         """Does the layout wait by a finer bound, of its captured blocks?"""

@@ -107,11 +107,13 @@ class Cluster:
     hardware: str
     gpus: int
     gpus_per_node: int
-    memory_bytes: int  # of one GPU, the usable part
+    memory_bytes: int  # of one GPU, what may be used
     global_batch: int
     costs: str = ""  # a file of op times measured on one of them
     framework: str = "overlapc"  # the framework that runs the model
     fp8: bool = False  # products of matrices of the model's layers in FP8
+    # Is `memory_bytes` for a whole run, also for what is beside its tensors (search/memory.py)?
+    of_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,7 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
     sequences wherever they can: that sends the same bytes and holds fewer."""
     framework, cp = find_framework(cluster.framework), fixed.cp
     check_framework(model, cluster)
-    piped = fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b")
-    if framework.gathers and piped:
-        raise OptionError(
-            f"framework {cluster.framework}, which divides weights over replicas, with {fixed}: "
-            "expected no pipeline"
-        )
+    _check_pipeline(cluster, framework, fixed)
     if not framework.of(model).splits_sequence(cp) or cluster.gpus % cp:
         raise OptionError(
             f"cp={cp} on {cluster.gpus} GPUs, with sequences of {model.seq} tokens of "
@@ -221,7 +218,9 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
             for microbatch in divisors(cluster.global_batch // dp):
                 if microbatch > max(_MOST_SEQUENCES, fixed.microbatch):
                     break
-                for (schedule, chunks), kind in product(_schedules(model, pp, fixed), kinds):
+                for (schedule, chunks), kind in product(
+                    _schedules(model, pp, fixed, framework), kinds
+                ):
                     where = tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares
                     layout = Layout(*where, *fixed.ends, kind)
                     if layout.stages * model.period > model.layers:
@@ -259,6 +258,22 @@ def check_framework(model: Model, cluster: Cluster) -> None:
         )
     if framework.gathers:
         _check_sharded(model, cluster, framework)
+
+
+def _check_pipeline(cluster: Cluster, framework: Framework, fixed: Fixed) -> None:
+    """Raise OptionError if the framework has no such pipeline."""
+    piped = fixed.pp > 1 or fixed.chunks or any(fixed.ends) or fixed.schedule not in ("", "1f1b")
+    if framework.gathers and piped:
+        raise OptionError(
+            f"framework {cluster.framework}, which divides weights over replicas, with {fixed}: "
+            "expected no pipeline"
+        )
+    asked = "interleaved" if fixed.chunks else fixed.schedule
+    if asked and framework.schedules and asked not in framework.schedules:
+        raise OptionError(
+            f"framework {cluster.framework} with {fixed}: it runs no such schedule; expected "
+            f"{' or '.join(framework.schedules)}"
+        )
 
 
 def _check_sharded(model: Model, cluster: Cluster, framework: Framework) -> None:
@@ -309,15 +324,18 @@ def check_fp8(model: Model, cluster: Cluster) -> None:
     raise OptionError(f"FP8 {found}")
 
 
-def _schedules(model: Model, pp: int, fixed: Fixed) -> Iterator[tuple[str, int]]:
-    """The schedules with their chunks: two, more where all chunks have equal size. If the user says
-    how many chunks, those alone that have so many."""
+def _schedules(
+    model: Model, pp: int, fixed: Fixed, framework: Framework
+) -> Iterator[tuple[str, int]]:
+    """The schedules that the framework runs, with their chunks: two, more where all chunks have
+    equal size. If the user says how many chunks, those alone that have so many."""
     if fixed.chunks:
         yield from [("interleaved", fixed.chunks)] if pp > 1 else []
         return
-    for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+    runs = framework.schedules or SCHEDULES
+    for schedule in runs if pp > 1 else SCHEDULES[:1]:
         yield schedule, 2
-    if pp > 1:
+    if pp > 1 and "interleaved" in runs:
         for chunks in range(3, _MOST_CHUNKS + 1):
             if model.layers % (pp * chunks * model.period) == 0:
                 yield "interleaved", chunks

@@ -1,15 +1,19 @@
-"""`megatron_arguments` writes a chosen layout as arguments of Megatron's scripts;
-`replica_arguments` how its replicas share the optimizer; `recompute_arguments` what a solver named
-after Megatron recomputes."""
+"""A predicted run as arguments of Megatron's scripts: `run_arguments` has all of them.
+
+`megatron_arguments` writes the layout, `model_arguments` the shapes, `replica_arguments` how
+replicas share the optimizer, and `recompute_arguments` what a baseline's plans recompute. What a
+prediction does not depend on, such as data, learning rate and tokenizer, is the user's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from overlapc.errors import OptionError
+from overlapc.search.evaluate import Found
 from overlapc.search.framework import Framework
-from overlapc.search.frameworks import FRAMEWORKS, MEGATRONS
-from overlapc.search.layouts import Layout, replicas
+from overlapc.search.frameworks import FRAMEWORKS, MEGATRONS, find_framework
+from overlapc.search.layouts import Cluster, Layout, expert_ranks, replicas
 from overlapc.search.models import Model, Transformer
 from overlapc.search.weights import divides_optimizer
 from overlapc.solvers import PREFIX, modules_of
@@ -73,6 +77,8 @@ def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Ite
     if framework.graphs:
         yield "--cuda-graph-impl local --cuda-graph-scope full_iteration"
         yield "--no-check-for-nan-in-loss-and-grad"
+        if expert_ranks(model, layout) > 1:
+            yield "--moe-pad-experts-for-cuda-graph-inference"  # asked of training, too
     if max(replicas(model, layout)) == 1:
         return
     if framework.gathers:
@@ -89,14 +95,78 @@ def replica_arguments(model: Model, layout: Layout, framework: Framework) -> Ite
         yield "--overlap-param-gather"
 
 
+def model_arguments(model: Transformer, framework: Framework) -> Iterator[str]:
+    """Return the arguments that describe the model's blocks. What Megatron's scripts have no words
+    for is left out: norms behind attention and MLP, biases of experts."""
+    yield f"--num-layers {model.layers} --hidden-size {model.width}"
+    yield f"--ffn-hidden-size {model.ffn} --num-attention-heads {model.heads}"
+    if model.kv_rank:
+        yield f"--multi-latent-attention --kv-lora-rank {model.kv_rank}"
+        if model.q_rank:
+            yield f"--q-lora-rank {model.q_rank}"
+        yield f"--qk-head-dim {model.head_width} --qk-pos-emb-head-dim {model.rope_width}"
+        yield f"--v-head-dim {model.value_width}"
+    else:
+        if model.kv_heads not in (0, model.heads):
+            yield f"--group-query-attention --num-query-groups {model.kv_heads}"
+        if model.head_width:
+            yield f"--kv-channels {model.head_width}"
+    if model.head_norms:
+        yield "--qk-layernorm"
+    yield f"--seq-length {model.seq} --max-position-embeddings {model.positions or model.seq}"
+    if model.gated:
+        yield "--swiglu --normalization RMSNorm --disable-bias-linear"
+    if not model.positions:
+        yield "--position-embedding-type rope"
+    if not model.tied:
+        yield "--untie-embeddings-and-output-weights"
+    if not framework.dropout:
+        yield "--attention-dropout 0 --hidden-dropout 0"
+    if model.moe_layers:
+        yield from _expert_arguments(model)
+
+
+def _expert_arguments(model: Transformer) -> Iterator[str]:
+    yield f"--num-experts {model.experts} --moe-router-topk {model.top_k} --moe-grouped-gemm"
+    yield f"--moe-ffn-hidden-size {model.expert_width}"
+    if model.shared_width:
+        yield f"--moe-shared-expert-intermediate-size {model.shared_width}"
+    if model.moe_every > 1:
+        times = model.layers // model.moe_every
+        yield f"--moe-layer-freq '([0]*{model.moe_every - 1}+[1])*{times}'"
+    elif model.dense_first:
+        first = f"[0]*{model.dense_first}+[1]*{model.layers - model.dense_first}"
+        yield f"--moe-layer-freq '({first})'"
+
+
+def run_arguments(model: Model, cluster: Cluster, found: Found, solver: str) -> list[str]:
+    """Return all arguments of the run in a planned layout, which recomputes what the plans of this
+    solver do."""
+    framework, layout = find_framework(cluster.framework), found.layout
+    return [
+        *(model_arguments(model, framework) if isinstance(model, Transformer) else ()),
+        *megatron_arguments(
+            layout,
+            found.layers,
+            found.microbatches,
+            expert_ranks(model, layout),
+            cluster.fp8,
+            model.experts > 0,
+            framework,
+        ),
+        *replica_arguments(model, layout, framework),
+        *recompute_arguments(solver),
+    ]
+
+
 def recompute_arguments(solver: str) -> Iterator[str]:
-    """Return the arguments with which Megatron recomputes what the plans of this solver recompute;
-    none if they are not Megatron's."""
-    if solver == "megatron-full":
+    """Return the arguments with which Megatron recomputes what the plans of this baseline
+    recompute; none of other solvers."""
+    if solver in ("megatron-full", "full", "whole"):
         yield "--recompute-granularity full"
         yield "--recompute-method uniform"
         yield "--recompute-num-layers 1"
-    elif solver == "megatron-selective":
+    elif solver in ("megatron-selective", "selective"):
         yield "--recompute-granularity selective"
     elif solver.startswith(PREFIX):
         yield "--recompute-granularity selective"

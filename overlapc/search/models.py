@@ -1,10 +1,8 @@
-"""A model to search for: the shapes of a transformer, from a preset or a HuggingFace config, or a
-user's own block (`search/own.py`)."""
+"""A model to search for: the shapes of a transformer, or a user's own block (`search/own.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from overlapc.errors import OptionError
@@ -243,77 +241,3 @@ class Transformer:
 
 
 Model: TypeAlias = "Transformer | OwnModel"
-
-
-def _gpt(name: str, layers: int, width: int, heads: int, source: str) -> Transformer:
-    return Transformer(name, layers, width, heads, 4 * width, 51200, 2048, source=source)
-
-
-def _llama(name: str, layers: int, width: int, heads: int, ffn: int, **more: Any) -> Transformer:
-    source = more.pop("source", "Llama 2's config.json")
-    more = {"vocab": 32000, "seq": 4096, "gated": True} | more
-    return Transformer(name, layers, width, heads, ffn, source=source, **more)
-
-
-_LYNX = "shape as Lynx (2024) gives or implies it; vocabulary padded as Megatron does"
-_MEGATRON = "Narayanan et al. 2021; vocabulary padded as Megatron does"
-_LANCET = "shape as Lancet (2024) gives or implies it; 16 ranks of two experts"
-
-PRESETS = {
-    model.name: model
-    for model in (
-        _gpt("gpt-1.3b", 24, 2048, 16, _LYNX),
-        _gpt("gpt-4.7b", 40, 3072, 24, _LYNX),
-        _gpt("gpt-7b", 32, 4096, 32, _LYNX),
-        _gpt("gpt-13b", 40, 5120, 40, _LYNX),
-        _gpt("gpt-20b", 44, 6144, 48, _LYNX),
-        _gpt("gpt-23b", 50, 6144, 48, _LYNX),
-        _gpt("gpt-175b", 96, 12288, 96, _MEGATRON),
-        _llama("llama-7b", 32, 4096, 32, 11008),
-        _llama("llama-13b", 40, 5120, 40, 13824),
-        _llama("llama-70b", 80, 8192, 64, 28672, kv_heads=8),
-        _llama(
-            "mixtral-8x7b", 32, 4096, 32, 14336, kv_heads=8, experts=8, top_k=2,
-            expert_width=14336, source="Mixtral 8x7B's config.json",
-        ),
-        Transformer(
-            "lancet-s", 12, 768, 12, 3072, 50304, 512, experts=32, top_k=1, expert_width=3072,
-            moe_every=2, source=_LANCET,
-        ),
-        Transformer(
-            "lancet-l", 24, 1024, 16, 4096, 50304, 512, experts=32, top_k=1, expert_width=4096,
-            moe_every=2, source=_LANCET,
-        ),
-        _llama(
-            "deepseek-like", 28, 2048, 16, 10944, vocab=102400, experts=64, top_k=6,
-            expert_width=1408, source="DeepSeekMoE 16B's shape without its shared experts",
-        ),
-    )
-}  # fmt: skip
-
-
-def find_model(name: str, seq: int = 0) -> Model:
-    """Find a preset by name, or the model of a HuggingFace `config.json` or "module:function". It
-    has sequences of `seq` tokens, if that is not 0."""
-    found = _find(name, seq)
-    return replace(found, seq=seq) if seq else found
-
-
-def _find(name: str, seq: int) -> Model:
-    if name.lower() in PRESETS:
-        return PRESETS[name.lower()]
-    path = Path(name)
-    if name and path.is_dir():
-        path = path / "config.json"
-    if path.suffix != ".json" and ":" in name:
-        from overlapc.search.own import OwnModel
-
-        return OwnModel.find(name)
-    if path.suffix != ".json":
-        raise OptionError(
-            f"model {name!r}: expected a preset ({', '.join(PRESETS)}), a config.json, or "
-            "module:function of your own"
-        )
-    from overlapc.search.configs import from_config
-
-    return from_config(path, seq)

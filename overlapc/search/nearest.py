@@ -50,6 +50,7 @@ class Run:
     seq: int
     framework: str
     recompute: str
+    fp8: int = 0  # are its layers' products in FP8?
     measured_ns: int = 0
     predicted_ns: int = 0
 
@@ -75,6 +76,7 @@ class Run:
             model.seq,
             cluster.framework,
             "",
+            int(cluster.fp8),
         )
 
     @property
@@ -96,7 +98,7 @@ class Run:
         size = f"{self.parameters / 1e9:.1f}B" + " with experts" * (self.experts > 0)
         cp = f" cp={self.cp}" if self.cp > 1 else ""
         where = f"{self.gpus} x {self.hardware}: tp={self.tp}{cp} pp={self.pp} {self.schedule}"
-        by = f"{self.framework}, {self.recompute}"
+        by = f"{self.framework}, {self.recompute}" + ", FP8" * self.fp8
         return f"{size} on {where.strip()} microbatch={self.microbatch} of {self.seq} tokens, {by}"
 
     def apart(self, other: Run) -> float:
@@ -116,9 +118,12 @@ class Nearest:
 
     @staticmethod
     def to(asked: Run, runs: Sequence[Run], count: int = 20) -> Nearest:
-        """Find the nearest; of equally near ones, those that are held out come first."""
+        """Find the nearest, in FP8 only if the question is; of equally near ones, those that are
+        held out come first."""
         found = sorted(
-            (run.apart(asked), run.role == "calibrates", at) for at, run in enumerate(runs)
+            (run.apart(asked), run.role == "calibrates", at)
+            for at, run in enumerate(runs)
+            if run.fp8 == asked.fp8
         )[:count]
         near = tuple(runs[at] for _, _, at in found)
         return Nearest(near, tuple(far for far, _, _ in found), len(runs))

@@ -23,6 +23,7 @@ from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.schedule import Schedule, Step, is_pair
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Layout, dense_layers
+from overlapc.search.memory import tensor_bytes
 from overlapc.search.models import Model
 from overlapc.search.sharded import Shards, Times
 from overlapc.search.units import Unit
@@ -93,7 +94,8 @@ class Place:
         """The memory left for what blocks save and work with, and for the head's scores between."""
         if self.within is not None:
             return self.within
-        return self.cluster.memory_bytes - self.static_bytes - self.boundary_bytes
+        most = tensor_bytes(self.cluster, self.layout, self.static_bytes)
+        return most - self.static_bytes - self.boundary_bytes
 
     @property
     def head(self) -> int | None:

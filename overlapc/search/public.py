@@ -168,8 +168,9 @@ def predict_alike(rows: Sequence[Row]) -> list[Predicted]:
     return [predict(row, units[row.key]) for row in rows]
 
 
-def load_table(path: StrPath) -> Table:
-    """Read a table; FileError names the row and the column that are wrong."""
+def load_table(path: StrPath, skipped: list[str] | None = None) -> Table:
+    """Read a table; FileError names the row and the column that are wrong. Given a list for what is
+    wrong with rows, such rows are skipped."""
     path = Path(path)
     shown = printable(str(path))
     try:
@@ -188,7 +189,7 @@ def load_table(path: StrPath) -> Table:
     if not isinstance(data.get("same", {}), dict):
         raise FileError(f"table {shown}: same is {data['same']!r}, expected a table of columns")
     same = {key: str(value) for key, value in data.get("same", {}).items()}
-    rows = _rows(path, shown, data["rows"].strip(), same)
+    rows = _rows(path, shown, data["rows"].strip(), same, skipped)
     calibrates, composed = data["role"] == "calibrates", data.get("composed", "")
     if not isinstance(composed, str):
         raise FileError(
@@ -198,7 +199,9 @@ def load_table(path: StrPath) -> Table:
     return Table(path.stem, *about, rows, composed.strip())
 
 
-def _rows(path: Path, shown: str, text: str, same: Mapping[str, str]) -> tuple[Row, ...]:
+def _rows(
+    path: Path, shown: str, text: str, same: Mapping[str, str], skipped: list[str] | None
+) -> tuple[Row, ...]:
     cells = csv.DictReader(io.StringIO(text))
     columns = cells.fieldnames or ()
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
@@ -214,8 +217,11 @@ def _rows(path: Path, shown: str, text: str, same: Mapping[str, str]) -> tuple[R
                 raise ValueError("more or fewer cells than columns")
             rows.append(_row(path, given, same))
         except (ValueError, OverlapcError) as error:
-            raise FileError(f"table {shown}: row {number}: {error}") from error
-    if not rows:
+            wrong = f"table {shown}: row {number}: {error}"
+            if skipped is None:
+                raise FileError(wrong) from error
+            skipped.append(wrong)
+    if not rows and not skipped:
         raise FileError(f"table {shown}: rows has none below its columns, expected one or more")
     return tuple(rows)
 

@@ -13,6 +13,7 @@ from overlapc.search.cache import Cache
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound
 from overlapc.search.layouts import Cluster, Layout
+from overlapc.search.memory import most_bytes, run_bytes
 from overlapc.search.models import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.tasks import Packed, as_it_runs_or_none, bounded, evaluated, tried
@@ -35,6 +36,23 @@ class Progress:
     left: int
     elapsed_s: float
     doing: str = ""
+
+    @staticmethod
+    def of(runs: Sequence[Running], elapsed_s: float, doing: str = "") -> Progress:
+        """The state of searches of which the best is asked for."""
+        bound = min((bound for run in runs for bound in run.bounds()), default=0)
+        tried, left = sum(len(run.tried) for run in runs), sum(run.left for run in runs)
+        return Progress(leading(runs).best, bound, tried, left, elapsed_s, doing)
+
+
+def leading(runs: Sequence[Running]) -> Running:
+    """The search with the best layout; without any, the one that lacks the least memory."""
+
+    def key(run: Running) -> tuple[bool, bool, int, Layout] | tuple[bool]:
+        first = run.best or min(run.tried, key=rank, default=None)
+        return (True,) if first is None else (False, *rank(first))
+
+    return min(runs, key=key)
 
 
 def rank(found: Found) -> tuple[bool, int, Layout]:
@@ -81,7 +99,6 @@ class Running:
         self.outcome: Outcome | None = None  # plans of the best
         self.tried: list[Found] = []
         self.less: list[Found] = []
-        self.interrupted = self.complete = False
         self.certain = False  # is the named least memory known to work?
         self.bounds_in_slices: list[int] = []  # of layouts that were planned in slices
         self.least: dict[UnitKey, Unit] = {}  # with the least times of the solver's plans
@@ -103,17 +120,17 @@ class Running:
             self.take(found)
         elif found is not None:
             heapq.heappush(self.heap, (found.least_ns, layout))
-        elif min(static := self.static(layout)) >= self.cluster.memory_bytes:
-            stage = max(range(len(static)), key=static.__getitem__)
-            self.take(
-                Found(layout, self.solver, smallest_bytes=static[stage], blocking_stage=stage)
-            )
+        elif min(least := self.least_bytes(layout)) >= self.cluster.memory_bytes:
+            stage = max(range(len(least)), key=least.__getitem__)
+            self.take(Found(layout, self.solver, smallest_bytes=least[stage], blocking_stage=stage))
         else:
             bound = first_bound(self.model, self.cluster, layout)
             heapq.heappush(self.heap, (bound, layout))
 
-    def static(self, layout: Layout) -> list[int]:
-        return held_bytes(self.model, self.cluster, layout)
+    def least_bytes(self, layout: Layout) -> list[int]:
+        """What each rank's run takes at least, with nothing but what it holds throughout."""
+        static = held_bytes(self.model, self.cluster, layout)
+        return [run_bytes(self.cluster, layout, size, size) for size in static]
 
     def take(self, found: Found, outcome: Outcome | None = None) -> None:
         self.tried.append(found)
@@ -125,9 +142,6 @@ class Running:
         assert self.best is not None
         self.tried[self.tried.index(self.best)] = self.best = outcome.found
         self.outcome = outcome
-
-    def go(self, pool: ProcessPoolExecutor, workers: int) -> Iterator[None]:
-        return together([self], pool, workers)
 
     def start(self, pool: ProcessPoolExecutor, bound: int, layout: Layout) -> None:
         if self.shown is not None and self.best is not None and bound >= self.best.step_ns:
@@ -243,8 +257,10 @@ class Running:
         best = self.best
         assert best is not None
         tasks: dict[int, Future[Found]] = {}
+        static = held_bytes(self.model, self.cluster, best.layout, best.layers)
+        most = most_bytes(self.cluster, best.layout, static, best.peak_bytes)
         for share in _LESS:
-            size = round(max(best.peak_bytes) * share)
+            size = round(most * share)
             known = self.known.get(best.layout, size)
             if known is not None:
                 task: Future[Found] = Future()
@@ -305,14 +321,18 @@ class Running:
     def key(self, layout: Layout) -> UnitKey:
         return UnitKey.of(self.model, self.cluster, layout)
 
-    def bound(self) -> int:
-        """A bound on every layout that fits, with any plans: planned layouts have their own bounds,
-        below their steps; left-out layouts are no better than the best step found."""
+    def bounds(self) -> list[int]:
+        """Bounds on every layout that fits, with any plans of the solver: planned layouts have
+        their own bounds, below their steps, or the only plan there is; left-out layouts are no
+        better than the best step found."""
         left = [bound for bound, _ in self.heap] + [bound for bound, _ in self.running.values()]
-        found = [found.bound_ns for found in self.tried if found.fits]
-        return min([*left, *found, *self.bounds_in_slices], default=0)
+        fitting = [found for found in self.tried if found.fits]
+        only = has_one_plan(self.solver)
+        found = [found.step_ns if only else found.bound_ns for found in fitting]
+        return [*left, *found, *self.bounds_in_slices]
 
-    def progress(self, elapsed_s: float, doing: str = "") -> Progress:
-        waiting = sum(map(len, self.waiting.values()))
-        left = len(self.heap) + len(self.running) + waiting
-        return Progress(self.best, self.bound(), len(self.tried), left, elapsed_s, doing)
+    @property
+    def left(self) -> int:
+        """The number of layouts that nobody has looked at yet."""
+        running = sum(isinstance(what, Layout) for _, what in self.running.values())
+        return len(self.heap) + running + sum(map(len, self.waiting.values()))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from overlapc.errors import OptionError, OverlapcError
@@ -20,11 +20,11 @@ from overlapc.progress import stoppable
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, Outcome
 from overlapc.search.in_slices import InSlices
-from overlapc.search.layouts import ANY, Cluster, Fixed, layouts, stage_layers
+from overlapc.search.layouts import ANY, Cluster, Fixed, Layout, layouts, stage_layers
 from overlapc.search.megatron import check_modules
 from overlapc.search.models import Model
 from overlapc.search.pool import WORKERS, planners, stop
-from overlapc.search.running import Progress, Running, rank, together
+from overlapc.search.running import Progress, Running, leading, rank, together
 from overlapc.search.tasks import Packed, evaluated
 from overlapc.search.units import Unit
 from overlapc.solvers import has_one_plan, is_of_field
@@ -34,9 +34,10 @@ _OPT_SECONDS = 10.0  # time of opt for all stages, where it is only compared
 
 @dataclass
 class Result:
-    """The result of a search. `tried` are all layouts that were planned; `pruned` could not win.
-    `less` has the best layout with less memory; `rivals` has the best of other solvers, each on its
-    own best layout."""
+    """The result of a search. `tried` are the layouts that were planned as the best is; `pruned`
+    could not win, and at `left` nobody has looked. `less` has the best layout with less memory;
+    `rivals` has the best of other solvers, each on its own best layout. `ours` is the best that
+    overlapc runs; `instead` is what the framework makes of the same layout by itself."""
 
     best: Found | None
     tried: list[Found] = field(default_factory=list)
@@ -49,7 +50,13 @@ class Result:
     bound_ns: int = 0  # a bound on every layout, tried or not
     seconds: float = 0.0
     interrupted: bool = False
-    certain: bool = True  # if nothing fits: the named least memory was tried
+    # All was looked at, and if nothing fits, the named least memory was tried
+    certain: bool = True
+    alone: tuple[str, ...] = ()  # solvers of what the framework runs by itself
+    counted: int = 0  # plans of layouts by the solvers that the best is of
+    left: int = 0
+    ours: Found | None = None
+    instead: Found | None = None
 
 
 def search(
@@ -58,6 +65,8 @@ def search(
     fixed: Fixed = ANY,
     solver: str = "heu",
     *,
+    alone: Sequence[str] = (),
+    instead: Sequence[str] = (),
     prune: bool = True,
     shown: int = 5,
     rivals: Sequence[str] = (),
@@ -70,82 +79,161 @@ def search(
     compare it with; and for each baseline among the rivals its own best layout. Other rivals plan
     the best layout meanwhile. Ctrl-C or SIGTERM ends the search with the best so far. `cache` is a
     folder that keeps planned layouts for later searches. In these numbers of `slices` the layouts
-    that are shown or may be faster are planned whole, too; the fastest is the best."""
-    _refuse(model, solver, rivals, slices)
+    that are shown or may be faster are planned whole, too; the fastest is the best.
+
+    `alone` are solvers of what the framework runs by itself: the best is that of the best of them.
+    What `solver` finds, if it is none of them, is `ours`, unless nothing else fits. Of the solvers
+    `instead` the fastest that fits in the layout of `ours` is named."""
+    _refuse(model, solver, (*alone, *rivals), slices)
     begin = time.monotonic()
     every = list(layouts(model, cluster, fixed))
     if not every:
         raise _none(model, cluster, fixed)
-    known = Cache(cache, model, cluster, solver)
-    run = Running(model, cluster, solver, known, shown if prune else None)
-    run.add_all(every)
-    against = [
-        _rival(run, name, Cache(cache, model, cluster, name))
-        for name in rivals
-        if is_of_field(name)
-    ]
-    planned: list[Found] = []  # by other solvers
-    unit: Unit | None = None
-    tell = _teller(run, begin, progress)
+
+    def running(name: str, most: int | None = 1) -> Running:
+        return Running(model, cluster, name, Cache(cache, model, cluster, name), most)
+
+    first, *others = [running(name, shown if prune else None) for name in alone or (solver,)]
+    ours = [running(solver, shown)] if alone and solver not in alone else []
+    field_of = [name for name in rivals if is_of_field(name) and name not in alone]
+    against = [running(name) for name in field_of]
+    for each in (*others, *ours, *against):
+        each.units, each.packed = first.units, first.packed
+    asked = _Asked(fixed, every, rivals, instead, shown, slices, workers, begin, progress)
+    runs = _Searches(asked, [first, *others], ours, against)
     try:
         with stoppable(), planners(workers) as pool:
             try:
-                for _ in run.go(pool, workers):
-                    tell("")
-                if run.best is None:
-                    tell("looking for the least memory that works")
-                    run.find_smallest(pool)
-                else:
-                    _refine(run, pool, fixed, shown, slices, tell)
-                    InSlices(run, pool, every, slices, shown).go(workers)
-                    run.complete = True
-                    unit = run.unit(run.key(run.best.layout), pool)
-                    others = [name for name in rivals if not is_of_field(name)]
-                    tasks = _by_others(pool, model, cluster, run.best, unit, others)
-                    less = run.squeeze(pool)
-                    for rival in against:
-                        rival.add_all(every)
-                    for _ in together(sorted(against, key=_is_quick), pool, workers):
-                        tell(_counted(against))
-                    tell("planning the fastest with less memory, and by other solvers")
-                    run.squeezed(less)
-                    planned += [task.result() for task in tasks.values()]
+                runs.headline(pool)
+                runs.others(pool)
             except KeyboardInterrupt:
-                run.interrupted = not run.complete
+                runs.interrupted = not runs.complete
                 stop(pool)
     except KeyboardInterrupt:
-        run.interrupted = True
+        runs.interrupted = True
     except BrokenProcessPool as error:
-        if not run.complete:
+        if not runs.complete:
             raise _ended(error) from None
-    return Result(
-        run.best,
-        sorted(run.tried, key=rank),
-        run.less,
-        [rival.best or min(rival.tried, key=rank) for rival in against if rival.is_done],
-        [*planned, *(each for rival in against for each in rival.tried)],
-        unit,
-        run.outcome,
-        len(every) - len(run.tried),
-        run.bound(),
-        certain=run.best is not None or run.certain,
-        seconds=time.monotonic() - begin,
-        interrupted=run.interrupted,
-    )
+    return replace(runs.result(), alone=tuple(alone))
 
 
-def _rival(run: Running, solver: str, known: Cache) -> Running:
-    """The same search with another solver, by the same captures. Its best alone is shown."""
-    rival = Running(run.model, run.cluster, solver, known, shown=1)
-    rival.units, rival.packed = run.units, run.packed
-    return rival
+@dataclass(frozen=True)
+class _Asked:
+    """What a search was asked for."""
+
+    fixed: Fixed
+    every: Sequence[Layout]
+    rivals: Sequence[str]
+    instead: Sequence[str]
+    shown: int
+    slices: Sequence[int]
+    workers: int
+    begin: float
+    progress: Callable[[Progress], None]
 
 
-def _teller(
-    run: Running, begin: float, progress: Callable[[Progress], None]
-) -> Callable[[str], None]:
-    """What reports the state of a search, and what it does."""
-    return lambda doing: progress(run.progress(time.monotonic() - begin, doing))
+@dataclass
+class _Searches:
+    """Searches of the same layouts by several solvers: the best of `mine` is the headline."""
+
+    asked: _Asked
+    mine: list[Running]
+    ours: list[Running]  # the search of overlapc's own plan, if the headline is another's
+    against: list[Running]
+    planned: list[Found] = field(default_factory=list)  # by solvers without a search of their own
+    unit: Unit | None = None
+    instead: Found | None = None
+    complete: bool = False  # the headline is found
+    interrupted: bool = False
+
+    def tell(self, doing: str) -> None:
+        """Report the state of the search for the headline, and what goes on."""
+        elapsed_s = time.monotonic() - self.asked.begin
+        self.asked.progress(Progress.of(self.mine, elapsed_s, doing))
+
+    def headline(self, pool: ProcessPoolExecutor) -> None:
+        """Find the best of the framework's own plans; if none fits, the best of ours."""
+        self.go(self.mine, pool)
+        if leading(self.mine).best is None and self.ours:
+            self.go(self.ours, pool)
+            self.mine += self.ours
+            self.ours = []
+        run = leading(self.mine)
+        if run.best is None:
+            self.tell("looking for the least memory that works")
+            run.find_smallest(pool)
+            return
+        self.refine(run, pool)
+        self.complete = True
+        self.unit = run.unit(run.key(run.best.layout), pool)
+
+    def others(self, pool: ProcessPoolExecutor) -> None:
+        """Plan what is shown beside the headline."""
+        run = leading(self.mine)
+        if run.best is None or self.unit is None:
+            return
+        others = [name for name in self.asked.rivals if not is_of_field(name)]
+        tasks = _by_others(pool, run.model, run.cluster, run.best, self.unit, others)
+        less = {} if has_one_plan(run.solver) else run.squeeze(pool)
+        against = sorted([*self.ours, *self.against], key=_is_quick)
+        for each in against:
+            each.add_all(self.asked.every)
+        for _ in together(against, pool, self.asked.workers):
+            self.tell(_counted(against))
+        for each in self.ours:
+            if each.best is not None:
+                self.refine(each, pool)
+        self.tell("planning the fastest with less memory, and by other solvers")
+        run.squeezed(less)
+        self.planned += [task.result() for task in tasks.values()]
+        self.find_instead(pool)
+
+    def go(self, runs: Sequence[Running], pool: ProcessPoolExecutor) -> None:
+        for run in runs:
+            run.add_all(self.asked.every)
+        for _ in together(runs, pool, self.asked.workers):
+            self.tell("")
+
+    def refine(self, run: Running, pool: ProcessPoolExecutor) -> None:
+        asked = self.asked
+        slices = () if is_of_field(run.solver) else asked.slices
+        _refine(run, pool, asked.fixed, asked.shown, slices, self.tell)
+        InSlices(run, pool, asked.every, slices, asked.shown).go(asked.workers)
+
+    def find_instead(self, pool: ProcessPoolExecutor) -> None:
+        """What runs in the layout of ours where overlapc does not."""
+        run = leading(self.ours or self.mine)
+        if run.best is None or not self.asked.instead:
+            return
+        unit = run.unit(run.key(run.best.layout), pool)
+        tasks = _by_others(pool, run.model, run.cluster, run.best, unit, self.asked.instead)
+        found = [each.result() for each in tasks.values()]
+        found = [each for each in found if each.fits and each.layers == run.best.layers]
+        self.instead = min(found, key=rank, default=None)
+
+    def result(self) -> Result:
+        run, begin = leading(self.mine), self.asked.begin
+        state = Progress.of(self.mine, 0.0)
+        beside = [each for each in (*self.mine, *self.against) if each is not run and each.is_done]
+        every = len(self.asked.every) * sum(bool(each.tried or each.left) for each in self.mine)
+        return Result(
+            run.best,
+            sorted(run.tried, key=rank),
+            run.less,
+            [each.best or min(each.tried, key=rank) for each in beside],
+            [*self.planned, *(found for each in beside for found in each.tried)],
+            self.unit,
+            run.outcome,
+            max(0, every - state.tried - state.left),
+            state.bound_ns,
+            interrupted=self.interrupted,
+            certain=not self.interrupted and (run.best is not None or run.certain),
+            seconds=time.monotonic() - begin,
+            counted=state.tried,
+            left=state.left,
+            ours=next((each.best for each in self.ours if each.is_done), None),
+            instead=self.instead,
+        )
 
 
 def _refine(
@@ -170,9 +258,8 @@ def _refine(
 
 
 def _counted(against: Sequence[Running]) -> str:
-    """What the baselines' own searches are at."""
-    counts = [rival.progress(0.0) for rival in against]
-    tried, left = sum(each.tried for each in counts), sum(each.left for each in counts)
+    """What the other solvers' own searches are at."""
+    tried, left = sum(len(each.tried) for each in against), sum(each.left for each in against)
     return f"searching layouts of {len(against)} baselines, {tried} planned, {left} left"
 
 

@@ -19,7 +19,7 @@ from overlapc.schedule import format_schedule
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Fixed
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.search import search
 from overlapc.solvers import merging
 from overlapc.solvers import slices as slices_solver

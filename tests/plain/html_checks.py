@@ -18,6 +18,7 @@ class Page(HTMLParser):
         self.loads: list[str] = []
         self.tables: dict[str, list[list[str]]] = {}
         self.heading = ""
+        self.text = ""  # all that is shown
         self.ids: list[str] = []
         self.feed(text)
 
@@ -41,6 +42,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        self.text += data
         if self.open and self.open[-1] == "h2":
             self.heading += data
         elif self.open and self.open[-1] in ("td", "th"):

@@ -18,7 +18,7 @@ from overlapc.files import save_plan, save_problem
 from overlapc.ir import Cost, Op, Piece, Problem, Profile, Trace, Value
 from overlapc.schedule import format_schedule
 from overlapc.search.layouts import Cluster, Fixed, layouts
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.weights import static_bytes
 from overlapc.solvers import solve
 from overlapc.solvers.schedules import one_f_one_b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from overlapc.errors import FileError, OptionError
 from overlapc.search.configs import from_config
 from overlapc.search.layouts import Layout
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.weights import stage_parameters
 
 
@@ -264,6 +265,31 @@ def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("llama-3-8b", "Llama-3.1-8B"),
+        ("llama-3-70b", "Llama-3.3-70B"),
+        ("llama-3-405b", "Llama-3.1-405B"),
+        ("mixtral-8x22b", "Mixtral-8x22B"),
+        ("qwen3-8b", "Qwen3-8B"),
+        ("qwen3-32b", "Qwen3-32B"),
+        ("qwen3-30b-a3b", "Qwen3-30B-A3B"),
+        ("qwen3-235b-a22b", "Qwen3-235B-A22B"),
+        ("deepseek-v2-lite", "DeepSeek-V2-Lite"),
+        ("deepseek-v3", "DeepSeek-V3"),
+        ("kimi-k2", "Kimi-K2"),
+        ("gpt-oss-20b", "gpt-oss-20b"),
+        ("gpt-oss-120b", "gpt-oss-120b"),
+    ],
+)
+def test_a_preset_is_what_its_config_says(preset: str, published: str, tmp_path: Path) -> None:
+    model = read(tmp_path, PUBLISHED[published][0])
+    found = find_model(preset)
+    assert found.source
+    assert replace(model, name=found.name, source=found.source) == found
+
+
+@pytest.mark.parametrize(
     "change",
     [{"mlp_only_layers": [3]}, {"index_topk": 2048}, {"ssm_state_size": 16}, {"moe_layer_freq": 2}],
 )
@@ -370,6 +396,23 @@ def test_a_family_has_its_gate_whatever_its_activation(act: str | None, tmp_path
     assert read(tmp_path, config | {"hidden_act": act}).gated
     del config["hidden_act"]
     assert read(tmp_path, config).parameters() == pytest.approx(8_030_261_248, rel=1e-3)
+
+
+def test_of_an_unknown_family_without_an_activation_the_gate_is_a_named_guess(
+    tmp_path: Path,
+) -> None:
+    """It was counted without one, silently: 159 of 235 billion parameters."""
+    config, parameters = PUBLISHED["Qwen3-235B-A22B"]
+    unknown = {**config, "model_type": "qwen9", "use_qk_norm": True}
+    del unknown["hidden_act"]
+    model = read(tmp_path, unknown)
+    assert model.gated
+    assert model.parameters() == pytest.approx(parameters, rel=1e-3)
+    assert "guessed: its MLP has a gate (SwiGLU)" in model.source
+    plain = read(tmp_path, unknown | {"hidden_act": "gelu"})
+    assert not plain.gated
+    assert "guessed" not in plain.source
+    assert "guessed" not in read(tmp_path, unknown | {"hidden_act": "silu"}).source
 
 
 def test_falcons_one_key_is_one_whatever_its_file_counts(tmp_path: Path) -> None:

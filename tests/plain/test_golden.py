@@ -145,10 +145,21 @@ def test_the_verdict_has_megatrons_arguments_and_what_they_divide(framework: str
     found = json.loads((GOLDEN / "search.json").read_text())
     best = Found.parse(found["best"])
     best = replace(best, layout=replace(best.layout, schedule="1f1b"))
+    full = replace(best, solver="megatron-full", recompute_ns=1)
+    result = Result(best, instead=full)
+    if framework != "overlapc":
+        result = Result(full, alone=("megatron-none", "megatron-full"))
     cluster = Cluster(**found["cluster"] | {"framework": framework})
     machine = load_hardware(cluster.hardware)
-    text = verdict(Transformer(**found["model"]), cluster, machine, Result(best), [], None, top=1)
-    _, _, said = " ".join(text.split()).partition("Megatron: ")
+    text = verdict(Transformer(**found["model"]), cluster, machine, result, [], None, top=1)
+    _, _, said = text.replace("\\\n", "").partition("Megatron's arguments:")
+    said = " ".join(said.split())
+    text = " ".join(text.split())
+    ours = "-m overlapc.megatron --search DIR/search.json pretrain_gpt.py --num-layers 4 "
+    assert said.startswith(ours if framework == "overlapc" else "pretrain_gpt.py --num-layers 4 ")
+    assert "--recompute-granularity full --recompute-method uniform" in said
+    assert "--hidden-size 256 " in said
+    assert (f"that {framework} runs by itself" in text) == (framework != "overlapc")
     divided = "--use-distributed-optimizer" in said
     assert best.layout.dp == 2
     assert "--pipeline-model-parallel-size 2 " in said
@@ -193,7 +204,7 @@ def test_the_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {path.name for path in written} == {path.name for path in folder.iterdir()}
     for name, said in {
         "timeline": ("rank 1", "input gradients"),
-        "memory": ("rank 0", "GB may be used"),
+        "memory": ("rank 0", "GB may be tensors"),
         "layouts": ("ms a step", "the fastest with less memory"),
     }.items():
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")

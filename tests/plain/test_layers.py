@@ -76,6 +76,7 @@ LAYERS = {
     "profiler": Layer("emulate errors ir passes timing torch"),
     "profiler.cache": Layer("errors files"),
     "profiler.hardware": Layer("emulate errors files ir"),
+    "profiler.known": Layer(""),
     "profiler.link_spec": Layer("emulate ir"),
     "profiler.shapes": Layer(""),
     "profiler.work": Layer("emulate"),

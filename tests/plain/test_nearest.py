@@ -10,8 +10,8 @@ import pytest
 
 from overlapc.errors import FileError
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import find_model
 from overlapc.search.nearest import SHIPPED, Nearest, Run, as_csv, load_runs
+from overlapc.search.presets import find_model
 from overlapc.search.public import Predicted, load_table
 
 TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "public").glob("*.toml"))
@@ -48,6 +48,15 @@ def test_the_nearest_come_first_and_held_out_ones_before_others() -> None:
     assert near.middle == pytest.approx(0.1)
     assert near.bias == pytest.approx((-0.2 + 0.1 + 0.1) / 3)
     assert Nearest.parse(near.as_json()) == near
+
+
+def test_an_fp8_run_is_beside_fp8_questions_alone() -> None:
+    near = Nearest.to(asked(), [ran(fp8=1), ran(gpus=64)])
+    assert near.runs == (ran(gpus=64),)
+    eight = Nearest.to(replace(asked(), fp8=1), [ran(fp8=1), ran(gpus=64)])
+    assert eight.runs == (ran(fp8=1),)
+    assert str(eight.runs[0]).endswith("FP8")
+    assert {run.fp8 for run in load_runs(SHIPPED)} == {0, 1}
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

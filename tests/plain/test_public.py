@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from overlapc.cli import FAILED, main
 from overlapc.errors import FileError
 from overlapc.report.scoreboard import Score, scoreboard, spearman
+from overlapc.search import pool, public
 from overlapc.search.public import Predicted, load_table
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +142,27 @@ def test_mistakes_are_named(old: str, new: str, named: str, tmp_path: Path) -> N
     path.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(FileError, match=named):
         load_table(path)
+
+
+def test_a_bad_row_is_said_and_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(TEXT.replace("8,16,2,2,50", "8,many,2,2,50"))
+    skipped: list[str] = []
+    assert [row.layout.tp for row in load_table(path, skipped).rows] == [2, 8]
+    assert len(skipped) == 1
+    assert "row 2: batch is 'many'" in skipped[0]
+    monkeypatch.setattr(pool, "planners", lambda workers: ThreadPoolExecutor(1))
+    monkeypatch.setattr(
+        public, "predict_alike", lambda rows: [Predicted(row, row.step_ns) for row in rows]
+    )
+    assert main(["validate", str(path)]) == FAILED
+    out, err = capsys.readouterr()
+    assert "row 2: batch is 'many'" in err
+    assert "the row is skipped" in err
+    assert err.splitlines()[-1] == "overlapc: 1 rows were skipped (above); expected to read all"
+    assert out.splitlines()[1].split()[:2] == ["table", "2"]
 
 
 @pytest.mark.parametrize(("word", "fits"), [("no", False), ("False", False), ("YES", True)])

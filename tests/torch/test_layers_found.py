@@ -21,7 +21,7 @@ from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.groups import fake_groups
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.units import make_unit
 from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, solve

@@ -29,12 +29,13 @@ from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.configs import from_config
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound, memory_bound
 from overlapc.search.layouts import SCHEDULES, Cluster, Fixed, Layout, layouts, stage_layers
-from overlapc.search.models import PRESETS, Transformer, find_model
+from overlapc.search.models import Transformer
 from overlapc.search.modules import Block, Blocks, Head, Ranks
 from overlapc.search.own import Repeats
 from overlapc.search.partition import partitioned
 from overlapc.search.place import embedding_ns
 from overlapc.search.pool import planners
+from overlapc.search.presets import PRESETS, find_model
 from overlapc.search.replicas import Update
 from overlapc.search.search import Progress, search
 from overlapc.search.tasks import Packed, warn_of_uncut
@@ -351,7 +352,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys, request):
     config = tmp_path / "config.json"
     small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     config.write_text(json.dumps(small | {"vocab_size": 512, "max_position_embeddings": 256}))
-    argv = ["search", str(config), "--gpus", "2", "--batch", "8", "--pp", "2", "--memory", "200MB"]
+    argv = ["search", str(config), "--gpus", "2", "--batch", "8", "--pp", "2", "--memory", "1.55GB"]
     argv += ["--schedule", "zero-bubble"]
     argv += ["--cache", str(tmp_path / "cache"), "--compare", "none,full,heu"]
     argv += ["--solver", "heu"]
@@ -374,15 +375,26 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys, request):
     assert format_schedule(chosen.schedule) == (folder / "schedule.txt").read_text()
     assert (chosen.tp, chosen.pp, chosen.dp, chosen.layers) == (1, 2, 1, (2, 2))
     assert chosen.microbatch * chosen.microbatches == 8
-    assert all(150_000_000 < budget < 200_000_000 for budget in chosen.memory_budgets)
+    assert all(100_000_000 < budget < 250_000_000 for budget in chosen.memory_budgets)
     document = json.loads((folder / "search.json").read_text())
-    best = document["best"]
+    best, ours = document["best"], document["ours"]
+    assert ours["found"] == best
+    assert "solver heu" in document["explain"]
+    assert document["answer"]["headline"] in out
+    assert document["answer"]["memory"] in out
+    assert "of 1.6 GB" in document["answer"]["memory"]
     for broken in (
         {},
-        document | {"best": best | {"layers": [4]}},
-        document | {"best": best | {"microbatches": 10**9}},  # would take all memory
-        document | {"best": best | {"layout": best["layout"] | {"pp": 10**9}}},
-        document | {"best": best | {"solver": "greedy"}},
+        document | {"ours": None},
+        *(
+            document | {"ours": ours | {"found": best | change}}
+            for change in (
+                {"layers": [4]},
+                {"microbatches": 10**9},  # would take all memory
+                {"layout": best["layout"] | {"pp": 10**9}},
+                {"solver": "greedy"},
+            )
+        ),
     ):
         (folder / "search.json").write_text(json.dumps(broken))
         with pytest.raises(FileError, match="expected the search"):

@@ -13,7 +13,7 @@ from overlapc import Repeats
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, lower_bound
 from overlapc.search.layouts import ANY, Cluster, Layout, layouts, microbatches, stage_layers
-from overlapc.search.models import find_model
+from overlapc.search.presets import find_model
 from overlapc.search.search import search
 from overlapc.search.tasks import as_it_runs_or_none
 from overlapc.search.units import make_unit

@@ -18,7 +18,8 @@ from overlapc.search.evaluate import Found
 from overlapc.search.frameworks import find_framework
 from overlapc.search.layouts import Cluster, Fixed, Layout, layouts
 from overlapc.search.megatron import replica_arguments
-from overlapc.search.models import PRESETS, Transformer
+from overlapc.search.models import Transformer
+from overlapc.search.presets import PRESETS
 from overlapc.search.public import load_table, predict_alike
 from overlapc.search.sharded import Shards, Times
 from overlapc.search.weights import held_bytes, layer_and_ends, static_bytes
