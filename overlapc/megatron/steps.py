@@ -27,6 +27,7 @@ from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
 from overlapc.megatron.state import noticed
 from overlapc.megatron.waits import Waits
+from overlapc.passes.issued import issued
 from overlapc.planning.options import Options
 from overlapc.runtime.exchange import busy
 from overlapc.runtime.guard import is_broken
@@ -173,7 +174,7 @@ class Steps:
     ) -> Any:
         """Run a step as plain Megatron, as all ranks do. If it joins all ranks, then it ends when
         all have been in it."""
-        before = _collectives()
+        before = issued()
         try:
             result = real(**given)
         except Exception as error:
@@ -187,7 +188,7 @@ class Steps:
             models = given["model"] if isinstance(given["model"], list) else [given["model"]]
             if _joins_all(models, given) or _joined(before, missing):
                 raise absent(missing, "this step ran as plain Megatron")
-            self._unjoined = _collectives()
+            self._unjoined = issued()
         warnings.warn(
             f"overlapc ran a step as plain Megatron, and plans the next one: {waited_s:g} s after "
             "some rank had begun it, another had not called overlapc.megatron.patch(); expected "
@@ -322,18 +323,9 @@ def _joins_all(models: list[Any], given: dict[str, Any]) -> bool:
     return ddp is not None and module.config.finalize_model_grads_func is not None
 
 
-def _collectives() -> dict[Any, int]:
-    """How many collectives this rank has issued, by process group."""
-    found = {}
-    for group in dist.distributed_c10d._world.pg_map:
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
-            found[group] = group._get_sequence_number_for_group()
-    return found
-
-
 def _joined(before: Mapping[Any, int], ranks: Iterable[int]) -> bool:
     """Has a collective since then joined this rank with one of these?"""
-    moved = [group for group, n in _collectives().items() if n > before.get(group, n)]
+    moved = [group for group, n in issued().items() if n > before.get(group, n)]
     return any(not set(ranks).isdisjoint(dist.get_process_group_ranks(g)) for g in moved)
 
 
