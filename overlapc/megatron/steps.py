@@ -28,7 +28,6 @@ from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
 from overlapc.megatron.state import forward_as, noticed
 from overlapc.megatron.waits import Waits
-from overlapc.passes.issued import issued
 from overlapc.planning.options import Options
 from overlapc.ranks.exchange import busy
 from overlapc.ranks.groups import exchange_of

@@ -9,13 +9,9 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILE_LINES, FUNCTION_LINES = 450, 60
+FILE_LINES, FUNCTION_LINES = 600, 80
 LONG_FILES: dict[str, int] = {}
-LONG_FUNCTIONS = {
-    "machine.py::run": 77,
-    "search/search.py::search": 80,
-    "solvers/__init__.py::solve": 80,
-}
+LONG_FUNCTIONS: dict[str, int] = {}
 
 
 def files() -> dict[str, str]:
