@@ -129,11 +129,11 @@ def test_megatrons_full_recompute_runs_layers_whole():
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_have_the_size_in_their_name(name):
     model = PRESETS[name]
-    size = name.split("-")[1].removesuffix("b")
+    size = re.search(r"-([\d.]+)b(-|$)", name)
     if name == "mixtral-8x7b":
         assert model.parameters() == pytest.approx(46.7e9, rel=0.01)
-    elif size.replace(".", "").isdigit():
-        assert model.parameters() == pytest.approx(float(size) * 1e9, rel=0.1)
+    elif size is not None:
+        assert model.parameters() == pytest.approx(float(size[1]) * 1e9, rel=0.1)
     assert model.flops_per_token() > 0
 
 
