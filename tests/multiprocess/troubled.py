@@ -141,8 +141,8 @@ def _main(pipe: Connection, port: int, trouble: Trouble, rank: int, began: Path)
     kind, text, took_s, when = caught(go)
     total = sum(float(p.grad.double().sum()) for p in parameters() if p.grad is not None)
     pipe.send((kind, text, took_s, when, total))
-    if kind:
-        time.sleep(15)  # a rank that has raised is not a dead one: the others do without its end
+    if kind and rank != trouble.victim:
+        time.sleep(15)  # the others do without the end of a rank that says so
     pipe.close()
 
 
