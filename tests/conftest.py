@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,17 @@ settings.register_profile(
     "thorough", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+
+LONG = Path(__file__).with_name("long.txt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take more than 6 s on two cores, and whose ground others cover, are slow."""
+    long = set(LONG.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

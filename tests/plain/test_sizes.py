@@ -43,3 +43,9 @@ def too_long(found: dict[str, int], limit: int, known: dict[str, int]) -> list[s
         for name, lines in found.items()
         if lines > known.get(name, limit)
     ]
+
+
+def test_the_tests_that_take_long_are_there() -> None:
+    for test in (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines():
+        path, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8"), test

@@ -74,7 +74,8 @@ def trained(model: Any, *shapes: int) -> list[str]:
         warnings.simplefilter("always")
         for rows in shapes:
             model(torch.randn(rows, 8)).sum().backward()
-    return [str(each.message) for each in caught if "overlapc" in str(each.message)]
+    said = [str(each.message) for each in caught if "overlapc" in str(each.message)]
+    return [each for each in said if "numbers may differ" not in each]  # see .differences
 
 
 @pytest.mark.parametrize(
@@ -312,9 +313,9 @@ def test_a_scripted_module_is_refused() -> None:
 
 def test_a_twin_is_not_optimized_again() -> None:
     twin = overlapc.optimize(Layer())
-    for door, model in [(overlapc.optimize, twin), (overlapc.TrainStep, nn.Sequential(twin))]:
-        with pytest.raises(errors.OptionError, match="expected the model that was passed"):
-            door(model)
+    assert overlapc.optimize(twin) is twin
+    with pytest.raises(errors.OptionError, match="expected the model that was passed"):
+        overlapc.TrainStep(nn.Sequential(twin))
 
 
 class Combines(Layer):

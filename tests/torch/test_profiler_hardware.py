@@ -16,12 +16,12 @@ import pytest
 
 from overlapc.errors import FileError, OptionError
 from overlapc.profiler.hardware import (
-    _FOLDER,
     format_hardware,
     interpolate,
     known_hardware,
     load_hardware,
 )
+from overlapc.profiler.known import FOLDER
 from overlapc.profiler.work import Product, Work, work_ns
 
 EXPECTED = {
@@ -164,7 +164,7 @@ def test_a_file_of_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def changed(tmp_path: Path, old: str, new: str) -> Path:
-    text = (_FOLDER / "cpu-gloo.toml").read_text()
+    text = (FOLDER / "cpu-gloo.toml").read_text()
     assert old in text
     path = tmp_path / "mine.toml"
     path.write_text(text.replace(old, new))
@@ -247,7 +247,7 @@ def test_damaged_files_are_typed_errors(seeds: range, tmp_path: Path) -> None:
     ]
     for seed in seeds:
         rng = Random(seed)
-        text = (_FOLDER / f"{rng.choice(known)}.toml").read_text()
+        text = (FOLDER / f"{rng.choice(known)}.toml").read_text()
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(len(text))
             end = min(len(text), at + rng.choice((0, 1, 5, 40)))

@@ -505,7 +505,8 @@ def test_a_mean_that_is_zero_in_the_first_batch_is_the_batchs(how):
     model, x = Wrong(), randn(8, 16)
     best = MLP.forward(model, x).argmax(1)
     options = {"slices": 2, "profile": "estimate"}
-    run = TrainStep(model, **options) if how == "step" else optimize(model, **options)
+    step = how == "step"
+    run = TrainStep(model, results=True, **options) if step else optimize(model, **options)
     for wrong, expected in ((8, 0.0), (6, 0.25), (0, 1.0)):
         y = torch.where(torch.arange(8) < wrong, (best + 1) % 4, best)
         found = run([(x, y)])[0] if how == "step" else run(x, y)
@@ -530,9 +531,10 @@ def test_a_mean_beside_the_loss_is_the_batchs(how):
     assert expected not in [model(part)[1] for part in x.chunk(2)]
     options = {"slices": 2, "profile": "estimate"}
     for _ in range(2):
-        found = (
-            TrainStep(model, **options)([x])[0] if how == "step" else optimize(model, **options)(x)
-        )
+        if how == "step":
+            found = TrainStep(model, results=True, **options)([x])[0]
+        else:
+            found = optimize(model, **options)(x)
         assert torch.equal(found[1], expected)
     with pytest.raises(OptionError, match="slices=2: result 1 is another in slices"):
         optimize(Measured(counts=True), **options)(x)
