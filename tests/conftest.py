@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # No deadline, no health check on speed: an example that compiles a graph takes seconds.
 settings.register_profile(
     "ci",
-    max_examples=30,
+    max_examples=15,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -39,7 +39,7 @@ LONG = Path(__file__).with_name("long.txt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take more than 6 s on two cores, and whose ground others cover, are slow."""
+    """Tests that take long, and whose ground others cover, are slow."""
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in long:

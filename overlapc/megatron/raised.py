@@ -55,9 +55,11 @@ class Raised:
         An error of this rank's own is told to the others."""
         if not has_peers():
             return None
-        if is_broken(error) or (isinstance(error, RankError) and self._seen):
+        if is_broken(error) or isinstance(error, RankError):
             told = self._seen[1] if self._seen else self._reason(error)
-            known = told is None or told.partition(" raised ")[0] in str(error)
+            # That a rank is gone says less than what it raised before.
+            named = told is not None and told.partition(" raised ")[0] in str(error)
+            known = told is None or (named and " is gone" not in str(error))
             return None if known else RankError(told)
         if not isinstance(error, RankError):
             with contextlib.suppress(RankError):  # the store has ended, too
@@ -77,11 +79,13 @@ class Raised:
         """Why a collective has failed. A note of the error says so, if it is not a rank's end."""
         has_store = True
         try:
-            if told := self._call(self._read):
+            if (told := self._call(self._read)) or not is_broken(error):
                 return told
         except RankError as lost:
             has_store = False  # asking it again would take as long again
             _note(error, str(lost))
+            if not is_broken(error):
+                return None
         until = time.monotonic() + NAMING_S
         while (ended := self._ended()) is None and time.monotonic() < until:
             time.sleep(LOOK_S / 5)
