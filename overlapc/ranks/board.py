@@ -31,6 +31,7 @@ PREFIX = "overlapc/2"
 # The store's own limit. Callers have theirs, which may be longer than any default.
 _STORE_S = 3600.0
 _SLOW_S = 1.0  # for an answer of the store
+_LOOK_S = 0.5  # so often who waits for one looks whether the board broke
 _FEW = 8  # of the ranks that one waits for: none of them may be lost
 IDLE = ""
 
@@ -119,7 +120,7 @@ class Board:
         while self.broken is None:
             waited_s = time.monotonic() - began
             try:
-                return answer.result(max(0.0, min(limit_s - waited_s, 0.1)))
+                return answer.result(max(0.0, min(limit_s - waited_s, _LOOK_S)))
             except FutureTimeoutError:
                 if waited_s >= limit_s:
                     self._break(f"did not answer for {limit_s:g} s")
@@ -273,6 +274,18 @@ def present(store: Any, keys: list[str]) -> list[bytes | None]:
     if keys and store.check(keys):
         return list(store.multi_get(keys))
     return [store.get(key) if store.check([key]) else None for key in keys]
+
+
+def missing(store: Any, keys: Sequence[str], most: int) -> list[str]:
+    """The first keys that are not there, at most so many. Halves are asked for together: to look
+    at each of a thousand would take long."""
+    if most < 1 or not keys or store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return list(keys)
+    half = len(keys) // 2
+    found = missing(store, keys[:half], most)
+    return [*found, *missing(store, keys[half:], most - len(found))]
 
 
 def _presence(board: Board, store: Any, rank: int, ranks: Sequence[int]) -> Presence:

@@ -20,6 +20,7 @@ with, not through collectives, because a collective hangs when a rank is gone. U
     <group>/<round>/told                 how many ranks know of the failure
     <group>/<round>/skipped              the round ended without a rank that cannot capture
     refused/<rank>                       the rank's last attempt that it cannot capture
+    troubles                             how many rounds have failed, and attempts were refused
 
 Ranks wait for a late rank, up to the process group's own timeout. They give up one that has ended,
 that has raised, or that waits for ranks which wait for it: see `lookout`. Between steps, and while
@@ -43,7 +44,15 @@ import torch.distributed as dist
 
 from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.progress import doing
-from overlapc.ranks.board import Board, Doing, board_of, has_peers, own_board, own_rank
+from overlapc.ranks.board import (
+    Board,
+    Doing,
+    board_of,
+    has_peers,
+    missing,
+    own_board,
+    own_rank,
+)
 from overlapc.ranks.guard import (
     NAMING_S,
     Lost,
@@ -60,10 +69,13 @@ T = TypeVar("T")
 
 # TCPStore drops the connection of a client that sends a value above 8 MiB.
 CHUNK_BYTES = 1 << 20
-_SPEAK = 2  # so many ranks of a round say who is late
 # How long a rank that failed stays for the others to read why: its process may host the store.
 LINGER_S = 0.5
 LOOK_S = 0.25
+# Each waiting rank looks so often that all of them are no burden for the store.
+_LOOKS_EACH_S = 1_000
+TROUBLES = "troubles"
+_FEW = 8  # so many of those that are missing are looked at
 PLANNING = "planning"
 _UNCAPTURED = b"uncaptured "
 
@@ -105,6 +117,9 @@ class Exchange:
             self._board = board
             self._limit_s = timeout_s or self._board.limit_s
         self._failed = False
+        self._troubles = 0  # so many have been looked at
+        count = len(self.ranks)
+        self._pause_s = max(min(0.2, 0.02 * count), count / _LOOKS_EACH_S)
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Exchange:
@@ -265,15 +280,13 @@ class Exchange:
             self._board.put(name, record)
         self._board.history.written[self._group] += records
 
-    def _read(self, keys: list[str], topic: str) -> list[bytes | None]:
-        """Read the values under `keys`; None for a value that is not there yet."""
+    def _read(self, keys: list[str], topic: str) -> list[bytes]:
+        """Read the values under `keys`, which are there."""
         assert self._board is not None
-        values: list[bytes | None] = []
-        records = self._board.look(keys)
-        for key, record in zip(keys, records, strict=True):
-            if record is None:
-                values.append(None)
-                continue
+        values: list[bytes] = []
+        for key, record in zip(
+            keys, self._board.call(methodcaller("multi_get", keys)), strict=True
+        ):
             head, _, packed = record.partition(b"\n")
             theirs, chunks = json.loads(head)
             if theirs != topic:
@@ -299,27 +312,22 @@ class Exchange:
         self, topic: str, keys: dict[int, str], work: Future[Any] | None
     ) -> dict[int, bytes]:
         assert self._board is not None
-        speaks = self.rank in self.ranks[:_SPEAK]
-        lookout = Lookout(self._board, self.rank, f"is at the step {topic!r} of planning", speaks)
-        got: dict[int, bytes] = {}
+        what = f"is at the step {topic!r} of planning"
+        lookout = Lookout(self._board, self.rank, what, self.ranks.index(self.rank))
+        ranks = {key: rank for rank, key in keys.items()}
         hopeless: str | None = None
-        pause_s = 0.002
+        pause_s = self._pause_s / 16
         while True:
             # Read first: an answer that was there before a rank failed still counts.
-            failure = self._failure()
-            missing = [rank for rank in keys if rank not in got]
-            for rank, value in zip(
-                missing, self._read([keys[rank] for rank in missing], topic), strict=True
-            ):
-                if value is not None:
-                    got[rank] = value
-            missing = [rank for rank in keys if rank not in got]
+            failure = self._trouble(list(keys))
+            absent = self._board.call(partial(missing, keys=list(ranks), most=_FEW + 1))
+            late = [ranks[key] for key in absent]
             working = work is not None and not work.done()
             if work is not None and not working:
                 work.result()  # its exception ends the round now, whoever is missing
-            if not missing and not working:
+            if not late and not working:
                 self._say(Doing(PLANNING))
-                return got
+                return dict(zip(keys, self._read(list(keys.values()), topic), strict=True))
             if failure is not None:
                 raise failure
             if hopeless is not None:
@@ -328,14 +336,12 @@ class Exchange:
                 self._say(Doing(f"making the {topic}"))
             else:
                 phase, step = f"waiting at the step {topic!r}", (self._group, *self._number)
-                self._say(Doing(phase, tuple(missing), step))
-            self._raise_if_refused(missing)
+                self._say(Doing(phase, tuple(late), step))
             # What a rank wrote before it ended still counts, so read once more. (The guard has
             # watched for longer than this wait.)
-            hopeless = lost() or self._hopeless(lookout, missing, topic)
+            hopeless = lost() or self._hopeless(lookout, late, topic)
             wait([work], pause_s) if work is not None and working else time.sleep(pause_s)
-            most_s = 0.2 if working else min(0.2, 0.02 * len(self.ranks))  # looks load the store
-            pause_s = min(pause_s * 1.5, most_s)
+            pause_s = min(pause_s * 1.5, 0.2 if working else self._pause_s)
 
     def _hopeless(self, lookout: Lookout, missing: list[int], topic: str) -> str | None:
         """Why the step cannot end, or None."""
@@ -357,16 +363,22 @@ class Exchange:
 
     # All ranks fail together
 
-    def _raise_if_refused(self, missing: Sequence[int]) -> None:
-        """Raise if one of the ranks could not capture what this round is about."""
+    def _trouble(self, ranks: Sequence[int]) -> OverlapcError | None:
+        """Why the round has failed, or which of the ranks could not capture what it is about."""
         assert self._board is not None
-        keys = [f"refused/{rank}" for rank in missing if self._attempt]
-        records = self._board.look(keys)
-        for rank, record in zip(missing, records, strict=False):
+        count = self._board.call(methodcaller("add", TROUBLES, 0))
+        if count == self._troubles:
+            return None
+        self._troubles = count
+        if (failure := self._failure()) is not None:
+            return failure
+        records = self._board.look([f"refused/{rank}" for rank in ranks if self._attempt])
+        for rank, record in zip(ranks, records, strict=False):
             attempt, reason, place = json.loads(record or '["", "", ""]')
             if attempt and attempt == self._attempt:
                 self._board.put(f"{self._round}/skipped", "")
-                raise CaptureError(f"{reason} (on rank {rank})", place)
+                return CaptureError(f"{reason} (on rank {rank})", place)
+        return None
 
     def _raise_if_failed(self) -> None:
         failure = self._failure()
@@ -407,9 +419,10 @@ class Exchange:
         with contextlib.suppress(RankError):
             if not self._failed:
                 board.put(failed, text)
+                board.call(methodcaller("add", TROUBLES, 1))
             # This rank stays in the round but is lost to it; the others can read why.
             self._say(Doing())
-            until = time.monotonic() + LINGER_S
+            until = time.monotonic() + max(LINGER_S, 2 * self._pause_s)
             count = board.call(methodcaller("add", told, 1))
             while count < len(self.ranks) and time.monotonic() < until:
                 time.sleep(0.02)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from overlapc.errors import CaptureError, OverlapcError, RankError
 from overlapc.ranks.board import attend, own_board
-from overlapc.ranks.exchange import Exchange
+from overlapc.ranks.exchange import TROUBLES, Exchange
 
 T = TypeVar("T")
 
@@ -76,6 +76,7 @@ class Attempts:
             if (board := own_board()) is not None:
                 record = json.dumps([self._name, error.reason, error.place])
                 board.send(methodcaller("set", f"refused/{board.rank}", record))
+                board.send(methodcaller("add", TROUBLES, 1))
         self._told = False
 
     @property

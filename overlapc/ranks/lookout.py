@@ -28,7 +28,9 @@ LATE_S = 5.0  # before a line says that a rank is late
 _LATER = 4  # each further line comes so many times later
 _ASK_S = 0.5
 _LOOK_S = 0.1
+_SPEAK = 2  # so many of those that wait say who is late
 _FEW = 8  # at most so many ranks are asked at once
+_MANY = 64  # so many that wait for one rank ask it each `_ASK_S`; more of them, less often
 _EXPECTED = (
     "expected the same calls on all ranks: see the output of that rank for what it did instead"
 )
@@ -36,18 +38,27 @@ _DEEP = 8  # so long a chain of ranks that wait for each other is followed
 
 
 class Lookout:
-    """What one rank sees of the others during one wait, `what`. `speaks`: it says who is late. Of
+    """What one rank sees of the others during one wait, `what`. `place`: its number among those
+    that wait for the same; the first say who is late, and the last of many ask seldom. Of
     `transfers` another rank may have sent long ago what is still on its way: then only what it has
     raised says that it cannot come."""
 
     def __init__(
-        self, board: Board, rank: int, what: str, speaks: bool = True, transfers: bool = False
+        self,
+        board: Board,
+        rank: int,
+        what: str,
+        place: int = 0,
+        transfers: bool = False,
     ) -> None:
         self.start = time.monotonic()
         self._board, self._rank, self._what = board, rank, what
         self._transfers = transfers
-        self._says_at = LATE_S if speaks else float("inf")
-        self._next_look = self._next_ask = self.start
+        self._seldom = max(1.0, place / _MANY)
+        self._ask_s = _ASK_S * self._seldom
+        self._next_look = self.start
+        self._next_ask = self.start + (self._ask_s if place > _MANY else 0.0)
+        self._says_at = LATE_S if place < _SPEAK else float("inf")
         self._since: dict[Any, float] = {}  # when evidence was first seen, without a break
 
     def hopeless(self, missing: Sequence[int], concerned: Sequence[int]) -> str | None:
@@ -63,13 +74,13 @@ class Lookout:
             if self._board.presence.gone.get(rank) == LEFT:
                 return f"rank {rank} has destroyed its process group; {_EXPECTED}"
         if now >= self._next_ask:
-            self._next_ask = now + _ASK_S
+            self._next_ask = now + self._ask_s
             self._board.presence.ask(self._asked(missing))
         before, self._since = self._since, {}
         for rank in missing[:_FEW]:
             for evidence, what in self._signs(rank, (self._rank,)):
                 first = self._since[evidence] = before.get(evidence, now)
-                if now - first >= APART_S:
+                if now - first >= APART_S * self._seldom:
                     return f"{what}; {_EXPECTED}"
         self._say_who_is_late(now - self.start, missing)
         return None
@@ -98,7 +109,7 @@ class Lookout:
 
     def _answer(self, rank: int) -> dict[str, Any] | None:
         when, answer = self._board.presence.answers.get(rank, (0.0, None))
-        return answer if when >= self.start and time.monotonic() - when < 4 * _ASK_S else None
+        return answer if when >= self.start and time.monotonic() - when < 4 * self._ask_s else None
 
     def _asked(self, missing: Sequence[int]) -> list[int]:
         """The ranks that are missing, and those that they wait for, as far as known."""
@@ -179,7 +190,7 @@ class Lookout:
             return
         self._says_at *= _LATER
         late = [f"rank {rank} ({self.where(rank)})" for rank in map(self.last, missing[:_FEW])]
-        more = f" and {len(missing) - _FEW} more" if len(missing) > _FEW else ""
+        more = " and others" if len(missing) > _FEW else ""
         with suppress(OSError, ValueError, AttributeError):  # stderr may be gone
             sys.stderr.write(
                 f"overlapc: rank {self._rank} {self._what}, {waited_s:.0f} s so far: "

@@ -15,7 +15,7 @@ from that a connection carries a question, "where are you?", and its answer; nob
 Who comes connects to those that are there already. Messages are lines of JSON:
 
     {"hello": rank, "secret": …, "gone": {…}}   both sides begin with it
-    {"gone": {rank: what}}                      found lost; passed on once
+    {"gone": {rank: what, …}}                   found lost; passed on once
     {"where": 1}      {"here": {…}}             a question and its answer
     {"bye": 1}                                  the rank leaves its process group, and lives on
 """
@@ -78,6 +78,7 @@ class Presence:
     ) -> None:
         self.rank = rank
         self.gone: dict[int, str] = {}  # why a rank will not come any more
+        self._news: dict[int, str] = {}  # of these, what has not been passed on yet
         self.unreached: dict[int, str] = {}  # why a rank cannot be watched
         self.answers: dict[int, tuple[float, dict[str, Any]]] = {}  # when, and where it was
         self._records, self._here, self._toward = records, here, toward
@@ -146,6 +147,8 @@ class Presence:
                 # An error here must not close connections, which others would take for an end.
                 with contextlib.suppress(Exception):
                     self._serve(key.fileobj, key.data, events)
+            with contextlib.suppress(Exception):
+                self._pass_on()
 
     def _begin(self) -> None:
         family, _, _, _, (host, *_) = socket.getaddrinfo(
@@ -262,10 +265,14 @@ class Presence:
     def _is_gone(self, rank: int, what: str) -> None:
         if rank == self.rank or self.gone.get(rank, LEFT) != LEFT:
             return
-        self.gone[rank] = what
-        for link in list(self._links):
+        self.gone[rank] = self._news[rank] = what
+
+    def _pass_on(self) -> None:
+        """Tell the others what is new: of a host's ranks at once."""
+        news, self._news = self._news, {}
+        for link in list(self._links) if news else ():
             if link.rank is not None:
-                self._say(link, {"gone": {rank: what}})
+                self._say(link, {"gone": news})
 
     def _told(self) -> Mapping[int, str]:
         return {rank: what for rank, what in self.gone.items() if what != LEFT}

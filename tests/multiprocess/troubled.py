@@ -28,7 +28,7 @@ DOORS = ("optimize", "TrainStep", "Pipeline")
 TROUBLES = ("late", "killed", "stopped", "in a barrier", "raises")
 STEPS = 4  # the third brings another shape, which `optimize` and `TrainStep` plan anew
 GROUP_S = 300.0  # the process group's own timeout
-HANG_S = 240.0  # a rank that says nothing for so long hangs
+HANG_S = 480.0  # a rank that says nothing for so long hangs
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def answer(**said: Any) -> dict[str, Any]:
 
 def judged(board: Any, answers: dict[int, Any], missing: list[int], seconds: float = 0.8) -> str:
     """What rank 0 finds in so long a wait."""
-    watch = Lookout(board, 0, "waits for a plan", speaks=False)
+    watch = Lookout(board, 0, "waits for a plan", place=2)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for rank, said in answers.items():
@@ -109,7 +109,7 @@ def test_a_collective_that_does_not(board: Any) -> None:
 
 
 def test_a_place_that_changes_is_no_standstill(board: Any) -> None:
-    watch = Lookout(board, 0, "waits for a plan", speaks=False)
+    watch = Lookout(board, 0, "waits for a plan", place=2)
     until, turn = time.monotonic() + 0.8, 0
     while time.monotonic() < until:
         turn += 1
