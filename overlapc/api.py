@@ -47,6 +47,7 @@ from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.regions import Region
 from overlapc.runtime.sliced import SlicedCalls
+from overlapc.sharded.lowered import Lowered
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]
 
@@ -263,15 +264,30 @@ class _Engine:
         self.region = Region()
         self.inexact = Inexact()
         self.backend = Backend(options)
-        compiled = torch.compile(
-            model, backend=self.backend, dynamic=options.dynamic, **_OF_ITS_OWN
-        )
-        self.forward = compiled.forward  # its call is a module's, with the hooks of all modules
+        self.lowered = Lowered(model)
+        self.backend.check = self.lowered.check
         self.sliced: SlicedCalls | AutoCalls | None = None
         if options.slices == "auto":
             self.sliced = AutoCalls(model, options, self.uncut)
         elif options.slices > 1:
             self.sliced = SlicedCalls(model, options, options.slices, self.uncut)
+
+    @functools.cached_property
+    def forward(self) -> Callable[..., Any]:
+        """The compiled model. Hooks of a lowered one are of the same graph in a function alone; of
+        others the call is a module's, with the hooks of all modules."""
+        model = self.model
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        compiled: Any = torch.compile(
+            whole if self.lowered else model,
+            backend=self.backend,
+            dynamic=self.options.dynamic,
+            **_OF_ITS_OWN,
+        )
+        return compiled if self.lowered else compiled.forward
 
     @property
     def cuts(self) -> list[SlicedCalls]:
@@ -298,7 +314,8 @@ class _Engine:
                     with in_call():
                         return self.run(args, kwargs)
                 self.begun = True
-                if by := sharded_by(self.model):
+                self.lowered.look()
+                if not self.lowered and (by := sharded_by(self.model)):
                     self.backend.between_gathers(by)
                 with busy("tracing"):  # the other ranks wait
                     return self.run(args, kwargs)
@@ -324,6 +341,25 @@ class _Engine:
         except CaptureError as error:  # before Dynamo, which would skip the model for good
             self.backend.run_unchanged(f"the whole model: {error}")
             return self.model(*args, **kwargs)
+        return self._in_its_place(args, kwargs) if self.lowered else self._traced(args, kwargs)
+
+    def _in_its_place(self, args: Any, kwargs: Any) -> Any:
+        """Run a model that FSDP2 shards; as FSDP2 runs it, from the call on that no plan runs."""
+        try:
+            with self.lowered.aside():
+                results = self._traced(args, kwargs)
+            self.fails |= bool(self.backend.unchanged)
+            return results
+        except CaptureError as error:
+            reason = str(error)
+        except BackendCompilerFailed as failed:
+            if not isinstance(failed.inner_exception, CaptureError):
+                raise
+            self.fails, reason = True, str(failed.inner_exception)
+        self.backend.run_unchanged(f"the whole model: {reason}")
+        return self.model(*args, **kwargs)
+
+    def _traced(self, args: Any, kwargs: Any) -> Any:
         before = self.backend.calls
         if self.region.entered_again() and _CAST_AGAIN not in self.backend.differences:
             self.backend.differences.append(_CAST_AGAIN)
@@ -339,7 +375,7 @@ class _Engine:
             if reason and not self.settings:
                 self.settings = _END_AT_DATA
                 with dynamo_config.patch(_END_AT_DATA):
-                    return self._run(*args, **kwargs)
+                    return self._traced(args, kwargs)
             if not reason:
                 raise
             results = self.model(*args, **kwargs)  # raises if the model itself fails

@@ -42,6 +42,7 @@ from overlapc.passes.keeping import detach_kept, with_history
 from overlapc.passes.marks import calls_of, marks_of
 from overlapc.passes.means import weigh_means
 from overlapc.passes.nodes import primal_nodes
+from overlapc.passes.sharded import as_fsdp2
 from overlapc.passes.stand_in import Opaques
 from overlapc.passes.stubs import Weakly, never, stubs
 from overlapc.passes.trace import Captured, changed_inputs, trace_joint
@@ -228,6 +229,7 @@ class Traced:
 
         def adopt(traced: fx.GraphModule, results: int, static: Sequence[int]) -> Captured:
             nonlocal run, joint
+            as_fsdp2(traced, results)
             captured = trace_joint(traced, results, inner_places(traced, static))
             joint = _described(captured, marks_of(graph), views_of(exported), metas_of(exported))
             joint.hands_on, joint.weighs, joint.as_called = has_order, weighs, self._here

@@ -10,6 +10,7 @@ from torch.fx.traceback import annotate
 
 _MARK = "overlapc_result"
 _CALL = "overlapc_call"
+_GATHER = "overlapc_gather"
 
 
 def mark(tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -31,6 +32,16 @@ def called(number: int) -> AbstractContextManager[None]:
 def calls_of(graph: fx.GraphModule) -> frozenset[int]:
     found = {_said(node).get(_CALL) for node in graph.graph.nodes}
     return frozenset(number for number in found if number is not None)
+
+
+def gathering(number: int) -> AbstractContextManager[None]:
+    """Nodes of the block gather the parameters of this group of FSDP2's; -1: eager keeps them."""
+    return annotate({_GATHER: number})
+
+
+def group_gathered(node: object) -> int | None:
+    """The number from `gathering`."""
+    return _said(node).get(_GATHER)
 
 
 def _said(node: object) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""`checkpointed` makes the plan of a model's own recompute, by `torch.utils.checkpoint`.
+"""`checkpointed` makes the plan of a model's own recompute: by `torch.utils.checkpoint`, and of
+FSDP2's groups that are gathered again for the backward.
 
 A graph has all ops of a checkpoint once, as if nothing were run again; PyTorch notes on each to
 which checkpoint it belongs, and what its policy is. What such a model takes by itself is the
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from overlapc.ir import Plan, Problem
 from overlapc.solvers.choice import Needs, plan_on_demand
@@ -18,16 +19,19 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
 
 
+_KEPT = -1  # full parameters that eager keeps for the backward
+
+
 class Region(NamedTuple):
     """Ops that a model runs again in its backward."""
 
-    number: int
+    number: Any
     keeps_outputs: bool = True
 
 
 def checkpointed(captured: Captured) -> Callable[[Problem], Plan] | None:
-    """Return a function that makes the plan of the model's checkpoints, or None without any."""
-    regions: dict[str, Region] = {}
+    """Return a function that makes the plan of the model's own recompute, or None without any."""
+    regions = _gathers(captured)
     saved: set[str] = set()
     for node in captured.joint.graph.nodes:
         policy = node.meta.get("recompute")
@@ -36,6 +40,47 @@ def checkpointed(captured: Captured) -> Callable[[Problem], Plan] | None:
             if policy.name in ("MUST_SAVE", "PREFER_SAVE"):
                 saved.add(node.name)
     return partial(plan_of_regions, regions, saved=saved) if regions else None
+
+
+def gathered_again(captured: Captured) -> Callable[[Problem], Plan] | None:
+    """Return a function that makes the plan that keeps all but the full parameters that FSDP2
+    gathers again, or None without any."""
+    regions = _gathers(captured)
+    return partial(plan_of_regions, regions) if regions else None
+
+
+def gathered_bytes(captured: Captured) -> int:
+    """The bytes of full parameters that FSDP2 holds at a time: of the groups that it keeps, and of
+    the two largest others, of which one runs while the next is gathered. 0 without any. A fraction
+    of activations does not count them."""
+    trace, each = captured.trace, dict[int, dict[str, int]]()
+    for name, number in _group_of(captured).items():
+        held = each.setdefault(number, {})
+        for output in trace.op[name].outputs:
+            value = trace.value[output]
+            held[value.storage] = max(held.get(value.storage, 0), value.bytes)
+    sums = {number: sum(held.values()) for number, held in each.items()}
+    return sums.pop(_KEPT, 0) + sum(sorted(sums.values())[-2:])
+
+
+def _gathers(captured: Captured) -> dict[str, Region]:
+    return {
+        name: Region(("gather", number), keeps_outputs=False)
+        for name, number in _group_of(captured).items()
+        if number != _KEPT
+    }
+
+
+def _group_of(captured: Captured) -> dict[str, int]:
+    """Ops that gather parameters, with the number of their group."""
+    from overlapc.passes.marks import group_gathered
+
+    numbers = {node.name: group_gathered(node) for node in captured.joint.graph.nodes}
+    return {
+        op.name: number
+        for op in captured.trace.ops
+        if op.is_forward and (number := numbers.get(op.name)) is not None
+    }
 
 
 def plan_of_regions(

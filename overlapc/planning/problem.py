@@ -73,15 +73,20 @@ def formulate(
     problem = step.microbatch(trace, profile)
     resident_bytes = problem.resident_bytes + step.beside_bytes
     problem = replace(problem, in_flight=step.in_flight, resident_bytes=resident_bytes)
-    lasting_bytes = resident_bytes
-    if step.gradients is None:
-        lasting_bytes = saved_bytes(problem, trace.outputs)
     eager_bytes = eager_timeline(problem).peak_bytes
     if step.slices > 1 and all(op.is_forward for op in trace.ops):
         # Nothing lasts until a backward: the whole batch takes what slices take at the same time.
         lone = replace(step, slices=1).microbatch(trace, profile)
         eager_bytes = max(eager_bytes, step.slices * eager_timeline(lone).peak_bytes)
-    return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting_bytes))
+    lasting = lasting_bytes(problem, step)
+    return replace(problem, budget_bytes=parse_budget(budget, eager_bytes, lasting))
+
+
+def lasting_bytes(problem: Problem, step: TrainingStep) -> int:
+    """Count the bytes of the gradients and results that no plan can avoid."""
+    if step.gradients is None:
+        return saved_bytes(problem, problem.trace.outputs)
+    return problem.resident_bytes
 
 
 def tangent_bytes(trace: Trace) -> int:

@@ -26,9 +26,15 @@ from overlapc.planning.agreement import (
     this_rank,
     unlike_ranks,
 )
-from overlapc.planning.options import Options
-from overlapc.planning.own import checkpointed
-from overlapc.planning.problem import GRAPH, TrainingStep, eager_timeline, formulate
+from overlapc.planning.options import Options, parse_budget
+from overlapc.planning.own import checkpointed, gathered_again, gathered_bytes
+from overlapc.planning.problem import (
+    GRAPH,
+    TrainingStep,
+    eager_timeline,
+    formulate,
+    lasting_bytes,
+)
 from overlapc.planning.report import Report, StepPlan
 from overlapc.progress import doing
 from overlapc.simulate import peak_bytes, simulate, step_ns
@@ -85,9 +91,15 @@ def plan(
     theirs = own and own(lone)
     if theirs is not None and step.slices > 1:
         theirs = one_by_one(problem, theirs)
+    budget_bytes = problem.budget_bytes
     if options.memory_budget is None:
         budget_bytes = _default_budget(problem, lone, options.solver, theirs)
-        problem, lone = (replace(each, budget_bytes=budget_bytes) for each in (problem, lone))
+    elif isinstance(options.memory_budget, float) and (full_bytes := gathered_bytes(captured)):
+        again = gathered_again(captured)
+        peak = peak_bytes(problem, again(problem)) if again else eager_timeline(lone).peak_bytes
+        held_bytes = lasting_bytes(problem, step) + full_bytes
+        budget_bytes = parse_budget(options.memory_budget, max(peak, held_bytes), held_bytes)
+    problem, lone = (replace(each, budget_bytes=budget_bytes) for each in (problem, lone))
     log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
 
     ranks = [step.microbatch(captured.trace, profile).profile for profile in profiles]

@@ -33,6 +33,7 @@ from overlapc.passes.joint import inner_places, refuse_subclasses
 from overlapc.passes.nodes import line_of, primal_nodes
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.second import taken_again
+from overlapc.passes.sharded import as_fsdp2
 from overlapc.passes.switches import InForwardsWay
 from overlapc.passes.tangents import as_they_come, given, is_hidden
 from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
@@ -70,12 +71,14 @@ class Backend:
         self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
         self._sharded = False
+        self.check: Callable[[Sequence[Any]], None] = lambda inputs: None  # raises CaptureError
         self.differences: list[str] = []  # lines of the model that may differ from eager
         self.views: list[str] = []  # such lines that count if there are several graphs
         self.left_out: list[str] = []  # such lines that count if there is only one graph
         self._cast: list[frozenset[int]] = []  # parameters of each graph under autocast
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.check(example_inputs)
         graph = Graph(gm, self.steps)
         traced = example_inputs if are_fake(example_inputs) else ()
         partition = Partition(self, graph, example_inputs)
@@ -249,6 +252,7 @@ class Partition:
         **partition_options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         static = tuple(static_lifetime_input_indices or ())
+        as_fsdp2(joint, num_fwd_outputs)
         captured = trace_joint(
             joint,
             num_fwd_outputs,

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.errors import CaptureError, OptionError, OverlapcError
 from overlapc.layers import sliced
 from overlapc.passes.draws import Draw, may_pair
-from overlapc.passes.joint import Joint, Run, Stop, Traced, capture
+from overlapc.passes.joint import Joint, Run, Stop, Traced, capture, owner_of
 from overlapc.passes.marks import mark
 from overlapc.passes.parts import parameter_gradients
 from overlapc.passes.untraced import SwitchedOff
@@ -48,6 +48,7 @@ from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.runtime.slices import SlicedProgram, Slices, marked
 from overlapc.runtime.steps import Step
 from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
+from overlapc.sharded.lowered import Lowered
 
 
 class TrainStep:
@@ -119,7 +120,7 @@ class TrainStep:
         self._met: set[Any] = set()  # keys of those that ran
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
-        self._replicas, self._inexact = Replicas(model), Inexact()
+        self._replicas, self._lowered, self._inexact = Replicas(model), Lowered(model), Inexact()
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: Step | Slices | None = None  # the running step
@@ -347,10 +348,12 @@ class TrainStep:
     def _tracing(self, key: Any) -> Iterator[None]:
         """While this rank traces, the others wait for it, and notice if it is lost."""
         if new := key not in self._met:
-            refuse_sharded(self.model)
+            self._lowered.look()
+            if not self._lowered:
+                refuse_sharded(self.model)
         self._met.add(key)
         waits = busy("tracing") if new else in_call()
-        with waits, self._replicas.aside():
+        with waits, self._replicas.aside(), self._lowered.aside():
             yield
         self._inexact.say(self.differences)
 
@@ -378,6 +381,7 @@ class TrainStep:
             step = self._step
             assert step is not None
             refuse_owners(joint, state, self.model)
+            self._lowered.check(state[owner_of(name)].tensor for name in joint.leaves)
             if joint.captured.trace.lanes and isinstance(step, Step):
                 alike(self._all)  # ranks may have others, and so merge others
             if step.count not in programs:

@@ -86,8 +86,9 @@ LAYERS = {
     "emulate.model": Layer("errors"),
     "runtime": Layer(
         "api errors files flags functions ir layers merge passes pipeline planning profiler "
-        "progress ranks schedule shared_changes shares stages timing torch"
+        "progress ranks schedule sharded shared_changes shares stages timing torch"
     ),
+    "sharded": Layer("errors torch"),
     # How ranks agree, and who is dead, late or disagrees. Everything that runs uses it.
     "ranks": Layer("errors issued progress shared_changes torch"),
     "ranks.guard": Layer("errors shared_changes"),
@@ -117,7 +118,7 @@ LAYERS = {
         "ir pipeline ranks runtime text torch",
     ),
     "__main__": Layer("cli"),
-    "api": Layer("errors files ir passes planning ranks runtime torch"),
+    "api": Layer("errors files ir passes planning ranks runtime sharded torch"),
     "overlapc": Layer("check errors files ir simulate", "api planning runtime search solvers"),
 }
 OF_TORCH = {"torch", "triton"}  # triton needs a GPU: it is nowhere but beside torch

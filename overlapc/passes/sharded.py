@@ -1,0 +1,101 @@
+"""Gathers and reductions of FSDP2's groups in a joint graph, as FSDP2 itself has them.
+
+- Each group's gather begins when the one before has ended, as FSDP2 prefetches one ahead.
+- A parameter that the loss does not read keeps its `.grad` None. (Dynamo gives zeros to the op of
+  the whole group.)
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlapc.passes.marks import group_gathered
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_ATEN = torch.ops.aten
+_CHUNK_CAT = _ATEN._chunk_cat.default
+_SPLITS = {_ATEN.split_with_sizes.default, _ATEN.split.Tensor}
+_MADE = {
+    *(_ATEN.zeros.default, _ATEN.zeros_like.default, _ATEN.new_zeros.default),
+    *(_ATEN.full.default, _ATEN.full_like.default),
+}
+_PASSES_ON = {
+    *(_ATEN._to_copy.default, _ATEN.expand.default, _ATEN.view.default, _ATEN.clone.default),
+    *(torch.ops.prims.convert_element_type.default, _ATEN.alias.default),
+}
+
+
+def as_fsdp2(joint: fx.GraphModule, results: int) -> None:
+    """Change a joint graph of a sharded model in place; others stay as they are."""
+    gather_ahead(joint.graph)
+    drop_unread(joint, results)
+
+
+def gather_ahead(graph: fx.Graph) -> None:
+    """Begin each gather where the one before it has ended: it reads parameters alone."""
+    starts = [
+        node for node in graph.nodes if node.target is _GATHER and group_gathered(node) is not None
+    ]
+    for before, start in pairwise(starts):
+        place = next(iter(before.users))  # its wait
+        for node in (*_made_from_leaves(start), start):
+            place.append(node)
+            place = node
+    if starts:
+        graph.lint()
+
+
+def _made_from_leaves(start: fx.Node) -> list[fx.Node]:
+    """What a gather needs, in order."""
+    found: dict[fx.Node, None] = {}
+    front = list(start.all_input_nodes)
+    while front:
+        node = front.pop()
+        if node.op != "placeholder" and node not in found:
+            found[node] = None
+            front += node.all_input_nodes
+    return sorted(found)
+
+
+def drop_unread(joint: fx.GraphModule, results: int) -> None:
+    """Have a joint graph return no gradient that is a reduction of nothing but zeros that were made
+    for a parameter without one. (The zeros travel with the other gradients of the group.)"""
+    output = joint.graph.find_nodes(op="output")[0]
+    returned = list(output.args[0])
+    for i, gradient in enumerate(returned[results:], results):
+        if isinstance(gradient, fx.Node) and _is_of_zeros(gradient):
+            returned[i] = None
+    if returned != list(output.args[0]):
+        kind = type(output.args[0])
+        output.args = (kind(returned),)
+        joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+        joint.recompile()
+
+
+def _is_of_zeros(gradient: fx.Node) -> bool:
+    if gradient.target is not operator.getitem:
+        return False
+    split, number = gradient.args
+    if not isinstance(split, fx.Node) or split.target not in _SPLITS:
+        return False
+    node: Any = split.args[0]
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.target != _CHUNK_CAT:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target != _CHUNK_CAT:
+        return False
+    parts: Any = node.args[0]
+    return _is_zeros(parts[number])
+
+
+def _is_zeros(node: Any) -> bool:
+    while isinstance(node, fx.Node) and node.target in _PASSES_ON:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target not in _MADE:
+        return False
+    filled = "full" in str(node.target)
+    return not filled or node.args[1] == 0

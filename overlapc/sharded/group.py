@@ -1,0 +1,300 @@
+"""`Group` is a parameter group of FSDP2 as graphs see it: one op of autograd from the shards of its
+parameters to full ones.
+
+    forward     cast, cat            -> all_gather_into_tensor -> split_with_sizes_copy
+    backward    cast, _chunk_cat     -> reduce_scatter_tensor (-> all_reduce) -> cast, split
+
+Operands have FSDP2's own flat layout, so every collective adds up what FSDP2's does, and gradients
+have equal bits.
+
+A graph reads *leaves*: plain parameters that share the memory of FSDP2's padded shards. They have
+one shape on all ranks, so all ranks trace the same graph. What autograd adds to a leaf's gradient
+is moved into `.grad` of the DTensor parameter, which optimizers and checkpoints see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from overlapc.errors import CaptureError
+from overlapc.passes.marks import gathering
+
+_C10D = torch.ops._c10d_functional
+_REDUCTIONS = {"RedOpType.SUM": "sum", "RedOpType.AVG": "avg"}
+_EXTENSION = "fsdp_pre_all_gather"
+
+
+class Group:
+    """Leaves of a parameter group, and its full parameters while a forward runs."""
+
+    def __init__(self, group: Any, number: int) -> None:
+        refuse_group(group)
+        self.group = group
+        params = group.fsdp_params
+        self.leaves = [
+            nn.Parameter(each._sharded_param_data, each.sharded_param.requires_grad)
+            for each in params
+        ]
+        self.full: list[Tensor] | None = None
+        self._gather = op_of(Layout.of(group, number))
+        self._specs = [each._unsharded_dtensor_spec for each in params]
+        pairs = zip(self.leaves, params, strict=True)
+        self._nodes = [_delivering(leaf, each) for leaf, each in pairs if leaf.requires_grad]
+
+    def gather(self) -> None:
+        """Have full parameters, if there are none yet. (Dynamo traces this.)"""
+        if self.full is not None:
+            return
+        full = list(self._gather.apply(*self.leaves))
+        for i, spec in enumerate(self._specs):
+            if spec is not None:  # modules read a DTensor of tensor parallelism
+                shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+                full[i] = DTensor.from_local(
+                    full[i], spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+                )
+        self.full = full
+
+    def refresh(self) -> None:
+        """Read the memory that FSDP2 reads: a loaded state dict may have brought another. Free what
+        an evaluation has left gathered: no eager backward would."""
+        for leaf, each in zip(self.leaves, self.group.fsdp_params, strict=True):
+            if leaf.data_ptr() != each._sharded_param_data.data_ptr():
+                leaf.data = each._sharded_param_data
+        if not self.group.is_sharded:
+            self.group._to_sharded()
+
+    def close(self) -> None:
+        for _, handle in self._nodes:
+            handle.remove()
+
+
+def kind_of(group: Any) -> Any:
+    """What a graph of the group depends on. If it changes, the group is lowered again."""
+    params = tuple(
+        (id(each.sharded_param), each.sharded_param.requires_grad) for each in group.fsdp_params
+    )
+    factor, forced = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    kept = group.post_forward_mesh_info is None
+    return params, factor, forced, kept, group.reduce_scatter_unused_params
+
+
+def refuse_group(group: Any) -> None:
+    """Raise for what FSDP2 does for the group and a graph does not."""
+    params = group.fsdp_params
+    gather, scatter = type(group._all_gather_comm), type(group._reduce_scatter_comm)
+    own = (collectives.DefaultAllGather, collectives.DefaultReduceScatter)
+    modules = [module for each in params for module in _modules_of(each)]
+    refused = {
+        "replicated parameters (a mesh of replicas alone)": not isinstance(
+            group.mesh_info, FSDPMeshInfo
+        ),
+        "a hook on its all-reduce (set_all_reduce_hook)": group._all_reduce_hook is not None,
+        "collectives of one's own, or memory of the process group": (gather, scatter) != own,
+        "parameters on the host (CPUOffloadPolicy)": any(each.offload_to_cpu for each in params),
+        f"parameters that gather themselves ({_EXTENSION})": any(
+            hasattr(each._sharded_local_tensor, _EXTENSION) for each in params
+        ),
+        "weights of nn.RNN, nn.LSTM or nn.GRU, which reads them from a list": any(
+            isinstance(module, nn.RNNBase) for module in modules
+        ),
+    }
+    if what := next((what for what, found in refused.items() if found), ""):
+        raise CaptureError(f"FSDP2 shards {named(group)} with {what}")
+
+
+def refuse_accumulation(group: Any) -> None:
+    """Raise where gradients are not reduced in this backward, or where earlier ones wait for it."""
+    if not (group.reduce_grads and group.all_reduce_grads):
+        raise CaptureError(
+            "FSDP2 does not reduce gradients in this backward (set_requires_gradient_sync(False) "
+            "or set_requires_all_reduce(False))"
+        )
+    waiting = group._partial_reduce_output is not None or any(
+        each.unsharded_accumulated_grad is not None for each in group.fsdp_params
+    )
+    if waiting:
+        raise CaptureError(
+            "FSDP2 reduces gradients of earlier microbatches with this backward's "
+            "(set_requires_gradient_sync)"
+        )
+
+
+def named(group: Any) -> str:
+    return group._module_fqn or "the model"
+
+
+def _modules_of(param: Any) -> list[nn.Module]:
+    info = param._module_info
+    return [info.module, *info.shared_modules]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a group's parameters lie in its flat tensors, and how these travel. Plain data alone, as
+    Dynamo wants it in a closure."""
+
+    number: int  # in the model; -1 if eager keeps full parameters for the backward
+    ranks: int
+    gathers: str  # names of process groups
+    scatters: str
+    reduces: str | None  # over the replicas of shards
+    dtypes: Sequence[torch.dtype]  # of full parameters
+    shards: Sequence[Sequence[int]]  # sizes of a shard, padded
+    whole: Sequence[Sequence[int]]
+    dims: Sequence[int]  # along which each is sharded
+    trained: Sequence[bool]
+    zeros: bool  # are unused parameters reduced, too?
+    own: torch.dtype | None
+    reduced: torch.dtype | None
+    before: float | None  # divisors
+    after: float | None
+    alone: float | None  # the divisor where there is nothing to reduce
+    scatter_op: str
+    reduce_op: str
+
+    @staticmethod
+    def of(group: Any, number: int) -> Layout:
+        params, info = group.fsdp_params, group.mesh_info
+        dtypes = [each.param_dtype or each.orig_dtype for each in params]
+        trained = [each.sharded_param.requires_grad for each in params]
+        replicas = info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+        computed = next((d for d, t in zip(dtypes, trained, strict=True) if t), dtypes[0])
+        before, after, *ops = collectives._get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            replicas,
+            group._reduce_dtype or computed,
+            group.device.type,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
+        kinds = [_REDUCTIONS.get(str(op)) for op in ops]
+        if None in kinds:
+            raise CaptureError(
+                f"FSDP2 divides gradients of {named(group)} within its reduction (PREMUL_SUM); "
+                "expected set_force_sum_reduction_for_comms(True)"
+            )
+        return Layout(
+            number=number if group.post_forward_mesh_info is not None else -1,
+            ranks=info.shard_mesh_size,
+            gathers=info.shard_process_group.group_name,
+            scatters=group._reduce_scatter_process_group.group_name,
+            reduces=None if replicas is None else replicas.group_name,
+            dtypes=dtypes,
+            shards=[list(each.padded_sharded_param_size) for each in params],
+            whole=[tuple(each._orig_size) for each in params],
+            dims=[each.fsdp_placement.dim for each in params],
+            trained=trained,
+            zeros=group.reduce_scatter_unused_params,
+            own=group._orig_dtype,
+            reduced=group._reduce_dtype,
+            before=before,
+            after=after,
+            alone=group.gradient_divide_factor,
+            scatter_op=str(kinds[0]),
+            reduce_op=str(kinds[1]),
+        )
+
+
+def op_of(layout: Layout) -> type[torch.autograd.Function]:
+    """A group's gather, and in its backward the reduction."""
+    ranks, dims, trained, whole = layout.ranks, layout.dims, layout.trained, layout.whole
+    dtypes, shards = layout.dtypes, layout.shards
+    gathers, scatters, reduces = layout.gathers, layout.scatters, layout.reduces
+    own, reduced, before, after = layout.own, layout.reduced, layout.before, layout.after
+    alone, scatter_op, reduce_op = layout.alone, layout.scatter_op, layout.reduce_op
+    zeros, number = layout.zeros, layout.number
+    as_bytes = len(set(dtypes)) > 1
+    numels = [math.prod(size) for size in shards]
+    pairs = zip(numels, dtypes, strict=True)
+    sizes = [count * dtype.itemsize if as_bytes else count for count, dtype in pairs]
+    mine = [i for i, wanted in enumerate(trained) if wanted]
+    frozen = [i for i, wanted in enumerate(trained) if not wanted]
+
+    def joined(part: Tensor, i: int) -> Tensor:
+        """A parameter, of the shards of all ranks."""
+        part = part.view(dtypes[i]) if as_bytes else part
+        if dims[i] == 0:  # padding is behind all rows
+            return part.view(-1)[: math.prod(whole[i])].view(whole[i])
+        rows = part.view(ranks * shards[i][0], *shards[i][1:])
+        return torch.cat(torch.chunk(rows, ranks), dims[i])
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+            with gathering(number):
+                cast = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]  # noqa: B905
+                flat = torch.cat([each.view(torch.uint8) for each in cast] if as_bytes else cast)
+                if ranks > 1:
+                    flat = _C10D.wait_tensor(_C10D.all_gather_into_tensor(flat, ranks, gathers))
+                parts = torch.split_with_sizes_copy(flat.view(ranks, -1), sizes, 1)
+                full = tuple([joined(part, i) for i, part in enumerate(parts)])
+            ctx.mark_non_differentiable(*[full[i] for i in frozen])
+            return full
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            each = []
+            for i in mine:
+                gradient = gradients[i]
+                if dims[i] and ranks > 1:
+                    gradient = torch.cat(torch.chunk(gradient, ranks, dims[i]))
+                each.append(gradient if reduced is None else gradient.to(reduced))
+            back: list[Tensor | None] = [None] * len(whole)
+            if not each:
+                return tuple(back)
+            flat = torch._chunk_cat(each, 0, ranks).view(-1)
+            if before is not None and before != 1:
+                flat = flat / before
+            if ranks > 1:
+                scattered = _C10D.reduce_scatter_tensor(flat, scatter_op, ranks, scatters)
+                flat = _C10D.wait_tensor(scattered)
+            elif alone is not None:
+                flat = flat / alone
+            if reduces is not None:
+                flat = _C10D.wait_tensor(_C10D.all_reduce(flat, reduce_op, reduces))
+            if after is not None and after != 1:
+                flat = flat / after
+            flat = flat.to(own)
+            if zeros:  # in another form: `passes/sharded.py` drops the zeros of a split
+                start = 0
+                for i in mine:
+                    back[i] = flat.narrow(0, start, numels[i])
+                    start += numels[i]
+                return tuple(back)
+            for i, part in zip(mine, torch.split(flat, [numels[i] for i in mine])):  # noqa: B905
+                back[i] = part
+            return tuple(back)
+
+    return Gather
+
+
+def _delivering(leaf: nn.Parameter, param: Any) -> tuple[Any, Any]:
+    """Have each gradient of a leaf moved into `.grad` of its parameter, as FSDP2's reduction ends.
+    The hook is on autograd's node that adds to `leaf.grad`, which lives as long as it is held."""
+
+    def deliver(*_: Any) -> None:
+        flat, leaf.grad = leaf.grad, None
+        if flat is None:
+            return
+        mine = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride)
+        target = param.sharded_param
+        if target.grad is None:
+            target.grad = param.to_sharded_dtensor(mine)
+        else:
+            target.grad._local_tensor.add_(mine)
+        for hook in (getattr(target, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(target)
+
+    with torch.enable_grad():
+        function: Any = leaf.view_as(leaf).grad_fn
+        node = function.next_functions[0][0]
+    return node, node.register_hook(deliver)

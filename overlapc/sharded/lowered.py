@@ -1,0 +1,264 @@
+"""`Lowered` stands in for FSDP2's hooks while a call of a sharded model is traced or runs planned.
+
+    lowered = Lowered(model)
+    with lowered.aside():             # hooks gather in the graph, modules read full parameters
+        loss = planned(batch)
+    loss.backward()                   # gradients arrive in the sharded parameters
+
+Nothing is wrapped: outside of the block the model is FSDP2's own, and its parameters stay the
+DTensors that optimizers, clipping and checkpoints know. Within it
+
+- the functions of FSDP2's hooks are replaced where they are, so their order stays;
+- modules read a full parameter through a property, while `_parameters` keeps the shard.
+
+Full parameters live from their group's first use to the end of the root's forward: a module that is
+called twice is gathered and reduced once, as in FSDP2. Whether they are kept for the backward or
+gathered again is the plan's choice, and changes no bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.utils import _apply_to_tensors
+
+from overlapc.errors import CaptureError
+
+_SLOTS = "_overlapc_slots"  # in a module's __dict__: name -> (group, index)
+_WRAPPER = "CheckpointWrapper"
+
+
+class Lowered:
+    """The parts of a model that FSDP2 shards, and what takes the place of its hooks. False if there
+    are none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._roots: list[_Root] = []
+        self.look()
+
+    def __bool__(self) -> bool:
+        return bool(self._roots)
+
+    def look(self) -> None:
+        """Look again which parts are sharded, if none was."""
+        if not self._roots:
+            self._roots = [_Root(module, state) for module, state in _outermost(self._model)]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While the block runs, gathers and reductions are ops of the graph. CaptureError for a
+        model or a moment at which they cannot be."""
+        for root in self._roots:
+            root.prepare()
+        with ExitStack() as stack:
+            for root in self._roots:
+                stack.enter_context(root.swapped())
+            yield
+
+    def check(self, tensors: Iterable[Any]) -> None:
+        """Raise if a graph reads a shard where the model means a full parameter."""
+        if not self._roots:
+            return
+        known = {id(tensor) for tensor in tensors}
+        for root in self._roots:
+            if name := root.read(known):
+                raise CaptureError(
+                    f"the model reads {name}, which FSDP2 shards, otherwise than as an attribute "
+                    "of its module (in parameters(), say)"
+                )
+
+
+class _Root:
+    """A module with FSDP2's state, that no other is around, and its groups."""
+
+    def __init__(self, module: nn.Module, state: Any) -> None:
+        self._module, self._state = module, state
+        self._groups: list[Any] = []
+        self._kind: Any = None
+        self._swaps: list[tuple[dict[int, Any], int, Any, Any]] = []  # table, key, theirs, ours
+        self._readers: dict[nn.Module, tuple[type, type, dict[str, Any]]] = {}
+
+    def prepare(self) -> None:
+        """Make leaves and hooks, if what they depend on has changed."""
+        from overlapc.sharded.group import kind_of, refuse_accumulation
+
+        if self._state._is_root is False:
+            raise CaptureError(
+                "FSDP2 shards a model around this one; expected the model on which fully_shard was "
+                "called last"
+            )
+        self._state._lazy_init()
+        states = self._state._state_ctx.all_states
+        theirs = [group for state in states for group in state._fsdp_param_groups]
+        kind = [(id(group), kind_of(group)) for group in theirs]
+        if kind != self._kind:
+            self._lower(states)
+            self._kind = kind
+        for group in self._groups:
+            refuse_accumulation(group.group)
+            group.refresh()
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        for table, key, _, ours in self._swaps:
+            table[key] = ours
+        for module, (_, reads, slots) in self._readers.items():
+            module.__class__ = reads
+            module.__dict__[_SLOTS] = slots
+        try:
+            yield
+        finally:
+            for table, key, theirs, _ in self._swaps:
+                table[key] = theirs
+            for module, (kind, _, _) in self._readers.items():
+                module.__class__ = kind
+                del module.__dict__[_SLOTS]
+            for group in self._groups:
+                group.full = None
+
+    def read(self, known: Container[int]) -> str:
+        """The name of a sharded parameter among the tensors of these ids, or ""."""
+        params = (each for group in self._groups for each in group.group.fsdp_params)
+        found = (each._param_fqn for each in params if id(each.sharded_param) in known)
+        return str(next(found, ""))
+
+    def _lower(self, states: Any) -> None:
+        from overlapc.sharded.group import Group
+
+        for group in self._groups:
+            group.close()
+        self._kind, self._groups, self._swaps, self._readers = None, [], [], {}
+        for name, module in self._module.named_modules():
+            if module._compiled_call_impl is not None:
+                raise CaptureError(
+                    f"{name or 'the model'} is compiled by itself (module.compile()), and its "
+                    "kernels would be lost"
+                )
+        theirs = [group for state in states for group in state._fsdp_param_groups]
+        made = {group: Group(group, number) for number, group in enumerate(theirs)}
+        self._groups = list(made.values())
+        run, all_first = _Forward(self._groups), _checkpoints(self._module)
+        for state in states:
+            mine = [made[group] for group in state._fsdp_param_groups]
+            if all_first and state is self._state:
+                mine = self._groups
+            hooks = _Hooks(run, state._mp_policy, mine, state is self._state)
+            self._swaps += _swaps(state, hooks.before, hooks.behind)
+        slots: dict[nn.Module, dict[str, Any]] = {}
+        for group in self._groups:
+            for i, param in enumerate(group.group.fsdp_params):
+                info = param._module_info
+                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                for module, name in ((info.module, info.param_name), *shared):
+                    slots.setdefault(module, {})[name] = group, i
+        self._readers = {
+            module: (type(module), _reading_as(type(module), named), named)
+            for module, named in slots.items()
+        }
+
+
+def _swaps(state: Any, before: Any, behind: Any) -> Iterator[tuple[dict[int, Any], int, Any, Any]]:
+    """FSDP2's hooks of a state: table, key, and whose takes the place of whose."""
+    pair = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    for handle in dict.fromkeys(pair):  # one of several for `fully_shard([a, b])`
+        for each in getattr(handle, "handles", (handle,)):
+            table = each.hooks_dict_ref()
+            is_before = any(table is module._forward_pre_hooks for module in state._modules)
+            yield table, each.id, table[each.id], before if is_before else behind
+
+
+class _Forward:
+    """A forward that runs: whose it is, and what it has gathered."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self.groups = groups
+        self.root: Any = None
+
+    def clear(self) -> None:
+        for group in self.groups:
+            group.full = None
+        self.root = None
+
+
+class _Hooks:
+    """What a state of FSDP2 does before and behind the forward of its modules, for Dynamo."""
+
+    def __init__(self, run: _Forward, policy: Any, groups: list[Any], is_root: bool) -> None:
+        self.run, self.groups, self.is_root = run, groups, is_root
+        self.given = policy.param_dtype if policy.cast_forward_inputs else None
+        self.made = policy.output_dtype
+
+    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.is_root or self.run.root is None:  # or a part of the model is called by itself
+            self.run.clear()
+            self.run.root = self
+        if self.given is not None:
+            args, kwargs = _cast(self.given, args), _cast(self.given, kwargs)
+        for group in self.groups:
+            group.gather()
+        return args, kwargs
+
+    def behind(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if self.run.root is self:
+            self.run.clear()
+        return output if self.made is None else _cast(self.made, output)
+
+
+def _cast(dtype: torch.dtype, values: Any) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+
+    return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), values)
+
+
+def _reading_as(kind: Any, named: Iterable[str]) -> type:
+    return _reading(kind, tuple(sorted(named)))
+
+
+@functools.cache
+def _reading(kind: type, names: tuple[str, ...]) -> type:
+    """A class like `kind` that finds full parameters under these names."""
+
+    def read(name: str) -> property:
+        def get(self: Any) -> Any:
+            group, i = self.__dict__[_SLOTS][name]
+            return self._parameters[name] if group.full is None else group.full[i]
+
+        def put(self: Any, value: Any) -> None:
+            self._parameters[name] = value
+
+        return property(get, put)
+
+    space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    made: Any = type(kind)
+    found: type = made(kind.__name__, (kind,), {**space, **{name: read(name) for name in names}})
+    return found
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Does the model checkpoint blocks? No hook may gather there, since Dynamo takes no side
+    effects in a checkpoint: the root gathers all, and the plan may move that."""
+    return any(
+        type(module).__name__ == _WRAPPER or getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    )
+
+
+def _outermost(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The modules with FSDP2's state that are in no other one, and their states."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    found: list[tuple[str, nn.Module, Any]] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{other}." if other else "") for other, _, _ in found):
+            continue
+        if (state := _get_module_fsdp_state(module)) is not None:
+            found.append((name, module, state))
+    return [(module, state) for _, module, state in found]
