@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-VOCAB, SEQ, STEPS = 48, 8, 3
+VOCAB, SEQ, STEPS = 48, 32, 3
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = {
     "": {},
