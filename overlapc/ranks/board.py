@@ -170,6 +170,7 @@ class Board:
             yield
         except Exception as error:
             history.raised = history.calls, f"{type(error).__name__}: {_first_line(error)}"
+            self.presence.raises(history.raised[1])
             raise
         finally:
             self._called = not outermost

@@ -30,6 +30,7 @@ _ASK_S = 0.5
 _LOOK_S = 0.1
 _SPEAK = 2  # so many of those that wait say who is late
 _FEW = 8  # at most so many ranks are asked at once
+_MOST_ASKED = 32  # of those that a collective joins
 _MANY = 64  # so many that wait for one rank ask it each `_ASK_S`; more of them, less often
 _EXPECTED = (
     "expected the same calls on all ranks: see the output of that rank for what it did instead"
@@ -41,7 +42,8 @@ class Lookout:
     """What one rank sees of the others during one wait, `what`. `place`: its number among those
     that wait for the same; the first say who is late, and the last of many ask seldom. Of
     `transfers` another rank may have sent long ago what is still on its way: then only what it has
-    raised says that it cannot come."""
+    raised says that it cannot come. `group` names the process group of a collective that is waited
+    for."""
 
     def __init__(
         self,
@@ -50,8 +52,10 @@ class Lookout:
         what: str,
         place: int = 0,
         transfers: bool = False,
+        group: str = "",
     ) -> None:
         self.start = time.monotonic()
+        self._group = group
         self._board, self._rank, self._what = board, rank, what
         self._transfers = transfers
         self._seldom = max(1.0, place / _MANY)
@@ -75,10 +79,13 @@ class Lookout:
                 return f"rank {rank} has destroyed its process group; {_EXPECTED}"
         if now >= self._next_ask:
             self._next_ask = now + self._ask_s
-            self._board.presence.ask(self._asked(missing))
+            joined = [*concerned[:_MOST_ASKED]] if self._group else []
+            self._board.presence.ask([*self._asked(missing), *joined])
         before, self._since = self._since, {}
-        for rank in missing[:_FEW]:
-            for evidence, what in self._signs(rank, (self._rank,)):
+        signs = [self._signs(rank, (self._rank,)) for rank in missing[:_FEW]]
+        signs += [self._elsewhere(rank) for rank in concerned if self._group]
+        for each in signs:
+            for evidence, what in each:
                 first = self._since[evidence] = before.get(evidence, now)
                 if now - first >= APART_S * self._seldom:
                     return f"{what}; {_EXPECTED}"
@@ -176,6 +183,17 @@ class Lookout:
         ahead = (name for name in mine if theirs.get(name, 0) > mine[name])
         return next(ahead, None)
 
+    def _elsewhere(self, rank: int) -> Iterator[tuple[Any, str]]:
+        """Does the rank wait in another collective in the place of the one that is waited for?"""
+        answer = self._answer(rank)
+        if answer is None or answer["phase"] != IDLE or answer["group"] is None:
+            return
+        name = answer["group"] or dist.group.WORLD.group_name
+        mine, theirs = issued_by_name(), answer["issued"]
+        if name == self._group and mine.get(name) == theirs.get(name):
+            text = f"rank {rank} waits in {answer['within']} instead ({described(answer)})"
+            yield ("elsewhere", rank, answer["at"]), text
+
     def _answers(self, ranks: Sequence[int]) -> str:
         said = []
         for rank in ranks:
@@ -211,14 +229,14 @@ class _Alone:
 
 @contextmanager
 def waiting_for(
-    ranks: Sequence[int], what: str, pending: Callable[[], bool]
+    ranks: Sequence[int], what: str, pending: Callable[[], bool], group: str = ""
 ) -> Iterator[Lookout | _Alone]:
-    """The lookout of a wait for transfers from the ranks. Who asks is told of the wait, as long as
-    it is `pending`."""
+    """The lookout of a wait for transfers from the ranks, or for a collective of the group. Who
+    asks is told of the wait, as long as it is `pending`."""
     board = own_board()
     if board is None:
         yield _Alone()
         return
     with board.busy(what) as say:
         say(Doing(what, tuple(ranks), pending=pending))
-        yield Lookout(board, board.rank, what, transfers=True)
+        yield Lookout(board, board.rank, what, transfers=True, group=group)

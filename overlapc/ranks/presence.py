@@ -17,6 +17,7 @@ Who comes connects to those that are there already. Messages are lines of JSON:
     {"hello": rank, "secret": …, "gone": {…}}   both sides begin with it
     {"gone": {rank: what, …}}                   found lost; passed on once
     {"where": 1}      {"here": {…}}             a question and its answer
+    {"raised": text}                            what a front door of the rank has just raised
     {"bye": 1}                                  the rank leaves its process group, and lives on
 """
 
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 HOST_S = 8.0
+_JUST_S = 30.0  # so long an end is said to follow from what the rank has raised
 _MANY = 32  # up to so many ranks are all connected with each other
 _MOST_BYTES = 1 << 20  # of a line: a longer one is nobody's of ours
 ENDED = "its process has ended"
@@ -82,6 +84,7 @@ class Presence:
         self.unreached: dict[int, str] = {}  # why a rank cannot be watched
         self.answers: dict[int, tuple[float, dict[str, Any]]] = {}  # when, and where it was
         self._records, self._here, self._toward = records, here, toward
+        self._raised: dict[int, tuple[float, str]] = {}  # what others have raised, and when
         self._secret = secrets.token_hex(8)
         self._links: set[_Link] = set()
         self._selector = selectors.PollSelector()  # an epoll would be shared with forked children
@@ -110,6 +113,10 @@ class Presence:
     def ask(self, ranks: Sequence[int]) -> None:
         """Ask the ranks where they are; `answers` has what they said, when it comes."""
         self._do(lambda: self._ask(ranks))
+
+    def raises(self, text: str) -> None:
+        """Tell the others what this rank has raised: its process may end by it."""
+        self._do(lambda: self._say_to_all({"raised": text}))
 
     def begin(self, within_s: float = 5.0) -> None:
         """Return when others can find this rank."""
@@ -240,6 +247,8 @@ class Presence:
         if "here" in said:
             link.asked = False
             self.answers[link.rank] = time.monotonic(), said["here"]
+        if "raised" in said:
+            self._raised[link.rank] = time.monotonic(), said["raised"]
         if "bye" in said:
             self.gone.setdefault(link.rank, LEFT)
             self._drop(link)
@@ -254,7 +263,9 @@ class Presence:
             return
         if link.greeted:
             is_host = error is not None and error.errno in _HOST_ERRORS
-            self._is_gone(rank, HOST_LOST if is_host else ENDED)
+            when, text = self._raised.get(rank, (0.0, ""))
+            why = f", after it raised {text}" if time.monotonic() - when < _JUST_S else ""
+            self._is_gone(rank, HOST_LOST if is_host else f"{ENDED}{why}")
             return
         record = self._found([rank])[0]
         if record is not None and has_ended(*record[3:]):
@@ -270,9 +281,13 @@ class Presence:
     def _pass_on(self) -> None:
         """Tell the others what is new: of a host's ranks at once."""
         news, self._news = self._news, {}
-        for link in list(self._links) if news else ():
+        if news:
+            self._say_to_all({"gone": news})
+
+    def _say_to_all(self, what: Mapping[str, Any]) -> None:
+        for link in list(self._links):
             if link.rank is not None:
-                self._say(link, {"gone": news})
+                self._say(link, what)
 
     def _told(self) -> Mapping[int, str]:
         return {rank: what for rank, what in self.gone.items() if what != LEFT}

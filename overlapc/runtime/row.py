@@ -340,16 +340,22 @@ class Run:
         """Wait for a collective."""
         ended, ranks = self.waiter.put(work), dist.get_process_group_ranks(group)
         self.guarded(
-            lambda: self.wait_for(ended, "it did not end", [], ranks), f"waiting for {what}"
+            lambda: self.wait_for(ended, "it did not end", [], ranks, group.group_name),
+            f"waiting for {what}",
         )
 
     def wait_for(
-        self, ended: Future[None], late: str, missing: Sequence[int], concerned: Sequence[int]
+        self,
+        ended: Future[None],
+        late: str,
+        missing: Sequence[int],
+        concerned: Sequence[int],
+        group: str = "",
     ) -> None:
         with suppress(FutureTimeoutError):
             return ended.result(_SOON_S)
         at = f"is at action {self.at}"
-        with waiting_for(missing, at, lambda: not ended.done()) as lookout:
+        with waiting_for(missing, at, lambda: not ended.done(), group) as lookout:
             while not ended.done():
                 if hopeless := lookout.hopeless(missing, concerned):
                     wait([ended], _ON_ITS_WAY_S)

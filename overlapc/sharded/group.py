@@ -15,7 +15,7 @@ is moved into `.grad` of the DTensor parameter, which optimizers and checkpoints
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,8 @@ class Group:
             for each in params
         ]
         self.full: list[Tensor] | None = None
-        self._gather = op_of(Layout.of(group, number))
+        self._gather, self._op = op_of(Layout.of(group, number))
+        self._trains = any(leaf.requires_grad for leaf in self.leaves)
         self._specs = [each._unsharded_dtensor_spec for each in params]
         pairs = zip(self.leaves, params, strict=True)
         self._nodes = [_delivering(leaf, each) for leaf, each in pairs if leaf.requires_grad]
@@ -54,7 +55,9 @@ class Group:
         """Have full parameters, if there are none yet. (Dynamo traces this.)"""
         if self.full is not None:
             return
-        full = list(self._gather.apply(*self.leaves))
+        # (Dynamo leaves an op of autograd out where nothing requires a gradient.)
+        run = self._op.apply if self._trains else self._gather
+        full = list(run(*self.leaves))
         for i, spec in enumerate(self._specs):
             if spec is not None:  # modules read a DTensor of tensor parallelism
                 shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
@@ -84,7 +87,7 @@ def kind_of(group: Any) -> Any:
     )
     factor, forced = group.gradient_divide_factor, group.force_sum_reduction_for_comms
     kept = group.post_forward_mesh_info is None
-    return params, factor, forced, kept, group.reduce_scatter_unused_params
+    return params, factor, forced, kept, _reduces_unused(group)
 
 
 def refuse_group(group: Any) -> None:
@@ -113,19 +116,24 @@ def refuse_group(group: Any) -> None:
 
 def refuse_accumulation(group: Any) -> None:
     """Raise where gradients are not reduced in this backward, or where earlier ones wait for it."""
-    if not (group.reduce_grads and group.all_reduce_grads):
+    waiting = any(_waits(each) for each in group.fsdp_params)
+    waiting |= group._partial_reduce_output is not None
+    if waiting or not (group.reduce_grads and group.all_reduce_grads):
         raise CaptureError(
-            "FSDP2 does not reduce gradients in this backward (set_requires_gradient_sync(False) "
-            "or set_requires_all_reduce(False))"
+            "FSDP2 reduces gradients of several backwards together "
+            "(set_requires_gradient_sync(False), or no_sync() of Accelerate)"
         )
-    waiting = group._partial_reduce_output is not None or any(
-        each.unsharded_accumulated_grad is not None for each in group.fsdp_params
-    )
-    if waiting:
-        raise CaptureError(
-            "FSDP2 reduces gradients of earlier microbatches with this backward's "
-            "(set_requires_gradient_sync)"
-        )
+
+
+def _waits(param: Any) -> bool:
+    """Is there a gradient of the full parameter that is not reduced yet?"""
+    full = getattr(param, "_unsharded_param", None)
+    kept = full is not None and full.grad is not None
+    return kept or param.unsharded_accumulated_grad is not None
+
+
+def _reduces_unused(group: Any) -> bool:
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def named(group: Any) -> str:
@@ -193,7 +201,7 @@ class Layout:
             whole=[tuple(each._orig_size) for each in params],
             dims=[each.fsdp_placement.dim for each in params],
             trained=trained,
-            zeros=group.reduce_scatter_unused_params,
+            zeros=_reduces_unused(group),
             own=group._orig_dtype,
             reduced=group._reduce_dtype,
             before=before,
@@ -204,8 +212,8 @@ class Layout:
         )
 
 
-def op_of(layout: Layout) -> type[torch.autograd.Function]:
-    """A group's gather, and in its backward the reduction."""
+def op_of(layout: Layout) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
+    """A group's gather, and the op of autograd that has the reduction in its backward."""
     ranks, dims, trained, whole = layout.ranks, layout.dims, layout.trained, layout.whole
     dtypes, shards = layout.dtypes, layout.shards
     gathers, scatters, reduces = layout.gathers, layout.scatters, layout.reduces
@@ -227,16 +235,19 @@ def op_of(layout: Layout) -> type[torch.autograd.Function]:
         rows = part.view(ranks * shards[i][0], *shards[i][1:])
         return torch.cat(torch.chunk(rows, ranks), dims[i])
 
+    def gather(*leaves: Tensor) -> tuple[Tensor, ...]:
+        with gathering(number):
+            cast = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]  # noqa: B905 (Dynamo)
+            flat = torch.cat([each.view(torch.uint8) for each in cast] if as_bytes else cast)
+            if ranks > 1:
+                flat = _C10D.wait_tensor(_C10D.all_gather_into_tensor(flat, ranks, gathers))
+            parts = torch.split_with_sizes_copy(flat.view(ranks, -1), sizes, 1)
+            return tuple([joined(part, i) for i, part in enumerate(parts)])
+
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-            with gathering(number):
-                cast = [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]  # noqa: B905
-                flat = torch.cat([each.view(torch.uint8) for each in cast] if as_bytes else cast)
-                if ranks > 1:
-                    flat = _C10D.wait_tensor(_C10D.all_gather_into_tensor(flat, ranks, gathers))
-                parts = torch.split_with_sizes_copy(flat.view(ranks, -1), sizes, 1)
-                full = tuple([joined(part, i) for i, part in enumerate(parts)])
+            full = gather(*leaves)
             ctx.mark_non_differentiable(*[full[i] for i in frozen])
             return full
 
@@ -274,7 +285,7 @@ def op_of(layout: Layout) -> type[torch.autograd.Function]:
                 back[i] = part
             return tuple(back)
 
-    return Gather
+    return gather, Gather
 
 
 def _delivering(leaf: nn.Parameter, param: Any) -> tuple[Any, Any]:

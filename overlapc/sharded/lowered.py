@@ -93,6 +93,11 @@ class _Root:
                 "FSDP2 shards a model around this one; expected the model on which fully_shard was "
                 "called last"
             )
+        if not hasattr(self._state, "_fsdp_param_groups"):
+            raise CaptureError(
+                f"FSDP2 of torch {torch.__version__} has other parts than overlapc knows; expected "
+                "torch 2.13"
+            )
         self._state._lazy_init()
         states = self._state._state_ctx.all_states
         theirs = [group for state in states for group in state._fsdp_param_groups]

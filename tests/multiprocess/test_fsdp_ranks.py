@@ -1,4 +1,5 @@
-"""A model that FSDP shards: planned between its gathers, bitwise, and said in one warning."""
+"""Blocks that are optimized, and sharded afterwards, are planned between their gathers, bitwise,
+with one warning for each. (tests/multiprocess/test_sharded.py has whole models.)"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def sharded(model: nn.Module, blocks: Any, ranks: int) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def trained(rank: int, ranks: int, how: str) -> tuple[bool, int, list[str]]:
+def trained(rank: int, ranks: int) -> tuple[bool, int, list[str]]:
     """Whether gradients are those of FSDP alone; graphs planned; warnings of overlapc's."""
     import overlapc
 
@@ -58,30 +59,22 @@ def trained(rank: int, ranks: int, how: str) -> tuple[bool, int, list[str]]:
     alone = sharded(model, model.layers, ranks)
     alone(tokens).backward()
     torch.manual_seed(0)
-    model, planned = Words(), 0
+    model = Words()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if how == "blocks":
-            for i, block in enumerate(model.layers):
-                model.layers[i] = overlapc.optimize(block, **OPTIONS)
+        for i, block in enumerate(model.layers):
+            model.layers[i] = overlapc.optimize(block, **OPTIONS)
         run: Any = sharded(model, model.layers, ranks)
-        if how == "optimize":
-            run = overlapc.optimize(run, **OPTIONS)
-        if how == "TrainStep":
-            step = overlapc.TrainStep(run, **OPTIONS)
-            step([tokens])
-        else:
-            run(tokens).backward()
-            planned = len(run.reports) if how == "optimize" else len(model.layers[0].reports)
+        run(tokens).backward()
+        planned = len(model.layers[0].reports)
     pairs = zip(alone.parameters(), model.parameters(), strict=True)
     equal = all(torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs)
     return equal, planned, [str(w.message) for w in caught if "overlapc" in str(w.message)]
 
 
-@pytest.mark.parametrize("how", ["optimize", "blocks", "TrainStep"])
-def test_a_model_that_fsdp2_shards(how: str) -> None:
-    for equal, planned, said in run_ranks(trained, 2, how, timeout_s=240):
+def test_blocks_that_are_sharded_afterwards() -> None:
+    for equal, planned, said in run_ranks(trained, 2, timeout_s=240):
         assert equal
-        assert planned >= (how != "TrainStep")
+        assert planned
         assert all("FSDP2 shards this model; " in each for each in said)
-        assert len(said) == (2 if how == "blocks" else 1)  # one for each twin
+        assert len(said) == 2  # one for each twin

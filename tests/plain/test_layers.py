@@ -88,7 +88,7 @@ LAYERS = {
         "api errors files flags functions ir layers merge passes pipeline planning profiler "
         "progress ranks schedule sharded shared_changes shares stages timing torch"
     ),
-    "sharded": Layer("errors torch"),
+    "sharded": Layer("errors passes torch"),
     # How ranks agree, and who is dead, late or disagrees. Everything that runs uses it.
     "ranks": Layer("errors issued progress shared_changes torch"),
     "ranks.guard": Layer("errors shared_changes"),

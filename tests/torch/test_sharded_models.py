@@ -1,5 +1,5 @@
-"""Models whose parameters a framework gathers in hooks: named in the user's words, and left as they
-are. tests/multiprocess/test_fsdp_ranks.py has FSDP2 on two ranks."""
+"""Models whose parameters a framework gathers in hooks: those of FSDP2 are planned, others named.
+tests/multiprocess/test_sharded.py has several ranks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,26 @@ def sharded(alone: None) -> Any:
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
 
-def test_a_step_of_a_sharded_model_is_plain_and_says_what_to_do(alone: None) -> None:
+def test_a_step_of_a_sharded_model_is_planned(alone: None) -> None:
     x = randn(4, 16)
     model, other = sharded(alone), sharded(alone)
     step = overlapc.TrainStep(model, mean, profile="estimate")
-    with pytest.warns(RuntimeWarning, match=r"FSDP2 shards this model; expected each block as"):
-        losses = step([x, x])
+    losses = step([x, x])
+    assert step.report is not None
     for loss in losses:
         expected = mean(other, x)
         expected.backward()
         assert torch.equal(loss, expected.detach())
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs)
-    assert step.plan([x, x]) is None
+
+
+def test_recurrent_layers_are_left_to_fsdp2(alone: None) -> None:
+    model: Any = fully_shard(nn.GRU(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    step = overlapc.TrainStep(model, lambda m, x: m(x)[0].mean(), profile="estimate")
+    with pytest.warns(RuntimeWarning, match=r"FSDP2 shards the model with weights of nn\.RNN"):
+        step([randn(3, 2, 4)])
+    assert step.report is None
 
 
 def test_which_framework_shards_a_model(alone: None) -> None:
