@@ -346,12 +346,14 @@ class _Engine:
     def _in_its_place(self, args: Any, kwargs: Any) -> Any:
         """Run a model that FSDP2 shards; as FSDP2 runs it, from the call on that no plan runs."""
         try:
+            self.lowered.refuse_open()
             with self.lowered.aside():
                 results = self._traced(args, kwargs)
+            self.lowered.returned(tree_leaves(results))
             self.fails |= bool(self.backend.unchanged)
             return results
         except CaptureError as error:
-            reason = str(error)
+            self.fails, reason = True, str(error)
         except BackendCompilerFailed as failed:
             if not isinstance(failed.inner_exception, CaptureError):
                 raise

@@ -49,7 +49,8 @@ class Group:
         self._trains = any(leaf.requires_grad for leaf in self.leaves)
         self._specs = [each._unsharded_dtensor_spec for each in params]
         pairs = zip(self.leaves, params, strict=True)
-        self._nodes = [_delivering(leaf, each) for leaf, each in pairs if leaf.requires_grad]
+        self.heard: set[int] = set()  # leaves whose gradients have come since the last call
+        self._nodes = [_delivering(*pair, self.heard) for pair in pairs if pair[0].requires_grad]
 
     def gather(self) -> None:
         """Have full parameters, if there are none yet. (Dynamo traces this.)"""
@@ -288,14 +289,16 @@ def op_of(layout: Layout) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
     return gather, Gather
 
 
-def _delivering(leaf: nn.Parameter, param: Any) -> tuple[Any, Any]:
-    """Have each gradient of a leaf moved into `.grad` of its parameter, as FSDP2's reduction ends.
-    The hook is on autograd's node that adds to `leaf.grad`, which lives as long as it is held."""
+def _delivering(leaf: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, Any]:
+    """Have each gradient of a leaf moved into `.grad` of its parameter, as FSDP2's reduction
+    ends. The hook is on autograd's node that adds to `leaf.grad`, which lives as long as it is
+    held, and must not hold the group."""
 
     def deliver(*_: Any) -> None:
         flat, leaf.grad = leaf.grad, None
         if flat is None:
             return
+        heard.add(id(leaf))
         mine = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride)
         target = param.sharded_param
         if target.grad is None:

@@ -19,13 +19,14 @@ gathered again is the plan's choice, and changes no bit.
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.utils import _apply_to_tensors
 
 from overlapc.errors import CaptureError
 
@@ -40,6 +41,7 @@ class Lowered:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._roots: list[_Root] = []
+        self._results: list[weakref.ref[Any]] = []  # of the last call
         self.look()
 
     def __bool__(self) -> bool:
@@ -60,6 +62,22 @@ class Lowered:
             for root in self._roots:
                 stack.enter_context(root.swapped())
             yield
+
+    def returned(self, results: Iterable[Any]) -> None:
+        """Note what a planned call has returned."""
+        self._results = [weakref.ref(each) for each in results if isinstance(each, torch.Tensor)]
+
+    def refuse_open(self) -> None:
+        """Raise if the backward of the last call may still come. FSDP2 adds up what both calls give
+        to parameters outside of blocks, and reduces the sum."""
+        known = any(root.delivered for root in self._roots)
+        if not known and any(result() is not None for result in self._results):
+            raise CaptureError(
+                "it is called again before the backward of the call before (or that one's result "
+                "is kept without a backward); FSDP2 reduces gradients of both together, and the "
+                "planned call's alone: this step may differ by a rounding, later ones do not"
+            )
+        self._results = []
 
     def check(self, tensors: Iterable[Any]) -> None:
         """Raise if a graph reads a shard where the model means a full parameter."""
@@ -108,6 +126,7 @@ class _Root:
         for group in self._groups:
             refuse_accumulation(group.group)
             group.refresh()
+            group.heard.clear()
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -126,6 +145,11 @@ class _Root:
                 del module.__dict__[_SLOTS]
             for group in self._groups:
                 group.full = None
+
+    @property
+    def delivered(self) -> bool:
+        """Has a gradient come since the last call?"""
+        return any(group.heard for group in self._groups)
 
     def read(self, known: Container[int]) -> str:
         """The name of a sharded parameter among the tensors of these ids, or ""."""
@@ -217,6 +241,7 @@ class _Hooks:
 
 def _cast(dtype: torch.dtype, values: Any) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+    from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), values)
 
@@ -256,14 +281,13 @@ def _checkpoints(model: nn.Module) -> bool:
 
 def _outermost(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """The modules with FSDP2's state that are in no other one, and their states."""
-    if not torch.distributed.is_available():
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if fsdp is None:  # who does not import it has sharded nothing
         return []
-    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-
     found: list[tuple[str, nn.Module, Any]] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{other}." if other else "") for other, _, _ in found):
             continue
-        if (state := _get_module_fsdp_state(module)) is not None:
+        if (state := fsdp._get_module_fsdp_state(module)) is not None:
             found.append((name, module, state))
     return [(module, state) for _, module, state in found]

@@ -89,20 +89,37 @@ def _compiled(model: Any, call: Any) -> Any:
     return one_by_one(call)
 
 
+def _two_calls(model: Any, call: Any) -> Any:
+    def run(each: Any) -> list[Any]:
+        losses = [call(batch) for batch in each]
+        torch.stack(losses).sum().backward()
+        return losses
+
+    return run
+
+
 def _left_to_fsdp2(_rank: int, _ranks: int) -> list[Any]:
     torch.distributed.init_process_group("gloo")
     case = Case(microbatches=3, layers=1)
-    return [_planned(case, _in_one_reduction), _planned(replace(case, microbatches=1), _compiled)]
+    alone = replace(case, microbatches=1)
+    return [
+        _planned(case, _in_one_reduction),
+        _planned(alone, _compiled),
+        _planned(replace(case, microbatches=2), _two_calls),
+    ]
 
 
 @pytest.mark.slow
 def test_what_no_graph_has_is_left_to_fsdp2() -> None:
-    for accumulated, compiled in run_ranks(_left_to_fsdp2, 2, timeout_s=300):
+    for accumulated, compiled, twice in run_ranks(_left_to_fsdp2, 2, timeout_s=300):
         assert accumulated[:2] == ("", 0)
         assert len(accumulated[2]) == 1
         assert TOGETHER in accumulated[2][0]
         assert compiled[:2] == ("", 0)
         assert "blocks.0 is compiled by itself" in compiled[2][0]
+        assert twice[1] == 1
+        assert len(twice[2]) == 1
+        assert "called again before the backward" in twice[2][0]
 
 
 def _loaded(_rank: int, _ranks: int) -> tuple[str, int, bool]:
