@@ -266,14 +266,14 @@ class _Engine:
         self.backend = Backend(options)
         self.lowered = Lowered(model)
         self.backend.check = self.lowered.check
+        self.forward = self._compiled()
         self.sliced: SlicedCalls | AutoCalls | None = None
         if options.slices == "auto":
             self.sliced = AutoCalls(model, options, self.uncut)
         elif options.slices > 1:
             self.sliced = SlicedCalls(model, options, options.slices, self.uncut)
 
-    @functools.cached_property
-    def forward(self) -> Callable[..., Any]:
+    def _compiled(self) -> Callable[..., Any]:
         """The compiled model. Hooks of a lowered one are of the same graph in a function alone; of
         others the call is a module's, with the hooks of all modules."""
         model = self.model
@@ -314,7 +314,9 @@ class _Engine:
                     with in_call():
                         return self.run(args, kwargs)
                 self.begun = True
-                self.lowered.look()
+                if not self.lowered:
+                    self.lowered.look()
+                    self.forward = self._compiled() if self.lowered else self.forward
                 if not self.lowered and (by := sharded_by(self.model)):
                     self.backend.between_gathers(by)
                 with busy("tracing"):  # the other ranks wait

@@ -78,6 +78,8 @@ def drop_unread(joint: fx.GraphModule, results: int) -> None:
 
 
 def _is_of_zeros(gradient: fx.Node) -> bool:
+    if (made := _zeros(gradient)) is not None:
+        return group_gathered(made) is not None  # handed on without a reduction
     if gradient.target is not operator.getitem:
         return False
     split, number = gradient.args
@@ -89,13 +91,14 @@ def _is_of_zeros(gradient: fx.Node) -> bool:
     if not isinstance(node, fx.Node) or node.target != _CHUNK_CAT:
         return False
     parts: Any = node.args[0]
-    return _is_zeros(parts[number])
+    return _zeros(parts[number]) is not None
 
 
-def _is_zeros(node: Any) -> bool:
+def _zeros(node: Any) -> fx.Node | None:
+    """The op that makes nothing but zeros, if that is what a node is."""
     while isinstance(node, fx.Node) and node.target in _PASSES_ON:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target not in _MADE:
-        return False
+        return None
     filled = "full" in str(node.target)
-    return not filled or node.args[1] == 0
+    return node if not filled or node.args[1] == 0 else None

@@ -353,7 +353,7 @@ class TrainStep:
                 refuse_sharded(self.model)
         self._met.add(key)
         waits = busy("tracing") if new else in_call()
-        with waits, self._replicas.aside(), self._lowered.aside():
+        with waits, self._replicas.aside(), self._lowered.aside(whole=True):
             yield
         self._inexact.say(self.differences)
 

@@ -45,20 +45,27 @@ class Group:
             for each in params
         ]
         self.full: list[Tensor] | None = None
-        self._gather, self._op = op_of(Layout.of(group, number))
-        self._trains = any(leaf.requires_grad for leaf in self.leaves)
+        self._layout = Layout.of(group, number)
+        self._mine = [i for i, leaf in enumerate(self.leaves) if leaf.requires_grad]
+        self._ops: dict[Any, Any] = {}  # by which gradients wait for a reduction; None: all do
+        self._given: list[Tensor] = []  # what the op of this call is given
+        # Without a reduction gradients come to slots: full in shape, without memory.
+        self._slots = [_slot(self._layout, i) for i in self._mine]
+        self.reduces(())
         self._specs = [each._unsharded_dtensor_spec for each in params]
         pairs = zip(self.leaves, params, strict=True)
         self.heard: set[int] = set()  # leaves whose gradients have come since the last call
         self._nodes = [_delivering(*pair, self.heard) for pair in pairs if pair[0].requires_grad]
+        slots = zip(self._slots, self._mine, strict=True)
+        self._nodes += [_adding(slot, params[i], self.heard) for slot, i in slots]
 
     def gather(self) -> None:
         """Have full parameters, if there are none yet. (Dynamo traces this.)"""
         if self.full is not None:
             return
         # (Dynamo leaves an op of autograd out where nothing requires a gradient.)
-        run = self._op.apply if self._trains else self._gather
-        full = list(run(*self.leaves))
+        run = self._op.apply if self._mine else self._gather
+        full = list(run(*self._given))
         for i, spec in enumerate(self._specs):
             if spec is not None:  # modules read a DTensor of tensor parallelism
                 shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
@@ -66,6 +73,28 @@ class Group:
                     full[i], spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
                 )
         self.full = full
+
+    def reduces(self, waiting: Sequence[int] | None) -> None:
+        """Have the op of a call that reduces gradients, with earlier ones of these parameters; or
+        of one that adds them to those that wait for a reduction (None)."""
+        key = None if waiting is None else tuple(waiting)
+        if key not in self._ops:
+            self._ops[key] = op_of(self._layout, key)
+        self._gather, self._op = self._ops[key]
+        if waiting is None:
+            self._given = [*(leaf.detach() for leaf in self.leaves), *self._slots]
+        else:
+            params = self.group.fsdp_params
+            earlier = [params[i].unsharded_accumulated_grad for i in waiting]
+            self._given = [*self.leaves, *earlier]
+
+    def begin(self) -> None:
+        """Choose the op of this call."""
+        group, params = self.group, self.group.fsdp_params
+        for i in self._mine:
+            _take_over(params[i])
+        waiting = [i for i in self._mine if params[i].unsharded_accumulated_grad is not None]
+        self.reduces(waiting if group.reduce_grads else None)
 
     def refresh(self) -> None:
         """Read the memory that FSDP2 reads: a loaded state dict may have brought another. Free what
@@ -115,14 +144,18 @@ def refuse_group(group: Any) -> None:
         raise CaptureError(f"FSDP2 shards {named(group)} with {what}")
 
 
-def refuse_accumulation(group: Any) -> None:
-    """Raise where gradients are not reduced in this backward, or where earlier ones wait for it."""
+def refuse_accumulation(group: Any, whole: bool) -> None:
+    """Raise where gradients are not reduced as a graph does: over shards alone, over several
+    backwards (for a step that is one `whole`), or of parameters that are in tensor parallelism."""
     waiting = any(_waits(each) for each in group.fsdp_params)
-    waiting |= group._partial_reduce_output is not None
-    if waiting or not (group.reduce_grads and group.all_reduce_grads):
+    partial = group.reduce_grads and not group.all_reduce_grads
+    partial |= group._partial_reduce_output is not None
+    together = waiting or not group.reduce_grads
+    parallel = any(each._unsharded_dtensor_spec is not None for each in group.fsdp_params)
+    if partial or (together and (whole or parallel)):
         raise CaptureError(
             "FSDP2 reduces gradients of several backwards together "
-            "(set_requires_gradient_sync(False), or no_sync() of Accelerate)"
+            "(set_requires_gradient_sync(False) or set_requires_all_reduce(False))"
         )
 
 
@@ -131,6 +164,17 @@ def _waits(param: Any) -> bool:
     full = getattr(param, "_unsharded_param", None)
     kept = full is not None and full.grad is not None
     return kept or param.unsharded_accumulated_grad is not None
+
+
+def _take_over(param: Any) -> None:
+    """Lay what FSDP2's own backward has left where it lays gradients of another type."""
+    full = getattr(param, "_unsharded_param", None)
+    if full is not None and full.grad is not None and param.unsharded_accumulated_grad is None:
+        param.unsharded_accumulated_grad, full.grad = full.grad, None
+
+
+def _slot(layout: Layout, i: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), dtype=layout.dtypes[i]).expand(layout.whole[i]))
 
 
 def _reduces_unused(group: Any) -> bool:
@@ -213,8 +257,11 @@ class Layout:
         )
 
 
-def op_of(layout: Layout) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
-    """A group's gather, and the op of autograd that has the reduction in its backward."""
+def op_of(
+    layout: Layout, waiting: Sequence[int] | None
+) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
+    """A group's gather, and the op of autograd that has the reduction in its backward: of earlier
+    gradients, too, of parameters that are `waiting`. None: it hands gradients to slots."""
     ranks, dims, trained, whole = layout.ranks, layout.dims, layout.trained, layout.whole
     dtypes, shards = layout.dtypes, layout.shards
     gathers, scatters, reduces = layout.gathers, layout.scatters, layout.reduces
@@ -245,22 +292,43 @@ def op_of(layout: Layout) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
             parts = torch.split_with_sizes_copy(flat.view(ranks, -1), sizes, 1)
             return tuple([joined(part, i) for i, part in enumerate(parts)])
 
-    class Gather(torch.autograd.Function):
+    count = len(whole)
+    held = () if waiting is None else tuple(waiting)
+
+    class Add(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-            full = gather(*leaves)
+        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+            full = gather(*given[:count])
             ctx.mark_non_differentiable(*[full[i] for i in frozen])
             return full
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            each = []
+            return (*[None for _ in whole], *[gradients[i] for i in mine])
+
+    if waiting is None:
+        return gather, Add
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+            full = gather(*given[:count])
+            ctx.save_for_backward(*given[count:])
+            ctx.mark_non_differentiable(*[full[i] for i in frozen])
+            return full
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            each, earlier = [], list(ctx.saved_tensors)
             for i in mine:
                 gradient = gradients[i]
+                if i in held:
+                    before_it = earlier[held.index(i)]
+                    gradient = before_it + gradient.to(before_it.dtype)
                 if dims[i] and ranks > 1:
                     gradient = torch.cat(torch.chunk(gradient, ranks, dims[i]))
                 each.append(gradient if reduced is None else gradient.to(reduced))
-            back: list[Tensor | None] = [None] * len(whole)
+            back: list[Tensor | None] = [None] * (count + len(held))
             if not each:
                 return tuple(back)
             flat = torch._chunk_cat(each, 0, ranks).view(-1)
@@ -299,6 +367,7 @@ def _delivering(leaf: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, A
         if flat is None:
             return
         heard.add(id(leaf))
+        param.unsharded_accumulated_grad = None
         mine = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride)
         target = param.sharded_param
         if target.grad is None:
@@ -308,7 +377,29 @@ def _delivering(leaf: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, A
         for hook in (getattr(target, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(target)
 
+    return _held(leaf, deliver)
+
+
+def _adding(slot: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, Any]:
+    """Have each gradient of a slot added to those of its parameter that wait for a reduction, as
+    FSDP2 adds them."""
+
+    def add(*_: Any) -> None:
+        gradient, slot.grad = slot.grad, None
+        if gradient is None:
+            return
+        heard.add(id(slot))
+        before, dtype = param.unsharded_accumulated_grad, param.reduce_dtype
+        if before is None:
+            param.unsharded_accumulated_grad = gradient if dtype is None else gradient.to(dtype)
+        else:
+            before += gradient
+
+    return _held(slot, add)
+
+
+def _held(leaf: nn.Parameter, hook: Callable[..., None]) -> tuple[Any, Any]:
     with torch.enable_grad():
         function: Any = leaf.view_as(leaf).grad_fn
         node = function.next_functions[0][0]
-    return node, node.register_hook(deliver)
+    return node, node.register_hook(hook)

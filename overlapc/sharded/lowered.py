@@ -53,11 +53,11 @@ class Lowered:
             self._roots = [_Root(module, state) for module, state in _outermost(self._model)]
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, whole: bool = False) -> Iterator[None]:
         """While the block runs, gathers and reductions are ops of the graph. CaptureError for a
-        model or a moment at which they cannot be."""
+        model or a moment at which they cannot be. `whole`: each backward reduces its gradients."""
         for root in self._roots:
-            root.prepare()
+            root.prepare(whole)
         with ExitStack() as stack:
             for root in self._roots:
                 stack.enter_context(root.swapped())
@@ -102,7 +102,7 @@ class _Root:
         self._swaps: list[tuple[dict[int, Any], int, Any, Any]] = []  # table, key, theirs, ours
         self._readers: dict[nn.Module, tuple[type, type, dict[str, Any]]] = {}
 
-    def prepare(self) -> None:
+    def prepare(self, whole: bool) -> None:
         """Make leaves and hooks, if what they depend on has changed."""
         from overlapc.sharded.group import kind_of, refuse_accumulation
 
@@ -124,8 +124,9 @@ class _Root:
             self._lower(states)
             self._kind = kind
         for group in self._groups:
-            refuse_accumulation(group.group)
+            refuse_accumulation(group.group, whole)
             group.refresh()
+            group.begin()
             group.heard.clear()
 
     @contextmanager

@@ -49,6 +49,7 @@ class Case:
     microbatches: int = 1
     door: str = "optimize"
     budget: float | None = None
+    together: bool = False  # one reduction for all microbatches of a step
 
     @staticmethod
     def drawn(seed: int, ranks: int) -> Case:
@@ -78,7 +79,10 @@ class Case:
             microbatches=pick((1, 2, 3, 4)),
             door=pick(("optimize", "TrainStep")),
             budget=pick((None, None, 0.7)),
+            together=random.random() < 0.5,
         )
+        if case.door == "TrainStep" or case.mesh == "columns":
+            case = replace(case, together=False)
         if case.policy == "out" and case.groups != "root":  # eager's norms take one type
             case = replace(case, policy="bf16")
         if case.groups == "rows":  # FSDP2 takes sizes that divide there
@@ -208,11 +212,15 @@ def trained(case: Case, model: nn.Module, optimizer: Any, run: Any) -> dict[str,
     return seen | {name: value.to_local().clone() for name, value in states.items()}
 
 
-def one_by_one(model: Any) -> Any:
+def one_by_one(call: Any, sharded: Any = None) -> Any:
+    """Forward and backward of each batch; given the `sharded` model, with one reduction for all."""
+
     def run(each: Sequence[Tensor]) -> list[Tensor]:
         losses = []
-        for batch in each:
-            losses.append(model(batch))
+        for i, batch in enumerate(each):
+            if sharded is not None:
+                sharded.set_requires_gradient_sync(i == len(each) - 1)
+            losses.append(call(batch))
             losses[-1].backward()
         return losses
 
@@ -238,7 +246,8 @@ def compare(case: Case) -> tuple[str, int, list[str], list[str]]:
 
     torch.compiler.reset()
     model, optimizer = built(case)
-    expected = trained(case, model, optimizer, one_by_one(model))
+    whole = model if case.together else None
+    expected = trained(case, model, optimizer, one_by_one(model, whole))
     model, optimizer = built(case)
     options: dict[str, Any] = {"profile": "estimate", "solver": "heu", "timeout_s": 120}
     options["memory_budget"] = case.budget
@@ -246,7 +255,8 @@ def compare(case: Case) -> tuple[str, int, list[str], list[str]]:
         warnings.simplefilter("ignore")
         if case.door == "optimize":
             twin: Any = overlapc.optimize(model, **options)
-            found = trained(case, model, optimizer, one_by_one(twin))
+            whole = model if case.together else None
+            found = trained(case, model, optimizer, one_by_one(twin, whole))
             return different(expected, found), len(twin.reports), twin.unchanged, twin.differences
         step = overlapc.TrainStep(model, **options)
         found = trained(case, model, optimizer, step)
