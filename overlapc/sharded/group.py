@@ -262,18 +262,48 @@ def op_of(
 ) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
     """A group's gather, and the op of autograd that has the reduction in its backward: of earlier
     gradients, too, of parameters that are `waiting`. None: it hands gradients to slots."""
-    ranks, dims, trained, whole = layout.ranks, layout.dims, layout.trained, layout.whole
-    dtypes, shards = layout.dtypes, layout.shards
-    gathers, scatters, reduces = layout.gathers, layout.scatters, layout.reduces
-    own, reduced, before, after = layout.own, layout.reduced, layout.before, layout.after
-    alone, scatter_op, reduce_op = layout.alone, layout.scatter_op, layout.reduce_op
-    zeros, number = layout.zeros, layout.number
+    count = len(layout.whole)
+    mine = [i for i, wanted in enumerate(layout.trained) if wanted]
+    frozen = [i for i, wanted in enumerate(layout.trained) if not wanted]
+    gather = _gather_of(layout)
+
+    class Add(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+            full = gather(*given[:count])
+            ctx.mark_non_differentiable(*[full[i] for i in frozen])
+            return full
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            return (*[None] * count, *[gradients[i] for i in mine])
+
+    if waiting is None:
+        return gather, Add
+    reduction = _reduction_of(layout, mine, tuple(waiting))
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+            full = gather(*given[:count])
+            ctx.save_for_backward(*given[count:])
+            ctx.mark_non_differentiable(*[full[i] for i in frozen])
+            return full
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            return reduction(gradients, ctx.saved_tensors)
+
+    return gather, Gather
+
+
+def _gather_of(layout: Layout) -> Callable[..., tuple[Tensor, ...]]:
+    """The gather alone: from shards to full parameters."""
+    ranks, dims, whole, shards = layout.ranks, layout.dims, layout.whole, layout.shards
+    dtypes, gathers, number = layout.dtypes, layout.gathers, layout.number
     as_bytes = len(set(dtypes)) > 1
-    numels = [math.prod(size) for size in shards]
-    pairs = zip(numels, dtypes, strict=True)
+    pairs = zip([math.prod(size) for size in shards], dtypes, strict=True)
     sizes = [count * dtype.itemsize if as_bytes else count for count, dtype in pairs]
-    mine = [i for i, wanted in enumerate(trained) if wanted]
-    frozen = [i for i, wanted in enumerate(trained) if not wanted]
 
     def joined(part: Tensor, i: int) -> Tensor:
         """A parameter, of the shards of all ranks."""
@@ -292,69 +322,60 @@ def op_of(
             parts = torch.split_with_sizes_copy(flat.view(ranks, -1), sizes, 1)
             return tuple([joined(part, i) for i, part in enumerate(parts)])
 
-    count = len(whole)
-    held = () if waiting is None else tuple(waiting)
+    return gather
 
-    class Add(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
-            full = gather(*given[:count])
-            ctx.mark_non_differentiable(*[full[i] for i in frozen])
-            return full
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            return (*[None for _ in whole], *[gradients[i] for i in mine])
+def _reduction_of(
+    layout: Layout, mine: Sequence[int], held: Sequence[int]
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """From gradients of full parameters, and earlier ones of those that are `held`, to those of
+    shards."""
+    ranks, dims, scatters, reduces = layout.ranks, layout.dims, layout.scatters, layout.reduces
+    own, reduced, before, after = layout.own, layout.reduced, layout.before, layout.after
+    alone, scatter_op, reduce_op = layout.alone, layout.scatter_op, layout.reduce_op
+    zeros, numels = layout.zeros, [math.prod(size) for size in layout.shards]
 
-    if waiting is None:
-        return gather, Add
+    def part_of(gradient: Tensor, i: int, earlier: Sequence[Tensor]) -> Tensor:
+        if i in held:
+            waited = earlier[held.index(i)]
+            gradient = waited + gradient.to(waited.dtype)
+        if dims[i] and ranks > 1:
+            gradient = torch.cat(torch.chunk(gradient, ranks, dims[i]))
+        return gradient if reduced is None else gradient.to(reduced)
 
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
-            full = gather(*given[:count])
-            ctx.save_for_backward(*given[count:])
-            ctx.mark_non_differentiable(*[full[i] for i in frozen])
-            return full
+    def summed(flat: Tensor) -> Tensor:
+        if before is not None and before != 1:
+            flat = flat / before
+        if ranks > 1:
+            scattered = _C10D.reduce_scatter_tensor(flat, scatter_op, ranks, scatters)
+            flat = _C10D.wait_tensor(scattered)
+        elif alone is not None:
+            flat = flat / alone
+        if reduces is not None:
+            flat = _C10D.wait_tensor(_C10D.all_reduce(flat, reduce_op, reduces))
+        if after is not None and after != 1:
+            flat = flat / after
+        return flat.to(own)
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            each, earlier = [], list(ctx.saved_tensors)
-            for i in mine:
-                gradient = gradients[i]
-                if i in held:
-                    before_it = earlier[held.index(i)]
-                    gradient = before_it + gradient.to(before_it.dtype)
-                if dims[i] and ranks > 1:
-                    gradient = torch.cat(torch.chunk(gradient, ranks, dims[i]))
-                each.append(gradient if reduced is None else gradient.to(reduced))
-            back: list[Tensor | None] = [None] * (count + len(held))
-            if not each:
-                return tuple(back)
-            flat = torch._chunk_cat(each, 0, ranks).view(-1)
-            if before is not None and before != 1:
-                flat = flat / before
-            if ranks > 1:
-                scattered = _C10D.reduce_scatter_tensor(flat, scatter_op, ranks, scatters)
-                flat = _C10D.wait_tensor(scattered)
-            elif alone is not None:
-                flat = flat / alone
-            if reduces is not None:
-                flat = _C10D.wait_tensor(_C10D.all_reduce(flat, reduce_op, reduces))
-            if after is not None and after != 1:
-                flat = flat / after
-            flat = flat.to(own)
-            if zeros:  # in another form: `passes/sharded.py` drops the zeros of a split
-                start = 0
-                for i in mine:
-                    back[i] = flat.narrow(0, start, numels[i])
-                    start += numels[i]
-                return tuple(back)
-            for i, part in zip(mine, torch.split(flat, [numels[i] for i in mine])):  # noqa: B905
-                back[i] = part
+    def reduction(
+        gradients: Sequence[Tensor], earlier: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        back: list[Tensor | None] = [None] * (len(dims) + len(held))
+        each = [part_of(gradients[i], i, earlier) for i in mine]
+        if not each:
             return tuple(back)
+        flat = summed(torch._chunk_cat(each, 0, ranks).view(-1))
+        if zeros:  # in another form: `passes/sharded.py` drops the zeros of a split
+            start = 0
+            for i in mine:
+                back[i] = flat.narrow(0, start, numels[i])
+                start += numels[i]
+            return tuple(back)
+        for i, part in zip(mine, torch.split(flat, [numels[i] for i in mine])):  # noqa: B905
+            back[i] = part
+        return tuple(back)
 
-    return gather, Gather
+    return reduction
 
 
 def _delivering(leaf: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, Any]:
