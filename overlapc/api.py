@@ -351,15 +351,20 @@ class _Engine:
             self.lowered.refuse_open()
             with self.lowered.aside():
                 results = self._traced(args, kwargs)
-            self.lowered.returned(tree_leaves(results))
             self.fails |= bool(self.backend.unchanged)
-            return results
         except CaptureError as error:
             self.fails, reason = True, str(error)
         except BackendCompilerFailed as failed:
             if not isinstance(failed.inner_exception, CaptureError):
                 raise
             self.fails, reason = True, str(failed.inner_exception)
+        else:
+            try:
+                self.lowered.returned(tree_leaves(results))
+            except CaptureError as error:
+                self.fails = True
+                self.backend.run_unchanged(f"the whole model: {error}")
+            return results
         self.backend.run_unchanged(f"the whole model: {reason}")
         return self.model(*args, **kwargs)
 

@@ -45,6 +45,7 @@ class Group:
             for each in params
         ]
         self.full: list[Tensor] | None = None
+        self.calls = 0  # of its first module in this forward
         self._layout = Layout.of(group, number)
         self._mine = [i for i, leaf in enumerate(self.leaves) if leaf.requires_grad]
         self._ops: dict[Any, Any] = {}  # by which gradients wait for a reduction; None: all do
@@ -104,6 +105,17 @@ class Group:
                 leaf.data = each._sharded_param_data
         if not self.group.is_sharded:
             self.group._to_sharded()
+
+    @property
+    def reduces_alone(self) -> bool:
+        """Does this call reduce its own gradients, and no others?"""
+        return len(self._given) == len(self.leaves)
+
+    @property
+    def adds_otherwise(self) -> bool:
+        """Does FSDP2 add up gradients of this call in another order than a graph? It adds those of
+        several calls of a block, and of several backwards, one by one."""
+        return self.calls > 1 and not self.reduces_alone
 
     def close(self) -> None:
         for _, handle in self._nodes:

@@ -66,6 +66,12 @@ class Lowered:
     def returned(self, results: Iterable[Any]) -> None:
         """Note what a planned call has returned."""
         self._results = [weakref.ref(each) for each in results if isinstance(each, torch.Tensor)]
+        if any(root.adds_otherwise for root in self._roots):
+            raise CaptureError(
+                "a block is called several times in a forward, and FSDP2 adds up what each call "
+                "gives over several backwards (set_requires_gradient_sync(False)), in another "
+                "order than a graph: this step may differ by a rounding, later ones do not"
+            )
 
     def refuse_open(self) -> None:
         """Raise if the backward of the last call may still come. FSDP2 adds up what both calls give
@@ -99,6 +105,7 @@ class _Root:
         self._module, self._state = module, state
         self._groups: list[Any] = []
         self._kind: Any = None
+        self._checkpoints = False
         self._swaps: list[tuple[dict[int, Any], int, Any, Any]] = []  # table, key, theirs, ours
         self._readers: dict[nn.Module, tuple[type, type, dict[str, Any]]] = {}
 
@@ -128,6 +135,13 @@ class _Root:
             group.refresh()
             group.begin()
             group.heard.clear()
+            group.calls = 0
+        if self._checkpoints and not all(group.reduces_alone for group in self._groups):
+            raise CaptureError(
+                "its blocks are checkpointed, and FSDP2 reduces gradients of several backwards "
+                "together (set_requires_gradient_sync(False)): how often a block is called cannot "
+                "be told there"
+            )
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -146,6 +160,10 @@ class _Root:
                 del module.__dict__[_SLOTS]
             for group in self._groups:
                 group.full = None
+
+    @property
+    def adds_otherwise(self) -> bool:
+        return any(group.adds_otherwise for group in self._groups)
 
     @property
     def delivered(self) -> bool:
@@ -173,12 +191,14 @@ class _Root:
         theirs = [group for state in states for group in state._fsdp_param_groups]
         made = {group: Group(group, number) for number, group in enumerate(theirs)}
         self._groups = list(made.values())
-        run, all_first = _Forward(self._groups), _checkpoints(self._module)
+        run, self._checkpoints = _Forward(self._groups), _checkpoints(self._module)
         for state in states:
             mine = [made[group] for group in state._fsdp_param_groups]
-            if all_first and state is self._state:
+            if self._checkpoints and state is self._state:
                 mine = self._groups
-            hooks = _Hooks(run, state._mp_policy, mine, state is self._state)
+            # No side effects in a checkpoint
+            own = [] if self._checkpoints else [made[group] for group in state._fsdp_param_groups]
+            hooks = _Hooks(run, state, mine, own, state is self._state)
             self._swaps += _swaps(state, hooks.before, hooks.behind)
         slots: dict[nn.Module, dict[str, Any]] = {}
         for group in self._groups:
@@ -219,12 +239,15 @@ class _Forward:
 class _Hooks:
     """What a state of FSDP2 does before and behind the forward of its modules, for Dynamo."""
 
-    def __init__(self, run: _Forward, policy: Any, groups: list[Any], is_root: bool) -> None:
-        self.run, self.groups, self.is_root = run, groups, is_root
+    def __init__(
+        self, run: _Forward, state: Any, groups: list[Any], own: list[Any], is_root: bool
+    ) -> None:
+        self.run, self.groups, self.own, self.is_root = run, groups, own, is_root
+        policy, self.first = state._mp_policy, state._modules[0]
         self.given = policy.param_dtype if policy.cast_forward_inputs else None
         self.made = policy.output_dtype
 
-    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.is_root or self.run.root is None:  # or a part of the model is called by itself
             self.run.clear()
             self.run.root = self
@@ -232,6 +255,9 @@ class _Hooks:
             args, kwargs = _cast(self.given, args), _cast(self.given, kwargs)
         for group in self.groups:
             group.gather()
+        if module is self.first:
+            for group in self.own:
+                group.calls += 1
         return args, kwargs
 
     def behind(self, _module: nn.Module, _args: Any, output: Any) -> Any:

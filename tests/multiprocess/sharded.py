@@ -81,7 +81,7 @@ class Case:
             budget=pick((None, None, 0.7)),
             together=random.random() < 0.5,
         )
-        if case.door == "TrainStep" or case.mesh == "columns":
+        if case.door == "TrainStep" or case.mesh == "columns" or case.twice or case.checkpoints:
             case = replace(case, together=False)
         if case.policy == "out" and case.groups != "root":  # eager's norms take one type
             case = replace(case, policy="bf16")
