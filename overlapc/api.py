@@ -360,7 +360,7 @@ class _Engine:
             self.fails, reason = True, str(failed.inner_exception)
         else:
             try:
-                self.lowered.returned(tree_leaves(results))
+                self.lowered.refuse_otherwise_added()
             except CaptureError as error:
                 self.fails = True
                 self.backend.run_unchanged(f"the whole model: {error}")

@@ -44,10 +44,9 @@ def gather_ahead(graph: fx.Graph) -> None:
     for before, start in pairwise(starts):
         place = next(iter(before.users))  # its wait
         for node in (*_made_from_leaves(start), start):
-            place.append(node)
-            place = node
-    if starts:
-        graph.lint()
+            if place < node:
+                place.append(node)
+                place = node
 
 
 def _made_from_leaves(start: fx.Node) -> list[fx.Node]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,7 +40,7 @@ class Lowered:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._roots: list[_Root] = []
-        self._results: list[weakref.ref[Any]] = []  # of the last call
+        self._open = False  # may the backward of the last call still come?
         self.look()
 
     def __bool__(self) -> bool:
@@ -63,9 +62,9 @@ class Lowered:
                 stack.enter_context(root.swapped())
             yield
 
-    def returned(self, results: Iterable[Any]) -> None:
-        """Note what a planned call has returned."""
-        self._results = [weakref.ref(each) for each in results if isinstance(each, torch.Tensor)]
+    def refuse_otherwise_added(self) -> None:
+        """Raise if the call that has just run adds up gradients in another order than FSDP2."""
+        self._open = True
         if any(root.adds_otherwise for root in self._roots):
             raise CaptureError(
                 "a block is called several times in a forward, and FSDP2 adds up what each call "
@@ -74,16 +73,16 @@ class Lowered:
             )
 
     def refuse_open(self) -> None:
-        """Raise if the backward of the last call may still come. FSDP2 adds up what both calls give
-        to parameters outside of blocks, and reduces the sum."""
-        known = any(root.delivered for root in self._roots)
-        if not known and any(result() is not None for result in self._results):
+        """Raise if the last call has had no backward yet: FSDP2 adds up what both calls give to
+        parameters outside of blocks, and reduces the sum. (Ranks must not judge by what they keep:
+        they would go apart.)"""
+        if self._open and not any(root.delivered for root in self._roots):
             raise CaptureError(
-                "it is called again before the backward of the call before (or that one's result "
-                "is kept without a backward); FSDP2 reduces gradients of both together, and the "
-                "planned call's alone: this step may differ by a rounding, later ones do not"
+                "it is called again before a backward of the call before; FSDP2 reduces gradients "
+                "of both together, and the planned call's alone: this step may differ by a "
+                "rounding, later ones do not. Expected evaluation under torch.no_grad()"
             )
-        self._results = []
+        self._open = False
 
     def check(self, tensors: Iterable[Any]) -> None:
         """Raise if a graph reads a shard where the model means a full parameter."""
