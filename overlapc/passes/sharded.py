@@ -97,7 +97,14 @@ def _zeros(node: Any) -> fx.Node | None:
     """The op that makes nothing but zeros, if that is what a node is."""
     while isinstance(node, fx.Node) and node.target in _PASSES_ON:
         node = node.args[0]
-    if not isinstance(node, fx.Node) or node.target not in _MADE:
+    if not isinstance(node, fx.Node):
+        return None
+    if node.target is _ATEN.cat.default:  # of the pieces of one tensor
+        made = [_zeros(piece) for piece in node.args[0]]  # type: ignore[union-attr]
+        return made[0] if all(each is not None for each in made) else None
+    if node.target is operator.getitem and getattr(node.args[0], "target", None) in _SPLITS:
+        return _zeros(node.args[0].args[0])  # type: ignore[union-attr]
+    if node.target not in _MADE:
         return None
     filled = "full" in str(node.target)
     return node if not filled or node.args[1] == 0 else None

@@ -82,6 +82,7 @@ class Group:
         if key not in self._ops:
             self._ops[key] = op_of(self._layout, key)
         self._gather, self._op = self._ops[key]
+        self.reduces_alone = key == () or not self._mine  # its own gradients, and no others
         if waiting is None:
             self._given = [*(leaf.detach() for leaf in self.leaves), *self._slots]
         else:
@@ -107,15 +108,14 @@ class Group:
             self.group._to_sharded()
 
     @property
-    def reduces_alone(self) -> bool:
-        """Does this call reduce its own gradients, and no others?"""
-        return len(self._given) == len(self.leaves)
-
-    @property
     def adds_otherwise(self) -> bool:
         """Does FSDP2 add up gradients of this call in another order than a graph? It adds those of
         several calls of a block, and of several backwards, one by one."""
         return self.calls > 1 and not self.reduces_alone
+
+    def let_go(self) -> None:
+        """Hold neither full parameters nor earlier gradients behind a forward."""
+        self.full, self._given = None, []
 
     def close(self) -> None:
         for _, handle in self._nodes:
@@ -129,7 +129,7 @@ def kind_of(group: Any) -> Any:
     )
     factor, forced = group.gradient_divide_factor, group.force_sum_reduction_for_comms
     kept = group.post_forward_mesh_info is None
-    return params, factor, forced, kept, _reduces_unused(group)
+    return params, factor, forced, kept, _unused(group)
 
 
 def refuse_group(group: Any) -> None:
@@ -142,6 +142,7 @@ def refuse_group(group: Any) -> None:
         "replicated parameters (a mesh of replicas alone)": not isinstance(
             group.mesh_info, FSDPMeshInfo
         ),
+        "zeros for unused parameters (set_reduce_scatter_unused_params)": _unused(group),
         "a hook on its all-reduce (set_all_reduce_hook)": group._all_reduce_hook is not None,
         "collectives of one's own, or memory of the process group": (gather, scatter) != own,
         "parameters on the host (CPUOffloadPolicy)": any(each.offload_to_cpu for each in params),
@@ -189,7 +190,7 @@ def _slot(layout: Layout, i: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros((), dtype=layout.dtypes[i]).expand(layout.whole[i]))
 
 
-def _reduces_unused(group: Any) -> bool:
+def _unused(group: Any) -> bool:
     return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
@@ -217,7 +218,6 @@ class Layout:
     whole: Sequence[Sequence[int]]
     dims: Sequence[int]  # along which each is sharded
     trained: Sequence[bool]
-    zeros: bool  # are unused parameters reduced, too?
     own: torch.dtype | None
     reduced: torch.dtype | None
     before: float | None  # divisors
@@ -258,7 +258,6 @@ class Layout:
             whole=[tuple(each._orig_size) for each in params],
             dims=[each.fsdp_placement.dim for each in params],
             trained=trained,
-            zeros=_reduces_unused(group),
             own=group._orig_dtype,
             reduced=group._reduce_dtype,
             before=before,
@@ -345,7 +344,7 @@ def _reduction_of(
     ranks, dims, scatters, reduces = layout.ranks, layout.dims, layout.scatters, layout.reduces
     own, reduced, before, after = layout.own, layout.reduced, layout.before, layout.after
     alone, scatter_op, reduce_op = layout.alone, layout.scatter_op, layout.reduce_op
-    zeros, numels = layout.zeros, [math.prod(size) for size in layout.shards]
+    numels = [math.prod(size) for size in layout.shards]
 
     def part_of(gradient: Tensor, i: int, earlier: Sequence[Tensor]) -> Tensor:
         if i in held:
@@ -377,12 +376,6 @@ def _reduction_of(
         if not each:
             return tuple(back)
         flat = summed(torch._chunk_cat(each, 0, ranks).view(-1))
-        if zeros:  # in another form: `passes/sharded.py` drops the zeros of a split
-            start = 0
-            for i in mine:
-                back[i] = flat.narrow(0, start, numels[i])
-                start += numels[i]
-            return tuple(back)
         for i, part in zip(mine, torch.split(flat, [numels[i] for i in mine])):  # noqa: B905
             back[i] = part
         return tuple(back)

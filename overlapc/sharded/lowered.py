@@ -158,7 +158,7 @@ class _Root:
                 module.__class__ = kind
                 del module.__dict__[_SLOTS]
             for group in self._groups:
-                group.full = None
+                group.let_go()
 
     @property
     def adds_otherwise(self) -> bool:

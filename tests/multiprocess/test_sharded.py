@@ -38,7 +38,7 @@ def check(cases: list[Case], ranks: int) -> None:
 def test_through_optimize_and_train_step() -> None:
     plain = Case(budget=0.7, evaluates=True, spare=True)
     merged = Case(door="TrainStep", policy="bf16", microbatches=3, tied=True, groups="end")
-    together = Case(microbatches=3, together=True, policy="bf16", spare=True)
+    together = Case(microbatches=3, together=True, policy="bf16", spare=True, groups="rows")
     check([plain, merged, together, replace(plain, checkpoints=True, clip=True)], 2)
 
 
