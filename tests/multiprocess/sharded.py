@@ -85,6 +85,8 @@ class Case:
             case = replace(case, together=False)
         if case.policy == "out" and case.groups != "root":  # eager's norms take one type
             case = replace(case, policy="bf16")
+        if case.layers == 1:  # gathers take more than activations
+            case = replace(case, budget=None)
         if case.groups == "rows":  # FSDP2 takes sizes that divide there
             case = replace(case, width=24)
         if case.mesh == "columns":
