@@ -13,11 +13,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchRuntimeError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
-from overlapc.errors import CaptureError, OptionError, OverlapcError
+from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.files import StrPath
 from overlapc.ir import Plan
 from overlapc.passes import capture as direct
@@ -30,9 +35,10 @@ from overlapc.passes.untraced import refuse_switched_off
 from overlapc.planning import road
 from overlapc.planning.options import DEFAULTS, Budget, Options
 from overlapc.planning.report import Report
+from overlapc.ranks.board import has_peers
 from overlapc.ranks.exchange import busy, in_call
 from overlapc.runtime.auto import AutoCalls
-from overlapc.runtime.backend import Backend
+from overlapc.runtime.backend import Alone, Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.foreign import (
     FIRST_CALL,
@@ -64,6 +70,11 @@ _END_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_o
 # Newer releases keep the graphs of each `torch.compile` call apart.
 _APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _OF_ITS_OWN: dict[str, Any] = {"isolate_recompiles": True} if _APART else {}
+_LEAVES = (
+    "this batch cannot be captured on this rank ({}), and the other ranks may run their plan; "
+    "expected every batch to be of the graph of the first: pad batches to one length, or leave "
+    "this model to FSDP2"
+)
 _CAST_AGAIN = (
     "several calls in one region of autocast: eager casts a parameter once for all of them and "
     "adds its gradients in the lower precision, here each call casts it"
@@ -217,6 +228,8 @@ class Optimized:
         parts = [report.explain() for report in self.reports]
         engine = _engine(self)
         parts += [str(said) for calls in engine.cuts for said in calls.said.values()]
+        if count := engine.backend.shapes.count:
+            parts.append(f"{count} more traces, of other shapes, run by these plans")
         parts += [f"{reason} (runs as plain PyTorch)" for reason in engine.backend.unchanged]
         parts += [f"{reason} (runs uncut)" for calls in engine.cuts for reason in calls.unchanged]
         parts += [f"may be not as eager: {line}" for line in self.differences]
@@ -261,6 +274,7 @@ class _Engine:
         self.silent = False  # whether the last call ran no graph at all
         self.settings: dict[str, Any] = {}  # Dynamo's settings for this model alone
         self.fails = False  # whether Dynamo itself fails to trace the model
+        self.static = False  # trace each size for itself
         self.region = Region()
         self.inexact = Inexact()
         self.backend = Backend(options)
@@ -277,6 +291,8 @@ class _Engine:
         """The compiled model. Hooks of a lowered one are of the same graph in a function alone; of
         others the call is a module's, with the hooks of all modules."""
         model = self.model
+        if self.lowered:
+            self.backend.shapes.version = lambda: self.lowered.version
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
@@ -284,7 +300,7 @@ class _Engine:
         compiled: Any = torch.compile(
             whole if self.lowered else model,
             backend=self.backend,
-            dynamic=self.options.dynamic,
+            dynamic=False if self.static else self.options.dynamic,
             **_OF_ITS_OWN,
         )
         return compiled if self.lowered else compiled.forward
@@ -349,24 +365,40 @@ class _Engine:
         """Run a model that FSDP2 shards; as FSDP2 runs it, from the call on that no plan runs."""
         try:
             self.lowered.refuse_open()
-            with self.lowered.aside():
-                results = self._traced(args, kwargs)
+            with self.lowered.aside(), dynamo_config.patch(fail_on_recompile_limit_hit=True):
+                results = self._with_or_without_symbols(args, kwargs)
             self.fails |= bool(self.backend.unchanged)
         except CaptureError as error:
             self.fails, reason = True, str(error)
+        except FailOnRecompileLimitHit as error:
+            raise RankError(_LEAVES.format("it has become another graph too often")) from error
         except BackendCompilerFailed as failed:
             if not isinstance(failed.inner_exception, CaptureError):
                 raise
             self.fails, reason = True, str(failed.inner_exception)
         else:
-            try:
-                self.lowered.refuse_otherwise_added()
-            except CaptureError as error:
-                self.fails = True
-                self.backend.run_unchanged(f"the whole model: {error}")
+            self.lowered.ran()
             return results
         self.backend.run_unchanged(f"the whole model: {reason}")
         return self.model(*args, **kwargs)
+
+    def _with_or_without_symbols(self, args: Any, kwargs: Any) -> Any:
+        """Run the compiled model; if it takes no sizes that vary, trace each size for itself."""
+        try:
+            return self._traced(args, kwargs)
+        except BackendCompilerFailed as failed:
+            if self.static or not isinstance(failed.inner_exception, Alone):
+                raise
+            reason = failed.inner_exception.reason
+        warnings.warn(
+            f"overlapc traces each shape of a batch for itself, {joint.RECOMPILES} at most: with "
+            f"sizes that vary it cannot: {reason}",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+        self.static = True
+        self.forward = self._compiled()
+        return self._traced(args, kwargs)
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         before = self.backend.calls
@@ -381,6 +413,8 @@ class _Engine:
                 self.inexact.say(self.backend.differences)
         except (InternalTorchDynamoError, TorchRuntimeError, GuardOnDataDependentSymNode) as error:
             reason = why_untraced(error)
+            if reason and self.lowered and self.backend.reports and has_peers():
+                raise RankError(_LEAVES.format(reason)) from error
             if reason and not self.settings:
                 self.settings = _END_AT_DATA
                 with dynamo_config.patch(_END_AT_DATA):

@@ -71,13 +71,8 @@ def agreed(
             captured.trace.digest,
             "every rank must run the same model on inputs of the same shapes",
         )
-        exchange.agree(
-            "options",
-            f"{options.text(ALIKE)} microbatches={step.microbatches} lag={step.lag} "
-            f"in_flight={step.in_flight}".strip(),
-            "pass the same options, and as many microbatches, on every rank",
-        )
-    profiles, found = _profiles(captured, options, primals, others, exchange)
+        agree_on_options(step, options, exchange)
+    profiles, found = profiles_of_all(captured, options, primals, others, exchange)
     sizes = {name: max(each.most.get(name, 0) for each in found) for name in found[0].most}
     unlike = any(each != sizes for rank in found for each in rank.each)
     place = 0 if exchange is None else exchange.ranks.index(exchange.rank)
@@ -91,6 +86,15 @@ def agreed(
         adding, pairs = zip(*map(json.loads, exchange.gather("adding", mine)), strict=True)
         step = replace(step, add_ns_per_kib=sum(adding) / len(adding), pairs=all(pairs))
     return Agreed(captured, step, profiles, here)
+
+
+def agree_on_options(step: TrainingStep, options: Options, exchange: Exchange) -> None:
+    exchange.agree(
+        "options",
+        f"{options.text(ALIKE)} microbatches={step.microbatches} lag={step.lag} "
+        f"in_flight={step.in_flight}".strip(),
+        "pass the same options, and as many microbatches, on every rank",
+    )
 
 
 def of_all_ranks(
@@ -123,18 +127,25 @@ def _held_bytes(report: Report, each: Sequence[Mapping[str, int]]) -> int:
 
 def decided(decide: Callable[[], tuple[Plan, ...]], exchange: Exchange | None) -> tuple[Plan, ...]:
     """Let the leader `decide`; every rank returns its plans, or raises its Infeasible."""
+    found = told(lambda: [format_plan(plan) for plan in decide()], exchange)
+    return tuple(map(parse_plan, found))
 
-    def tell() -> str:
+
+def told(tell: Callable[[], Sequence[str]], exchange: Exchange | None) -> list[str]:
+    """The texts that the leader tells, on every rank, or its Infeasible."""
+
+    def written() -> str:
         try:
-            return json.dumps([format_plan(plan) for plan in decide()])
+            return json.dumps(tell())
         except Infeasible as error:
             return f"{_NOTHING_FITS}{error.budget_bytes} {error.smallest_bytes}"
 
-    text = tell() if exchange is None else exchange.broadcast("plan", tell)
+    text = written() if exchange is None else exchange.broadcast("plan", written)
     if text.startswith(_NOTHING_FITS):
         budget, smallest = text.removeprefix(_NOTHING_FITS).split()
         raise Infeasible(int(budget), int(smallest))
-    return tuple(map(parse_plan, json.loads(text)))
+    found: list[str] = json.loads(text)
+    return found
 
 
 def this_rank() -> int | None:
@@ -144,7 +155,7 @@ def this_rank() -> int | None:
     return dist.get_rank() if ready and dist is not None else None
 
 
-def _profiles(
+def profiles_of_all(
     captured: Captured,
     options: Options,
     primals: Sequence[Any] | None,

@@ -22,7 +22,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._inductor import config as inductor_config
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from overlapc.errors import CaptureError, OverlapcError
+from overlapc.errors import CaptureError, OverlapcError, RankError
 from overlapc.flags import log
 from overlapc.ir import Plan
 from overlapc.passes.aot import as_boxed, let_saved_live
@@ -43,9 +43,10 @@ from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
+from overlapc.planning.unlike import are_alike, carry, collectives, plan_unlike
 from overlapc.ranks.board import has_peers
 from overlapc.ranks.exchange import Exchange, busy, naming_the_dead
-from overlapc.ranks.groups import Attempts
+from overlapc.ranks.groups import Attempts, ranks_of
 from overlapc.runtime.graphs import Calls, Graph
 from overlapc.runtime.seeds import warn_of_seeds
 from overlapc.shares import Share, plan_frugally
@@ -54,6 +55,10 @@ from overlapc.shares import Share, plan_frugally
 _SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 
+_APART = (
+    "batches of the ranks differ in shape, the model is broken into several graphs, and these "
+    "share a memory_budget: leave memory_budget out, or pad the first batch to one length"
+)
 _HOOKS = ("distributed/fsdp", "deepspeed")  # files of those that gather a sharded model
 _SECOND = "the model takes a gradient of it that has a gradient itself (create_graph)"
 
@@ -71,14 +76,15 @@ class Backend:
         self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
         self._sharded = False
-        self.check: Callable[[Sequence[Any]], None] = lambda inputs: None  # raises CaptureError
+        self.check: Callable[[fx.GraphModule, Sequence[Any]], None] = lambda graph, inputs: None
+        self.shapes = Shapes()
         self.differences: list[str] = []  # lines of the model that may differ from eager
         self.views: list[str] = []  # such lines that count if there are several graphs
         self.left_out: list[str] = []  # such lines that count if there is only one graph
         self._cast: list[frozenset[int]] = []  # parameters of each graph under autocast
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.check(example_inputs)
+        self.check(gm, example_inputs)
         graph = Graph(gm, self.steps)
         traced = example_inputs if are_fake(example_inputs) else ()
         partition = Partition(self, graph, example_inputs)
@@ -99,11 +105,13 @@ class Backend:
             )
             return graph
         except CaptureError as error:
+            self.shapes.refuse_alone(graph, error)
             self.attempts.refused(error)
             return self._unchanged(gm, error.reason, error.place)
         except (OverlapcError, RestartAnalysis):  # after RestartAnalysis Dynamo traces again
             raise
         except Exception as error:
+            self.shapes.refuse_alone(graph, error)
             hint = _NO_SYMBOLS if any(text in str(error) for text in _SYMBOLS) else ""
             self.attempts.refused(CaptureError(f"{type(error).__name__}: {error}"))
             return self._unchanged(gm, f"{hint}{type(error).__name__}: {error}", "")
@@ -198,6 +206,22 @@ class Backend:
                 stacklevel=2,
             )
 
+    def warn_of_longer(self, report: Report) -> None:
+        """Warn once of a batch that takes more than the budget, in bytes, of those before it."""
+        budget_bytes = report.problem.budget_bytes or 0
+        given = self.options.memory_budget
+        if given is None or isinstance(given, float) or self._warned:
+            return
+        if report.peak_bytes > budget_bytes:
+            self._warned = True
+            warnings.warn(
+                f"overlapc: this batch takes {report.peak_bytes:,} bytes by the plan of the first "
+                f"one, more than memory_budget, {budget_bytes:,}; it is run all the same: begin "
+                "with the longest batch, and the plan fits all",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
         first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"
         where = f"graph {len(self.reports) + len(self.unchanged)} ({place or _begin(gm)})"
@@ -225,6 +249,54 @@ class Backend:
         what = f"{framework} shards this model; overlapc plans what is between its gathers only"
         self.unchanged.append(what)
         warnings.warn(f"overlapc: {what}", RuntimeWarning, stacklevel=3)
+
+
+class Alone(RankError):
+    """A graph that the other ranks run cannot be captured on this one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"a batch of other shapes cannot be captured on this rank: {reason}; expected what the "
+            "ranks' plan can be carried to: pad batches to one length, or leave this model to FSDP2"
+        )
+        self.reason = reason
+
+
+class Shapes:
+    """Planned graphs of a sharded model, whose batches may differ in shape between ranks. Graphs of
+    other shapes take the plan of the one with the same collectives, on each rank by itself."""
+
+    def __init__(self) -> None:
+        self.version: Callable[[], int] | None = None  # of what graphs read; None: of no such model
+        self.count = 0  # of graphs that have taken a plan
+        self._graphs: dict[tuple[int, str], Graph] = {}
+        self._forms: set[tuple[str, ...]] = set()
+
+    def may_differ(self, captured: Captured) -> bool:
+        return self.version is not None and len(ranks_of(captured.trace.lanes)) > 1
+
+    def planned(self, captured: Captured, graph: Graph) -> None:
+        self._forms.add(graph.form)
+        self._graphs[self._key(captured)] = graph
+
+    def carried(self, captured: Captured) -> Report | None:
+        """The report of a planned graph, carried to this one, or None."""
+        known = self._graphs.get(self._key(captured)) if self.may_differ(captured) else None
+        if known is None or known.report is None:
+            return None
+        report = carry(known.report, captured, TrainingStep(known.name))
+        self.count += 1
+        return report
+
+    def refuse_alone(self, graph: Graph, error: Exception) -> None:
+        """Raise for a graph that ranks run for other shapes, and that cannot be captured for these:
+        this rank must not leave the others."""
+        if graph.form in self._forms:
+            raise Alone(str(error)) from error
+
+    def _key(self, captured: Captured) -> tuple[int, str]:
+        assert self.version is not None
+        return self.version(), collectives(captured)
 
 
 class Partition:
@@ -276,6 +348,9 @@ class Partition:
                 )
             return emit(self.plan)
         groups, timeout_s = captured.trace.lanes, self.backend.options.timeout_s
+        if (report := self.backend.shapes.carried(captured)) is not None:
+            self.backend.warn_of_longer(report)
+            return emit(report.plan)
         with trace_ended(), self.backend.attempts.exchange_for(groups, timeout_s) as exchange:
             primals = matching(self.primals, captured)
             report = self._planned(captured, primals, joint_inputs, exchange)
@@ -295,13 +370,21 @@ class Partition:
             "torch_choices": lambda: torch_choices(captured, inputs, sweep),
         }
         step = TrainingStep(f"graph {len(self.backend.reports)}")
-        if graph.takes_all:
+        shapes, share = self.backend.shapes, None
+        ragged = exchange is not None and shapes.may_differ(captured)
+        if ragged and exchange is not None and not are_alike(captured, exchange):
+            if not graph.takes_all:
+                raise CaptureError(_APART)
+            report = plan_unlike(captured, options, step, **found)
+        elif graph.takes_all:
             report = plan(captured, options, step, **found).report
             problem = replace(report.problem, budget_bytes=None)
             share = Share(problem, options.solver, (report.plan.saved,))
         else:
             share, report = plan_frugally(captured, options, step, **found)
         graph.planned(report, share)
+        if ragged:
+            shapes.planned(captured, graph)
         return report
 
 

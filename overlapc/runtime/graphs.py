@@ -46,6 +46,7 @@ class Graph:
             or calls.options.memory_budget is None
         )
         self.sums = used_several_times(gm)
+        self.form = form_of(gm)
         self.name = ""
         self.share: Share | None = None  # set if the graph was planned
         self.report: Report | None = None
@@ -57,7 +58,7 @@ class Graph:
         places = gm.graph.find_nodes(op="placeholder")
         self._inputs = [node.meta.get("example_value") for node in places]
 
-    def planned(self, report: Report, share: Share) -> None:
+    def planned(self, report: Report, share: Share | None) -> None:
         self.report, self.share = report, share
         self.name = report.name
 
@@ -94,6 +95,17 @@ class Graph:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def form_of(gm: fx.GraphModule) -> tuple[str, ...]:
+    """The ops of a graph of Dynamo's that make tensors. Graphs that differ in sizes alone are of
+    one form."""
+    values = ((node, node.meta.get("example_value")) for node in gm.graph.nodes)
+    return tuple(
+        f"{node.op} {node.target if isinstance(node.target, str) else node.target.__name__}"
+        for node, value in values
+        if not isinstance(value, (int, torch.SymInt, torch.Size))
+    )
 
 
 class Call:

@@ -381,7 +381,7 @@ class TrainStep:
             step = self._step
             assert step is not None
             refuse_owners(joint, state, self.model)
-            self._lowered.check(state[owner_of(name)].tensor for name in joint.leaves)
+            self._lowered.refuse_read(state[owner_of(name)].tensor for name in joint.leaves)
             if joint.captured.trace.lanes and isinstance(step, Step):
                 alike(self._all)  # ranks may have others, and so merge others
             if step.count not in programs:

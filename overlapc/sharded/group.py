@@ -45,7 +45,6 @@ class Group:
             for each in params
         ]
         self.full: list[Tensor] | None = None
-        self.calls = 0  # of its first module in this forward
         self._layout = Layout.of(group, number)
         self._mine = [i for i, leaf in enumerate(self.leaves) if leaf.requires_grad]
         self._ops: dict[Any, Any] = {}  # by which gradients wait for a reduction; None: all do
@@ -108,10 +107,9 @@ class Group:
             self.group._to_sharded()
 
     @property
-    def adds_otherwise(self) -> bool:
-        """Does FSDP2 add up gradients of this call in another order than a graph? It adds those of
-        several calls of a block, and of several backwards, one by one."""
-        return self.calls > 1 and not self.reduces_alone
+    def targets(self) -> list[Tensor]:
+        """What autograd gives gradients of this call to."""
+        return [*self.leaves, *self._slots]
 
     def let_go(self) -> None:
         """Hold neither full parameters nor earlier gradients behind a forward."""

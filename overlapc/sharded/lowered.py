@@ -20,17 +20,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from overlapc.errors import CaptureError
 
 _SLOTS = "_overlapc_slots"  # in a module's __dict__: name -> (group, index)
 _WRAPPER = "CheckpointWrapper"
+_TOGETHER = (
+    "FSDP2 reduces gradients of several backwards together (set_requires_gradient_sync(False))"
+)
 
 
 class Lowered:
@@ -45,6 +48,11 @@ class Lowered:
 
     def __bool__(self) -> bool:
         return bool(self._roots)
+
+    @property
+    def version(self) -> int:
+        """Changes when graphs are given other leaves."""
+        return sum(root.version for root in self._roots)
 
     def look(self) -> None:
         """Look again which parts are sharded, if none was."""
@@ -62,16 +70,6 @@ class Lowered:
                 stack.enter_context(root.swapped())
             yield
 
-    def refuse_otherwise_added(self) -> None:
-        """Raise if the call that has just run adds up gradients in another order than FSDP2."""
-        self._open = True
-        if any(root.adds_otherwise for root in self._roots):
-            raise CaptureError(
-                "a block is called several times in a forward, and FSDP2 adds up what each call "
-                "gives over several backwards (set_requires_gradient_sync(False)), in another "
-                "order than a graph: this step may differ by a rounding, later ones do not"
-            )
-
     def refuse_open(self) -> None:
         """Raise if the last call has had no backward yet: FSDP2 adds up what both calls give to
         parameters outside of blocks, and reduces the sum. (Ranks must not judge by what they keep:
@@ -84,7 +82,18 @@ class Lowered:
             )
         self._open = False
 
-    def check(self, tensors: Iterable[Any]) -> None:
+    def ran(self) -> None:
+        """A planned call has run: its backward may come."""
+        self._open = True
+
+    def check(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Raise if a graph of Dynamo's with these inputs is not what FSDP2 runs."""
+        self.refuse_read(inputs)
+        for root in self._roots:
+            if targets := root.adds_up:
+                refuse_called_again(graph, inputs, targets)
+
+    def refuse_read(self, tensors: Iterable[Any]) -> None:
         """Raise if a graph reads a shard where the model means a full parameter."""
         if not self._roots:
             return
@@ -105,6 +114,7 @@ class _Root:
         self._groups: list[Any] = []
         self._kind: Any = None
         self._checkpoints = False
+        self.version = 0
         self._swaps: list[tuple[dict[int, Any], int, Any, Any]] = []  # table, key, theirs, ours
         self._readers: dict[nn.Module, tuple[type, type, dict[str, Any]]] = {}
 
@@ -129,18 +139,12 @@ class _Root:
         if kind != self._kind:
             self._lower(states)
             self._kind = kind
+            self.version += 1
         for group in self._groups:
             refuse_accumulation(group.group, whole)
             group.refresh()
             group.begin()
             group.heard.clear()
-            group.calls = 0
-        if self._checkpoints and not all(group.reduces_alone for group in self._groups):
-            raise CaptureError(
-                "its blocks are checkpointed, and FSDP2 reduces gradients of several backwards "
-                "together (set_requires_gradient_sync(False)): how often a block is called cannot "
-                "be told there"
-            )
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -161,8 +165,11 @@ class _Root:
                 group.let_go()
 
     @property
-    def adds_otherwise(self) -> bool:
-        return any(group.adds_otherwise for group in self._groups)
+    def adds_up(self) -> set[int]:
+        """What gradients of parts of the model come to that are added up over several backwards."""
+        outer = self._state._fsdp_param_groups
+        groups = [g for g in self._groups if not g.reduces_alone and g.group not in outer]
+        return {id(each) for group in groups for each in group.targets}
 
     @property
     def delivered(self) -> bool:
@@ -195,9 +202,7 @@ class _Root:
             mine = [made[group] for group in state._fsdp_param_groups]
             if self._checkpoints and state is self._state:
                 mine = self._groups
-            # No side effects in a checkpoint
-            own = [] if self._checkpoints else [made[group] for group in state._fsdp_param_groups]
-            hooks = _Hooks(run, state, mine, own, state is self._state)
+            hooks = _Hooks(run, state, mine, state is self._state)
             self._swaps += _swaps(state, hooks.before, hooks.behind)
         slots: dict[nn.Module, dict[str, Any]] = {}
         for group in self._groups:
@@ -238,15 +243,13 @@ class _Forward:
 class _Hooks:
     """What a state of FSDP2 does before and behind the forward of its modules, for Dynamo."""
 
-    def __init__(
-        self, run: _Forward, state: Any, groups: list[Any], own: list[Any], is_root: bool
-    ) -> None:
-        self.run, self.groups, self.own, self.is_root = run, groups, own, is_root
-        policy, self.first = state._mp_policy, state._modules[0]
+    def __init__(self, run: _Forward, state: Any, groups: list[Any], is_root: bool) -> None:
+        self.run, self.groups, self.is_root = run, groups, is_root
+        policy = state._mp_policy
         self.given = policy.param_dtype if policy.cast_forward_inputs else None
         self.made = policy.output_dtype
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.is_root or self.run.root is None:  # or a part of the model is called by itself
             self.run.clear()
             self.run.root = self
@@ -254,9 +257,6 @@ class _Hooks:
             args, kwargs = _cast(self.given, args), _cast(self.given, kwargs)
         for group in self.groups:
             group.gather()
-        if module is self.first:
-            for group in self.own:
-                group.calls += 1
         return args, kwargs
 
     def behind(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -294,6 +294,35 @@ def _reading(kind: type, names: tuple[str, ...]) -> type:
     made: Any = type(kind)
     found: type = made(kind.__name__, (kind,), {**space, **{name: read(name) for name in names}})
     return found
+
+
+def refuse_called_again(
+    graph: fx.GraphModule, inputs: Sequence[Any], targets: Container[int]
+) -> None:
+    """Raise if a graph of Dynamo's adds up gradients of the targets in another order than FSDP2,
+    which adds those of several calls of a module one by one."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if getattr(reason, "graph_break", False):
+        raise CaptureError(f"{_TOGETHER}, and the model is broken into several graphs")
+    places = graph.graph.find_nodes(op="placeholder")
+    mine = [node for node, value in zip(places, inputs, strict=True) if id(value) in targets]
+    gathers = dict.fromkeys(user for node in mine for user in node.users)
+    for full in (full for gather in gathers for full in gather.users):
+        if _several(full.users):
+            raise CaptureError(f"{_TOGETHER}, and one of its modules is called several times")
+
+
+def _several(users: Iterable[fx.Node]) -> bool:
+    """Is one module called several times among the users of its parameter? (A checkpoint's call is
+    one node; further calls of a module have numbers behind an "@".)"""
+    calls: dict[str, set[str]] = {}
+    for user in users:
+        stack = list(user.meta.get("nn_module_stack", {}))
+        if "checkpoint" in str(user.target) or not stack:
+            calls.setdefault("", set()).add(user.name)
+        else:
+            calls.setdefault(stack[-1].partition("@")[0], set()).add(stack[-1])
+    return any(len(each) > 1 for each in calls.values()) or (len(calls) > 1 and "" in calls)
 
 
 def _checkpoints(model: nn.Module) -> bool:

@@ -50,6 +50,7 @@ class Case:
     door: str = "optimize"
     budget: float | None = None
     together: bool = False  # one reduction for all microbatches of a step
+    ragged: bool = False  # lengths differ from rank to rank and from batch to batch
 
     @staticmethod
     def drawn(seed: int, ranks: int) -> Case:
@@ -80,9 +81,14 @@ class Case:
             door=pick(("optimize", "TrainStep")),
             budget=pick((None, None, 0.7)),
             together=random.random() < 0.5,
+            ragged=random.random() < 0.3,
         )
-        if case.door == "TrainStep" or case.mesh == "columns" or case.twice or case.checkpoints:
+        if case.door == "TrainStep" or case.mesh == "columns" or case.twice:
             case = replace(case, together=False)
+        if case.door == "TrainStep" or case.mesh == "columns":
+            case = replace(case, ragged=False)
+        if case.ragged:  # the first batch may be the shortest
+            case = replace(case, budget=None)
         if case.policy == "out" and case.groups != "root":  # eager's norms take one type
             case = replace(case, policy="bf16")
         if case.layers == 1:  # gathers take more than activations
@@ -188,8 +194,13 @@ def built(case: Case) -> tuple[Model, Any]:
 
 
 def batches(case: Case, step: int) -> list[Tensor]:
-    made = torch.Generator().manual_seed(1000 * step + dist.get_rank() + case.seed)
-    return [torch.randint(VOCAB, (2, SEQ), generator=made) for _ in range(case.microbatches)]
+    rank = dist.get_rank() // 2 if case.mesh == "columns" else dist.get_rank()
+    made = torch.Generator().manual_seed(1000 * step + rank + case.seed)
+    lengths = [SEQ] * case.microbatches
+    if case.ragged:
+        random = Random(f"{step} {rank} {case.seed}")
+        lengths = [random.randint(3, SEQ) for _ in lengths]
+    return [torch.randint(VOCAB, (2, length), generator=made) for length in lengths]
 
 
 def trained(case: Case, model: nn.Module, optimizer: Any, run: Any) -> dict[str, Any]:

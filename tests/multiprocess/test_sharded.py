@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.multiprocess.sharded import (
+    VOCAB,
     Case,
     batches,
     built,
@@ -39,7 +41,8 @@ def test_through_optimize_and_train_step() -> None:
     plain = Case(budget=0.7, evaluates=True, spare=True)
     merged = Case(door="TrainStep", policy="bf16", microbatches=3, tied=True, groups="end")
     together = Case(microbatches=3, together=True, policy="bf16", spare=True, groups="rows")
-    check([plain, merged, together, replace(plain, checkpoints=True, clip=True)], 2)
+    ragged = replace(together, ragged=True, groups="blocks", spare=False)
+    check([plain, merged, together, replace(plain, checkpoints=True, clip=True), ragged], 2)
 
 
 @pytest.mark.slow
@@ -52,6 +55,59 @@ def test_random_models_on_two_ranks(first: int) -> None:
 @pytest.mark.parametrize(("ranks", "first"), [(r, f) for r in (3, 4) for f in range(0, 90, 15)])
 def test_random_models_on_more_ranks(ranks: int, first: int) -> None:
     check([Case.drawn(seed, ranks) for seed in range(first, first + 15)], ranks)
+
+
+def _ragged(rank: int, _ranks: int) -> tuple[bool, int, int, int, list[str]]:
+    """Two hundred batches, padded by themselves."""
+    import overlapc
+
+    torch.distributed.init_process_group("gloo")
+    random = Random(rank)
+    lengths = [random.randint(5, 70) for _ in range(200)]
+
+    def run(call: Any) -> list[torch.Tensor]:
+        losses = []
+        for step, length in enumerate(lengths):
+            made = torch.Generator().manual_seed(1000 * step + rank)
+            losses.append(call(torch.randint(VOCAB, (4, length), generator=made)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    model, optimizer = built(Case())
+    expected = [*run(model), *(p.to_local() for p in model.parameters())]
+    model, optimizer = built(Case())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twin: Any = overlapc.optimize(model, profile="estimate", solver="heu", timeout_s=120)
+        found = [*run(twin), *(p.to_local() for p in model.parameters())]
+    said = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
+    same = all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    text = twin.explain()
+    return same, len(twin.reports), len(set(lengths)), text.count("of other shapes, run by"), said
+
+
+@pytest.mark.slow
+def test_batches_that_are_padded_by_themselves() -> None:
+    for same, planned, lengths, carried, said in run_ranks(_ragged, 3, timeout_s=300):
+        assert same
+        assert (planned, carried, said) == (1, 1, [])
+        assert lengths >= 40
+
+
+def _in_parallel(_rank: int, _ranks: int) -> tuple[str, int, list[str]]:
+    torch.distributed.init_process_group("gloo")
+    case = Case(mesh="columns", ragged=True, layers=1)
+    return _planned(case, lambda model, call: one_by_one(call))
+
+
+@pytest.mark.slow
+def test_shapes_are_traced_one_by_one_where_an_op_takes_no_symbols() -> None:
+    for difference, planned, said in run_ranks(_in_parallel, 4, timeout_s=600):
+        assert (difference, planned) == ("", 1)
+        assert len(said) == 1
+        assert "each shape of a batch for itself" in said[0]
 
 
 # ------------------------------------------------------------------- what is FSDP2's own
@@ -68,7 +124,7 @@ def _planned(case: Case, run: Any) -> tuple[str, int, list[str]]:
         warnings.simplefilter("always")
         twin: Any = overlapc.optimize(model, profile="estimate", solver="heu", timeout_s=120)
         found = trained(case, model, optimizer, run(model, twin))
-    said = [str(w.message) for w in caught if "overlapc" in str(w.message)]
+    said = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
     return different(expected, found), len(twin.reports), said
 
 
