@@ -158,7 +158,8 @@ class Traced:
     A function that cannot be one graph raises a CaptureError with reason and place, before anything
     has run. It is traced with gradients, or, if it may be a forward `alone`, as it is called: a
     graph without gradients is then one without a backward. If its backward is `ours`, and no later
-    autograd's, what it keeps beside its marked results is detached.
+    autograd's, what it keeps beside its marked results is detached. `check` may raise a CaptureError
+    for a graph of Dynamo's and its arguments.
     """
 
     def __init__(
@@ -169,8 +170,9 @@ class Traced:
         *,
         alone: bool = False,
         ours: bool = False,
+        check: Callable[[fx.GraphModule, Sequence[Any]], None] = lambda graph, arguments: None,
     ) -> None:
-        self._adopt, self._alone, self._ours = adopt, alone, ours
+        self._adopt, self._alone, self._ours, self._check = adopt, alone, ours, check
         self.opaques = Opaques(model if isinstance(model, nn.Module) else nn.Module())
         backend = Weakly(WeakMethod(self._begin))
         self._compiled = torch.compile(_of_its_own(function), backend=backend, fullgraph=True)
@@ -252,6 +254,7 @@ class Traced:
                 return list(run(state))
 
         refuse_subclasses(arguments)
+        self._check(graph, arguments)
         self.differences += differences(graph)
         unreturned = detach_kept(graph, marks_of(graph)) if self._ours else ()
         has_order, weighs = hands_on(), weigh_means(graph, slices_now(), self.differences)

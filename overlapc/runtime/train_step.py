@@ -71,6 +71,10 @@ class TrainStep:
     `merge=False`, or a baseline as solver, microbatches run one after the other. A step is in pairs
     where that is predicted to be faster within the budget; with `pairs=False` it never is.
 
+    Of a model that FSDP2 shards, each backward reduces the gradients, or with `reduce="last"` the
+    last one does for all, as in a loop with `set_requires_gradient_sync`. (Their sums may differ in
+    the last bits.) The last microbatch then is merged with no other.
+
     With `slices=k` each microbatch is cut into k slices along dimension 0 (`runtime/slices.py`).
     They hide each other's communication. This is for a single batch, which cannot be merged with
     another. Gradients are bitwise those of
@@ -98,6 +102,7 @@ class TrainStep:
         merge: bool = True,
         pairs: bool = True,
         results: bool = False,
+        reduce: str = "each",
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -110,9 +115,11 @@ class TrainStep:
         for name, given in how.items():
             if not isinstance(given, bool):
                 raise OptionError(f"{name}={given!r}: expected True or False")
+        if reduce not in ("each", "last"):
+            raise OptionError(f"reduce={reduce!r}: expected 'each' or 'last'")
         refuse_foreign("TrainStep", model)
-        self._merge, self._pairs, self._results = merge, pairs, results
-        self._asked = how | options
+        self._merge, self._pairs, self._results, self._reduce = merge, pairs, results, reduce
+        self._asked = how | {"reduce": reduce} | options
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
@@ -153,7 +160,7 @@ class TrainStep:
         ready = self._replicas.before_last
         runs = [
             (self._key(kind), Step(run, gathers=len(run) > 1, before_last=ready))
-            for kind, run in in_runs(each)
+            for kind, run in self._runs(each)
         ]
         turns = [(key, step, given) for key, step in runs for given in step.each]
         try:
@@ -162,13 +169,30 @@ class TrainStep:
                 runs[-1][1].finish()
         finally:
             self._step = None
+            self._reduces(True)
         return results
+
+    def _runs(self, each: Sequence[Given]) -> list[tuple[Any, Sequence[Given]]]:
+        """Microbatches that may be merged, with their kind, which says whether they reduce."""
+        if self._reduce == "each":
+            return [((kind, True), run) for kind, run in in_runs(each)]
+        self._lowered.look()
+        if not self._lowered:
+            raise OptionError("reduce='last': expected a model that FSDP2 shards")
+        earlier = [((kind, False), run) for kind, run in in_runs(each[:-1])]
+        return [*earlier, *(((kind, True), run) for kind, run in in_runs(each[-1:]))]
+
+    def _reduces(self, now: bool) -> None:
+        """Say whether the next backwards reduce their gradients."""
+        if self._reduce == "last":
+            self._lowered.reduce(now)
 
     def _turn(self, key: Any, step: Step, given: Given) -> Any:
         """Run the forward of a microbatch; what is left of those of another kind runs before."""
         if isinstance(self._step, Step) and self._step is not step:
             self._step.finish()
         self._step = step
+        self._reduces(key[1])
         return self._forward(given, key)
 
     def _in_slices(self, given: Given, microbatches: int) -> Any:
@@ -176,7 +200,7 @@ class TrainStep:
         all."""
         self._given = given
         each = given.cut(self._options.slices)
-        key = self._key(kind_of(each[0]))
+        key = self._key((kind_of(each[0]), True))
         if key in self._plain:
             return self._plainly(given)
 
@@ -233,19 +257,20 @@ class TrainStep:
         each = givens(microbatches)
         if unmade(self.model):
             return None
-        runs = [each] if self._options.slices > 1 else [run for _, run in in_runs(each)]
+        runs = [(None, each)] if self._options.slices > 1 else self._runs(each)
         self._all = each
-        reports = [self._plan(run) for run in runs]
+        reports = [self._plan(kind, run) for kind, run in runs]
         self.report = reports[0] or self.report
         return reports[0]
 
-    def _plan(self, each: Sequence[Given]) -> Report | None:
+    def _plan(self, kind: Any, each: Sequence[Given]) -> Report | None:
         """Plan microbatches of one kind, or, in slices, the first batch."""
         slices = self._options.slices
         self._given = each[0]
         count, each = len(each), each[0].cut(slices) if slices > 1 else each
         self._step = Slices(count, runs=False, each=each) if slices > 1 else Step(each, runs=False)
-        key = self._key(kind_of(each[0]))
+        key = self._key(kind if slices == 1 else (kind_of(each[0]), True))
+        self._reduces(key[1])
         try:
             with self._tracing(key), sliced(slices):
                 self._traced[key](*each[0].args, **each[0].kwargs)
@@ -257,6 +282,7 @@ class TrainStep:
             self._refused(key, error)
         finally:
             self._step = None
+            self._reduces(True)
         return None
 
     @property
@@ -278,7 +304,8 @@ class TrainStep:
         """A kind of microbatches, for which there is a trace from now on."""
         if kind not in self._traced:
             function = self._of_loss if self._options.slices == 1 else self._marked
-            self._traced[kind] = Traced(function, self._adopt, self.model, ours=True)
+            check = self._lowered.check
+            self._traced[kind] = Traced(function, self._adopt, self.model, ours=True, check=check)
         return kind
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +380,8 @@ class TrainStep:
                 refuse_sharded(self.model)
         self._met.add(key)
         waits = busy("tracing") if new else in_call()
-        with waits, self._replicas.aside(), self._lowered.aside(whole=True):
+        whole = self._reduce == "each"
+        with waits, self._replicas.aside(), self._lowered.aside(whole):
             yield
         self._inexact.say(self.differences)
 
@@ -387,7 +415,8 @@ class TrainStep:
             if step.count not in programs:
                 programs[step.count] = self._program(joint, state, step)
             program = programs[step.count]
-            self.report = program.report
+            if self._reduce == "each" or step.count > 1 or self.report is None:
+                self.report = program.report  # of those that are merged
             if not step.runs:
                 raise Stop
             at = (0, 1) if isinstance(step, Step) else (len(step.states), self._options.slices)

@@ -59,6 +59,11 @@ class Lowered:
         if not self._roots:
             self._roots = [_Root(module, state) for module, state in _outermost(self._model)]
 
+    def reduce(self, now: bool) -> None:
+        """Have backwards reduce gradients, or leave these to a later one."""
+        for root in self._roots:
+            root.module.set_requires_gradient_sync(now)
+
     @contextmanager
     def aside(self, whole: bool = False) -> Iterator[None]:
         """While the block runs, gathers and reductions are ops of the graph. CaptureError for a
@@ -110,7 +115,7 @@ class _Root:
     """A module with FSDP2's state, that no other is around, and its groups."""
 
     def __init__(self, module: nn.Module, state: Any) -> None:
-        self._module, self._state = module, state
+        self.module, self._state = module, state
         self._groups: list[Any] = []
         self._kind: Any = None
         self._checkpoints = False
@@ -188,7 +193,7 @@ class _Root:
         for group in self._groups:
             group.close()
         self._kind, self._groups, self._swaps, self._readers = None, [], [], {}
-        for name, module in self._module.named_modules():
+        for name, module in self.module.named_modules():
             if module._compiled_call_impl is not None:
                 raise CaptureError(
                     f"{name or 'the model'} is compiled by itself (module.compile()), and its "
@@ -197,7 +202,7 @@ class _Root:
         theirs = [group for state in states for group in state._fsdp_param_groups]
         made = {group: Group(group, number) for number, group in enumerate(theirs)}
         self._groups = list(made.values())
-        run, self._checkpoints = _Forward(self._groups), _checkpoints(self._module)
+        run, self._checkpoints = _Forward(self._groups), _checkpoints(self.module)
         for state in states:
             mine = [made[group] for group in state._fsdp_param_groups]
             if self._checkpoints and state is self._state:

@@ -1,0 +1,45 @@
+"""HuggingFace's Trainer, planned by one line, ends bitwise as it does without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loops.trainers import pairs
+from tests.multiprocess.spawn import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1200)]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "bf16": {"bf16": True},
+    "one batch": {"gradient_accumulation_steps": 1, "steps": 6},
+}
+
+
+def check(cases: list[tuple[str, dict[str, Any]]], folder: Path, sharded: bool = True) -> None:
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package, reason="install the extra: pip install -e '.[zoo]'")
+    for found in run_ranks(pairs, 2, str(folder), cases, sharded, timeout_s=1100):
+        for name, expected, ended in found:
+            assert expected.differs(ended) == "", name
+            assert ended.planned, name
+            assert ended.unchanged == [], name
+            assert [said for said in ended.warned if "numbers may differ" not in said] == [], name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 with experts", "bert", "vit", "t5"])
+def test_models_that_fsdp2_shards(name: str, tmp_path: Path) -> None:
+    check([(name, {"steps": 20})], tmp_path)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_the_trainer(setting: str, tmp_path: Path) -> None:
+    check([("llama", SETTINGS[setting])], tmp_path)
+
+
+def test_replicas(tmp_path: Path) -> None:
+    check([("llama", {})], tmp_path, sharded=False)

@@ -1,0 +1,170 @@
+"""HuggingFace's Trainer on several processes, with FSDP2 through Accelerate or with
+DistributedDataParallel: how it ends, planned in place or not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB = 64
+_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+_SIZES = {**_HEADS, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+_GROUPED = {"num_key_value_heads": 2, "use_cache": False}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_SIZES, **_GROUPED))
+
+
+def qwen3_with_experts() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_GROUPED, **experts, head_dim=8))
+
+
+def bert() -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(**_SIZES, num_labels=5))
+
+
+def vit() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {name: _SIZES[name] for name in ("hidden_size", "intermediate_size")}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    pictures = {"image_size": 16, "patch_size": 4, "num_labels": 5}
+    return ViTForImageClassification(ViTConfig(**sizes, **layers, **pictures))
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=VOCAB, use_cache=False))
+
+
+# How a model is made, and its blocks.
+MODELS: Mapping[str, tuple[Callable[[], Any], str]] = {
+    "llama": (llama, "LlamaDecoderLayer"),
+    "qwen3 with experts": (qwen3_with_experts, "Qwen3MoeDecoderLayer"),
+    "bert": (bert, "BertLayer"),
+    "vit": (vit, "ViTLayer"),
+    "t5": (t5, "T5Block"),
+}
+
+
+def rows_for(name: str, count: int) -> list[dict[str, Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    rows = []
+    for i in range(count):
+        label = torch.tensor(i % 5)
+        words = torch.randint(0, VOCAB, (16,), generator=made)
+        if name == "vit":
+            rows.append({"pixel_values": torch.rand(3, 16, 16, generator=made), "labels": label})
+        else:
+            rows.append({"input_ids": words, "labels": label if name == "bert" else words})
+    return rows
+
+
+@dataclass
+class Ended:
+    """What a training leaves behind."""
+
+    said: list[Mapping[str, Any]]  # losses and norms, as the Trainer logs them
+    state: dict[str, Tensor]
+    planned: int = 0  # graphs
+    unchanged: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+
+    def differs(self, other: Ended) -> str:
+        if self.said != other.said:
+            return f"{self.said} and {other.said}"
+        pairs = ((name, value, other.state[name]) for name, value in self.state.items())
+        return next((name for name, one, two in pairs if not torch.equal(one, two)), "")
+
+
+def trained(
+    name: str,
+    folder: str,
+    planned: bool,
+    sharded: bool = True,
+    steps: int = 3,
+    resumes: bool = False,
+    merge: bool = False,
+    **settings: Any,
+) -> Ended:
+    """Train a tiny model for some steps, `planned` or not; from a checkpoint if it `resumes`."""
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    from overlapc.integrations.transformers import overlap
+
+    make, block = MODELS[name]
+    set_seed(0)
+    config = {"version": 2, "transformer_layer_cls_to_wrap": [block], "reshard_after_forward": True}
+    shards = {"fsdp": True, "fsdp_config": config} if sharded else {}
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "use_cpu": True}
+    usual = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.5, "learning_rate": 1e-2}
+    sizes = {"max_steps": steps, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    arguments = TrainingArguments(folder, **(shards | quiet | usual | sizes | settings))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = rows_for(name, 64)
+        trainer = Trainer(make(), arguments, train_dataset=rows, eval_dataset=rows[:4])
+        plans: Any = None
+        if planned:
+            plans = overlap(trainer, profile="estimate", solver="heu")
+        trainer.train(resume_from_checkpoint=resumes or None)
+    kept = ("loss", "eval_loss", "grad_norm", "step")
+    said = [{k: each[k] for k in kept if k in each} for each in trainer.state.log_history]
+    tensors = {n: getattr(p, "_local_tensor", p) for n, p in trainer.model.named_parameters()}
+    ended = Ended(said, {n: p.detach().clone() for n, p in tensors.items()})
+    if plans is not None:
+        ended.planned, ended.unchanged = len(plans.planned.reports), plans.planned.unchanged
+    ended.warned = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
+    return ended
+
+
+def let_cpus_shard() -> None:
+    """Accelerate shards on GPUs alone; with this it takes processes on a CPU for them."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    make = state.AcceleratorState.__init__
+
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        state.PartialState(cpu=True)
+        shared = state.PartialState._shared_state
+        if shared["distributed_type"] == DistributedType.MULTI_CPU:
+            shared["distributed_type"] = DistributedType.MULTI_GPU
+        make(self, *args, **options)
+
+    state.AcceleratorState.__init__ = made
+
+
+def pairs(
+    rank: int, _ranks: int, folder: str, cases: list[tuple[str, dict[str, Any]]], sharded: bool
+) -> list[tuple[str, Ended, Ended]]:
+    """For each case, how training ends as it is, and how it ends planned."""
+    import os
+
+    os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    if sharded:
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        let_cpus_shard()
+    found = []
+    for i, (name, settings) in enumerate(cases):
+        torch.compiler.reset()
+        each = [
+            trained(name, f"{folder}/{i} {way}", way, sharded, **settings) for way in (False, True)
+        ]
+        found.append((name, *each))
+    return found
