@@ -1,9 +1,9 @@
 """One line behind Accelerate's `prepare`, for FSDP2, DistributedDataParallel or a lone process:
 
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    planned = overlap(model)
-    ...
-    print(planned.explain())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+planned = overlap(model)
+...
+print(planned.explain())
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`InPlace` has a model's own calls planned, for loops that hold the model: no twin takes its place.
+"""`InPlace` has a model's own calls planned, for loops that hold the model and take no twin.
 
 A call of the model goes to its twin, as `module.compile()` has calls go to compiled code. Its
 parameters, hooks, class and state dict stay what they are.

@@ -158,8 +158,8 @@ class Traced:
     A function that cannot be one graph raises a CaptureError with reason and place, before anything
     has run. It is traced with gradients, or, if it may be a forward `alone`, as it is called: a
     graph without gradients is then one without a backward. If its backward is `ours`, and no later
-    autograd's, what it keeps beside its marked results is detached. `check` may raise a CaptureError
-    for a graph of Dynamo's and its arguments.
+    autograd's, what it keeps beside its marked results is detached. `check` may refuse a graph of
+    Dynamo's and its arguments.
     """
 
     def __init__(

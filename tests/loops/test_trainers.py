@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.loops.trainers import pairs
+from tests.loops.trainers import pairs, resumed
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1200)]
@@ -43,3 +43,10 @@ def test_settings_of_the_trainer(setting: str, tmp_path: Path) -> None:
 
 def test_replicas(tmp_path: Path) -> None:
     check([("llama", {})], tmp_path, sharded=False)
+
+
+def test_a_checkpoint_is_resumed_with_and_without(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="install the extra: pip install -e '.[zoo]'")
+    for found in run_ranks(resumed, 2, str(tmp_path), timeout_s=600):
+        for how, expected, ended in found:
+            assert expected.differs(ended) == "", how

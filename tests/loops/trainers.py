@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.hf.train import let_cpus_shard
+
 VOCAB = 64
 _HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
 _SIZES = {**_HEADS, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -86,7 +88,7 @@ class Ended:
     warned: list[str] = field(default_factory=list)
 
     def differs(self, other: Ended) -> str:
-        if self.said != other.said:
+        if self.said[-len(other.said) :] != other.said:
             return f"{self.said} and {other.said}"
         pairs = ((name, value, other.state[name]) for name, value in self.state.items())
         return next((name for name, one, two in pairs if not torch.equal(one, two)), "")
@@ -98,11 +100,10 @@ def trained(
     planned: bool,
     sharded: bool = True,
     steps: int = 3,
-    resumes: bool = False,
-    merge: bool = False,
+    resumes: str = "",
     **settings: Any,
 ) -> Ended:
-    """Train a tiny model for some steps, `planned` or not; from a checkpoint if it `resumes`."""
+    """Train a tiny model for some steps, `planned` or not, or from where it `resumes`."""
     from transformers import Trainer, TrainingArguments, set_seed
 
     from overlapc.integrations.transformers import overlap
@@ -133,23 +134,6 @@ def trained(
     return ended
 
 
-def let_cpus_shard() -> None:
-    """Accelerate shards on GPUs alone; with this it takes processes on a CPU for them."""
-    from accelerate import state
-    from accelerate.utils import DistributedType
-
-    make = state.AcceleratorState.__init__
-
-    def made(self: Any, *args: Any, **options: Any) -> None:
-        state.PartialState(cpu=True)
-        shared = state.PartialState._shared_state
-        if shared["distributed_type"] == DistributedType.MULTI_CPU:
-            shared["distributed_type"] = DistributedType.MULTI_GPU
-        make(self, *args, **options)
-
-    state.AcceleratorState.__init__ = made
-
-
 def pairs(
     rank: int, _ranks: int, folder: str, cases: list[tuple[str, dict[str, Any]]], sharded: bool
 ) -> list[tuple[str, Ended, Ended]]:
@@ -167,4 +151,16 @@ def pairs(
             trained(name, f"{folder}/{i} {way}", way, sharded, **settings) for way in (False, True)
         ]
         found.append((name, *each))
+    return found
+
+
+def resumed(rank: int, ranks: int, folder: str) -> list[tuple[str, Ended, Ended]]:
+    """Save with and go on without overlapc, and the other way round."""
+    case = {"steps": 4, "save_strategy": "steps", "save_steps": 2}
+    (_, plain, planned), *_ = pairs(rank, ranks, folder, [("llama", case)], True)
+    found = [("whole", plain, planned)]
+    for by in (False, True):
+        saved = f"{folder}/0 {by}/checkpoint-2"
+        ended = trained("llama", f"{folder}/{by}", not by, steps=4, resumes=saved)
+        found.append((f"saved by overlapc: {by}", plain, ended))
     return found
