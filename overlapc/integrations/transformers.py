@@ -11,13 +11,18 @@ its own again when training ends.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback
 
 from overlapc.errors import OverlapcError
 from overlapc.integrations.in_place import InPlace, in_place
 from overlapc.planning.options import Options
+from overlapc.runtime.train_step import TrainStep
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be absent
@@ -27,6 +32,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
         Options.parse(options)  # an error now, not when training begins
         self.options = options
         self.planned: InPlace | None = None
+        self.merged: Merged | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model = given["model"]
@@ -42,12 +48,90 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
         """What is hidden, and what is not."""
         if self.planned is None:
             raise OverlapcError("nothing is planned yet: expected trainer.train() before explain()")
-        said: str = self.planned.explain()
-        return said
+        step = None if self.merged is None else self.merged.step
+        parts = [] if step is None else [step.explain()]
+        if self.planned.reports or not parts:
+            parts.append(self.planned.explain())
+        return "\n\n".join(parts)
 
 
-def overlap(trainer: Trainer, **options: Any) -> Overlap:
-    """Plan what a Trainer trains; `options` are those of `overlapc.optimize`."""
+class Merged:
+    """Runs the microbatches of one accumulation as one `TrainStep`: when the Trainer comes to the
+    first. It is given the losses of the others when it comes to them."""
+
+    def __init__(self, trainer: Trainer, plans: Overlap) -> None:
+        self.trainer, self.plans = trainer, plans
+        self.step: TrainStep | None = None
+        self._batches: Sequence[Any] = ()
+        self._losses: Iterator[Tensor] = iter(())
+        self._get_batches, self._one_step = trainer.get_batch_samples, trainer.training_step
+        trainer.get_batch_samples = self.get_batch_samples
+        trainer.training_step = self.training_step
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._get_batches(*args, **kwargs)
+        self._batches = found[0]
+        return found
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        for loss in self._losses:
+            return loss
+        planned, each = self.plans.planned, self._batches
+        if planned is None or len(each) < 2 or inputs is not each[0]:
+            return self._one_step(model, inputs, num_items_in_batch)
+        model.train()
+        if self.step is None or self.step.model is not model:
+            self.step = TrainStep(model, self._loss, reduce="last", **self.plans.options)
+        each = [(self.trainer._prepare_inputs(one), num_items_in_batch) for one in each]
+        planned.restore()  # the step calls the model itself
+        try:
+            with self.trainer.compute_loss_context_manager():
+                self._losses = iter(self.step(each))
+        finally:
+            planned.begin()
+        return next(self._losses)
+
+    def _loss(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any) -> Tensor:
+        """As `Trainer.training_step` has it."""
+        trainer = self.trainer
+        given = dict(inputs)
+        loss: Tensor = trainer.compute_loss(model, given, num_items_in_batch=num_items_in_batch)
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:
+            by_model = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = by_model or trainer.compute_loss_func is not None
+        return loss if scaled else loss / trainer.current_gradient_accumulation_steps
+
+
+def overlap(trainer: Trainer, *, merge: bool = False, **options: Any) -> Overlap:
+    """Plan what a Trainer trains; `options` are those of `overlapc.optimize`.
+
+    `merge=True`: the microbatches of an accumulation hide each other's communication, as in
+    `TrainStep`. This is for FSDP2, and for batches of one shape on all ranks (packed, or padded to
+    one length).
+    """
     planned = Overlap(**options)
     trainer.add_callback(planned)
+    if merge and (why := _unmerged(trainer)):
+        warnings.warn(
+            f"overlapc merges no microbatches: {why}; they are planned one by one",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    elif merge:
+        planned.merged = Merged(trainer, planned)
     return planned
+
+
+def _unmerged(trainer: Trainer) -> str:
+    """Why the microbatches of this Trainer cannot be merged, or ""."""
+    if not (trainer.is_fsdp_enabled or isinstance(trainer.model, FSDPModule)):
+        return "the Trainer does not shard its model by FSDP2"
+    if type(trainer).training_step is not Trainer.training_step:
+        return f"{type(trainer).__name__} has a training_step of its own"
+    plugin = trainer.accelerator.gradient_state.plugin_kwargs
+    if plugin.get("sync_each_batch", False):
+        return "the Trainer reduces gradients of each microbatch (sync_each_batch)"
+    if trainer.accelerator.scaler is not None:
+        return "the loss is scaled (fp16)"
+    return ""

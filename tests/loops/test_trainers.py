@@ -16,6 +16,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "bf16": {"bf16": True},
+    "merged": {"merge": True},
+    "merged in bf16 with checkpoints": {
+        "merge": True,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "eval_strategy": "steps",
+    },
     "one batch": {"gradient_accumulation_steps": 1, "steps": 6},
 }
 
@@ -31,7 +38,8 @@ def check(cases: list[tuple[str, dict[str, Any]]], folder: Path, sharded: bool =
             assert [said for said in ended.warned if "numbers may differ" not in said] == [], name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3 with experts", "bert", "vit", "t5"])
+# Accelerate 1.15 puts T5's tied weights into two groups, which FSDP2 of torch 2.13 refuses.
+@pytest.mark.parametrize("name", ["llama", "qwen3 with experts", "bert", "vit"])
 def test_models_that_fsdp2_shards(name: str, tmp_path: Path) -> None:
     check([(name, {"steps": 20})], tmp_path)
 
@@ -41,8 +49,9 @@ def test_settings_of_the_trainer(setting: str, tmp_path: Path) -> None:
     check([("llama", SETTINGS[setting])], tmp_path)
 
 
-def test_replicas(tmp_path: Path) -> None:
-    check([("llama", {})], tmp_path, sharded=False)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_replicas(name: str, tmp_path: Path) -> None:
+    check([(name, {"steps": 6})], tmp_path, sharded=False)
 
 
 def test_a_checkpoint_is_resumed_with_and_without(tmp_path: Path) -> None:

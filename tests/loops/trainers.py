@@ -51,7 +51,9 @@ def t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=VOCAB, use_cache=False))
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, vocab_size=VOCAB, use_cache=False, decoder_start_token_id=0)
+    )
 
 
 # How a model is made, and its blocks.
@@ -101,6 +103,7 @@ def trained(
     sharded: bool = True,
     steps: int = 3,
     resumes: str = "",
+    merge: bool = False,
     **settings: Any,
 ) -> Ended:
     """Train a tiny model for some steps, `planned` or not, or from where it `resumes`."""
@@ -122,14 +125,16 @@ def trained(
         trainer = Trainer(make(), arguments, train_dataset=rows, eval_dataset=rows[:4])
         plans: Any = None
         if planned:
-            plans = overlap(trainer, profile="estimate", solver="heu")
+            plans = overlap(trainer, merge=merge, profile="estimate", solver="heu")
         trainer.train(resume_from_checkpoint=resumes or None)
     kept = ("loss", "eval_loss", "grad_norm", "step")
     said = [{k: each[k] for k in kept if k in each} for each in trainer.state.log_history]
     tensors = {n: getattr(p, "_local_tensor", p) for n, p in trainer.model.named_parameters()}
     ended = Ended(said, {n: p.detach().clone() for n, p in tensors.items()})
     if plans is not None:
-        ended.planned, ended.unchanged = len(plans.planned.reports), plans.planned.unchanged
+        step = plans.merged and plans.merged.step
+        ended.planned = len(plans.planned.reports) if step is None else int(step.report is not None)
+        ended.unchanged = plans.planned.unchanged + (step.unchanged if step else [])
     ended.warned = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
     return ended
 

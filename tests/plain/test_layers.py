@@ -120,7 +120,7 @@ LAYERS = {
     "__main__": Layer("cli"),
     "api": Layer("errors files ir passes planning ranks runtime sharded torch"),
     # Loops of libraries that hold the model themselves.
-    "integrations": Layer("api errors planning torch"),
+    "integrations": Layer("api errors planning runtime torch"),
     "overlapc": Layer("check errors files ir simulate", "api planning runtime search solvers"),
 }
 OF_TORCH = {"torch", "triton"}  # triton needs a GPU: it is nowhere but beside torch
