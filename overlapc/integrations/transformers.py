@@ -36,6 +36,14 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model = given["model"]
+        if args.torch_compile:
+            warnings.warn(
+                "overlapc plans nothing of a model that TrainingArguments(torch_compile=True) "
+                "compiles: leave torch_compile out",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
         if self.planned is None or self.planned.model is not model:
             self.planned = in_place(model, **self.options)
         self.planned.begin()

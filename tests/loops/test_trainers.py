@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.loops.trainers import pairs, resumed
+from tests.loops.trainers import accelerated, pairs, resumed
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(1200)]
@@ -23,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "eval_strategy": "steps",
     },
+    "checkpoints of Accelerate's": {"wraps": True},
     "one batch": {"gradient_accumulation_steps": 1, "steps": 6},
 }
 
@@ -59,3 +61,10 @@ def test_a_checkpoint_is_resumed_with_and_without(tmp_path: Path) -> None:
     for found in run_ranks(resumed, 2, str(tmp_path), timeout_s=600):
         for how, expected, ended in found:
             assert expected.differs(ended) == "", how
+
+
+def test_a_loop_with_accelerate() -> None:
+    pytest.importorskip("accelerate", reason="install the extra: pip install -e '.[zoo]'")
+    for expected, found, planned, unchanged in run_ranks(accelerated, 2, timeout_s=600):
+        assert all(map(torch.equal, expected, found))
+        assert (planned, unchanged) == (2, [])

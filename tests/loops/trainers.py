@@ -3,6 +3,7 @@ DistributedDataParallel: how it ends, planned in place or not."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ def trained(
     steps: int = 3,
     resumes: str = "",
     merge: bool = False,
+    wraps: bool = False,
     **settings: Any,
 ) -> Ended:
     """Train a tiny model for some steps, `planned` or not, or from where it `resumes`."""
@@ -114,6 +116,7 @@ def trained(
     make, block = MODELS[name]
     set_seed(0)
     config = {"version": 2, "transformer_layer_cls_to_wrap": [block], "reshard_after_forward": True}
+    config |= {"activation_checkpointing": wraps}
     shards = {"fsdp": True, "fsdp_config": config} if sharded else {}
     quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "use_cpu": True}
     usual = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.5, "learning_rate": 1e-2}
@@ -143,8 +146,6 @@ def pairs(
     rank: int, _ranks: int, folder: str, cases: list[tuple[str, dict[str, Any]]], sharded: bool
 ) -> list[tuple[str, Ended, Ended]]:
     """For each case, how training ends as it is, and how it ends planned."""
-    import os
-
     os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     if sharded:
         os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -169,3 +170,44 @@ def resumed(rank: int, ranks: int, folder: str) -> list[tuple[str, Ended, Ended]
         ended = trained("llama", f"{folder}/{by}", not by, steps=4, resumes=saved)
         found.append((f"saved by overlapc: {by}", plain, ended))
     return found
+
+
+def accelerated(rank: int, _ranks: int) -> tuple[list[Tensor], list[Tensor], int, list[str]]:
+    """A loop of one's own with Accelerate's FSDP2 and its accumulation, without and planned."""
+    os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    let_cpus_shard()
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import set_seed
+    from torch.utils.data import DataLoader
+
+    from overlapc.integrations.accelerate import overlap
+
+    def run(planned: bool) -> tuple[list[Tensor], Any]:
+        set_seed(0)
+        shards = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=shards)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(rows_for("llama", 32), batch_size=2)  # type: ignore[arg-type]
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        plans = overlap(model, profile="estimate", solver="heu") if planned else None
+        losses = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        kept = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+        return [*losses, *kept], plans
+
+    (expected, _), (found, plans) = run(False), run(True)
+    return expected, found, len(plans.reports), plans.unchanged
