@@ -63,9 +63,7 @@ class Group:
         """Have full parameters, if there are none yet. (Dynamo traces this.)"""
         if self.full is not None:
             return
-        # (Dynamo leaves an op of autograd out where nothing requires a gradient.)
-        run = self._op.apply if self._mine else self._gather
-        full = list(run(*self._given))
+        full = list(self._op(*self._given))
         for i, spec in enumerate(self._specs):
             if spec is not None:  # modules read a DTensor of tensor parallelism
                 shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
@@ -80,7 +78,7 @@ class Group:
         key = None if waiting is None else tuple(waiting)
         if key not in self._ops:
             self._ops[key] = op_of(self._layout, key)
-        self._gather, self._op = self._ops[key]
+        self._op = self._ops[key]
         self.reduces_alone = key == () or not self._mine  # its own gradients, and no others
         if waiting is None:
             self._given = [*(leaf.detach() for leaf in self.leaves), *self._slots]
@@ -266,44 +264,36 @@ class Layout:
         )
 
 
-def op_of(
-    layout: Layout, waiting: Sequence[int] | None
-) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
-    """A group's gather, and the op of autograd that has the reduction in its backward: of earlier
-    gradients, too, of parameters that are `waiting`. None: it hands gradients to slots."""
+def op_of(layout: Layout, waiting: Sequence[int] | None) -> Callable[..., tuple[Tensor, ...]]:
+    """A group's op of autograd: a gather, with the reduction in its backward: of earlier gradients,
+    too, of parameters that are `waiting`. None: it hands gradients to slots. Dynamo takes it as it
+    is, without a look inside, which would take seconds for each group."""
     count = len(layout.whole)
     mine = [i for i, wanted in enumerate(layout.trained) if wanted]
     frozen = [i for i, wanted in enumerate(layout.trained) if not wanted]
     gather = _gather_of(layout)
-
-    class Add(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
-            full = gather(*given[:count])
-            ctx.mark_non_differentiable(*[full[i] for i in frozen])
-            return full
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            return (*[None] * count, *[gradients[i] for i in mine])
-
-    if waiting is None:
-        return gather, Add
-    reduction = _reduction_of(layout, mine, tuple(waiting))
+    reduction = None if waiting is None else _reduction_of(layout, mine, tuple(waiting))
 
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
             full = gather(*given[:count])
-            ctx.save_for_backward(*given[count:])
             ctx.mark_non_differentiable(*[full[i] for i in frozen])
+            if reduction is not None:
+                ctx.save_for_backward(*given[count:])
             return full
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            if reduction is None:
+                return (*[None] * count, *[gradients[i] for i in mine])
             return reduction(gradients, ctx.saved_tensors)
 
-    return gather, Gather
+    def gathered(*given: Tensor) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = Gather.apply(*given)
+        return made
+
+    return torch._dynamo.allow_in_graph(gathered)
 
 
 def _gather_of(layout: Layout) -> Callable[..., tuple[Tensor, ...]]:
