@@ -17,6 +17,7 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
+    TorchDynamoException,
     TorchRuntimeError,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -31,7 +32,8 @@ from overlapc.passes.as_eager import CAPTURE
 from overlapc.passes.meta_stand_ins import has_meta, instead_of_meta
 from overlapc.passes.rewrite import rewrite
 from overlapc.passes.trace import Captured
-from overlapc.passes.untraced import refuse_switched_off
+from overlapc.passes.untraced import Raised, refuse_switched_off
+from overlapc.passes.untraced import untraced as refusal_of
 from overlapc.planning import road
 from overlapc.planning.options import DEFAULTS, Budget, Options
 from overlapc.planning.report import Report
@@ -301,6 +303,7 @@ class _Engine:
             whole if self.lowered else model,
             backend=self.backend,
             dynamic=False if self.static else self.options.dynamic,
+            fullgraph=bool(self.lowered),
             **_OF_ITS_OWN,
         )
         return compiled if self.lowered else compiled.forward
@@ -362,43 +365,64 @@ class _Engine:
         return self._in_its_place(args, kwargs) if self.lowered else self._traced(args, kwargs)
 
     def _in_its_place(self, args: Any, kwargs: Any) -> Any:
-        """Run a model that FSDP2 shards; as FSDP2 runs it, from the call on that no plan runs."""
+        """Run a model that FSDP2 shards: as one graph, or as FSDP2 runs it, from the call on that
+        cannot be one."""
         try:
             self.lowered.refuse_open()
-            with self.lowered.aside(), dynamo_config.patch(fail_on_recompile_limit_hit=True):
-                results = self._with_or_without_symbols(args, kwargs)
-            self.fails |= bool(self.backend.unchanged)
+            results = self._as_one_graph(args, kwargs)
         except CaptureError as error:
-            self.fails, reason = True, str(error)
-        except FailOnRecompileLimitHit as error:
-            raise RankError(_LEAVES.format("it has become another graph too often")) from error
-        except BackendCompilerFailed as failed:
-            if not isinstance(failed.inner_exception, CaptureError):
-                raise
-            self.fails, reason = True, str(failed.inner_exception)
+            refused = error
         else:
             self.lowered.ran()
             return results
-        self.backend.run_unchanged(f"the whole model: {reason}")
-        return self.model(*args, **kwargs)
+        results = self.model(*args, **kwargs)  # raises if the model itself fails
+        self.fails = True
+        self.backend.run_unchanged(f"the whole model: {refused}")
+        return results
 
-    def _with_or_without_symbols(self, args: Any, kwargs: Any) -> Any:
-        """Run the compiled model; if it takes no sizes that vary, trace each size for itself."""
+    def _as_one_graph(self, args: Any, kwargs: Any) -> Any:
+        before = self.backend.calls
+        if self.region.entered_again() and _CAST_AGAIN not in self.backend.differences:
+            self.backend.differences.append(_CAST_AGAIN)
+        limit = dynamo_config.patch(fail_on_recompile_limit_hit=True)
+        tracing = joint.tracing(self.backend.differences)
         try:
-            return self._traced(args, kwargs)
+            with self.lowered.aside(), limit, self.backend.steps, tracing:
+                results = self.forward(*args, **kwargs)
         except BackendCompilerFailed as failed:
-            if self.static or not isinstance(failed.inner_exception, Alone):
-                raise
-            reason = failed.inner_exception.reason
+            inner = failed.inner_exception
+            if isinstance(inner, Alone) and not self.static:
+                self._leave_symbols(inner.reason)
+                return self._as_one_graph(args, kwargs)
+            if isinstance(inner, CaptureError):
+                raise inner from None
+            raise
+        except FailOnRecompileLimitHit as error:
+            raise RankError(_LEAVES.format("it has become another graph too often")) from error
+        except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
+            if self.lowered.gather_first(error):
+                return self._as_one_graph(args, kwargs)
+            refused = refusal_of(error)
+            if self.backend.reports and has_peers() and not isinstance(refused, Raised):
+                raise RankError(_LEAVES.format(refused)) from error
+            self.backend.attempts.refused(refused)
+            raise refused from error
+        if self.backend.calls == before:
+            self.backend.run_unchanged("the whole model: it ran no graph that has a gradient")
+        if self.checked is None:  # else it is known
+            self.inexact.say(self.backend.differences)
+        return results
+
+    def _leave_symbols(self, reason: str) -> None:
+        """Trace each size for itself from now on."""
         warnings.warn(
             f"overlapc traces each shape of a batch for itself, {joint.RECOMPILES} at most: with "
             f"sizes that vary it cannot: {reason}",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
         self.static = True
         self.forward = self._compiled()
-        return self._traced(args, kwargs)
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         before = self.backend.calls
@@ -413,8 +437,6 @@ class _Engine:
                 self.inexact.say(self.backend.differences)
         except (InternalTorchDynamoError, TorchRuntimeError, GuardOnDataDependentSymNode) as error:
             reason = why_untraced(error)
-            if reason and self.lowered and self.backend.reports and has_peers():
-                raise RankError(_LEAVES.format(reason)) from error
             if reason and not self.settings:
                 self.settings = _END_AT_DATA
                 with dynamo_config.patch(_END_AT_DATA):

@@ -55,10 +55,6 @@ from overlapc.shares import Share, plan_frugally
 _SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")
 _NO_SYMBOLS = "an op takes no sizes that vary (dynamic=False plans each size for itself): "
 
-_APART = (
-    "batches of the ranks differ in shape, the model is broken into several graphs, and these "
-    "share a memory_budget: leave memory_budget out, or pad the first batch to one length"
-)
 _HOOKS = ("distributed/fsdp", "deepspeed")  # files of those that gather a sharded model
 _SECOND = "the model takes a gradient of it that has a gradient itself (create_graph)"
 
@@ -224,6 +220,8 @@ class Backend:
 
     def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
         first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"
+        if self.shapes.version is not None:  # FSDP2 runs the whole, or a plan does
+            raise CaptureError(first_line, place)
         where = f"graph {len(self.reports) + len(self.unchanged)} ({place or _begin(gm)})"
         log(1, traceback.format_exc())
         self.run_unchanged(f"{where}: {first_line}")
@@ -373,8 +371,6 @@ class Partition:
         shapes, share = self.backend.shapes, None
         ragged = exchange is not None and shapes.may_differ(captured)
         if ragged and exchange is not None and not are_alike(captured, exchange):
-            if not graph.takes_all:
-                raise CaptureError(_APART)
             report = plan_unlike(captured, options, step, **found)
         elif graph.takes_all:
             report = plan(captured, options, step, **found).report

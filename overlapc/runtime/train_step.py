@@ -344,6 +344,8 @@ class TrainStep:
             with self._tracing(key):
                 result = self._called(traced, step, given)
         except CaptureError as error:
+            if self._lowered.gather_first(error):
+                return self._forward(given, key)
             self._attempts.refused(error)  # other ranks may wait for this one
             step.finish()
             result = self._plainly(given)

@@ -31,6 +31,7 @@ from overlapc.errors import CaptureError
 
 _SLOTS = "_overlapc_slots"  # in a module's __dict__: name -> (group, index)
 _WRAPPER = "CheckpointWrapper"
+_SIDE_EFFECT = "Unsafe side effect"  # Dynamo's words for a hook that gathers in a checkpoint
 _TOGETHER = (
     "FSDP2 reduces gradients of several backwards together (set_requires_gradient_sync(False))"
 )
@@ -58,6 +59,16 @@ class Lowered:
         """Look again which parts are sharded, if none was."""
         if not self._roots:
             self._roots = [_Root(module, state) for module, state in _outermost(self._model)]
+
+    def gather_first(self, error: Exception) -> bool:
+        """Have the root gather all, if no hook may because of a checkpoint in the model's code, as
+        the error says; False if that cannot help."""
+        roots = [root for root in self._roots if not root.gathers_first]
+        if _SIDE_EFFECT not in str(error) or not roots:
+            return False
+        for root in roots:
+            root.gather_first()
+        return True
 
     def reduce(self, now: bool) -> None:
         """Have backwards reduce gradients, or leave these to a later one."""
@@ -118,10 +129,13 @@ class _Root:
         self.module, self._state = module, state
         self._groups: list[Any] = []
         self._kind: Any = None
-        self._checkpoints = False
+        self.gathers_first = _checkpoints(module)
         self.version = 0
         self._swaps: list[tuple[dict[int, Any], int, Any, Any]] = []  # table, key, theirs, ours
         self._readers: dict[nn.Module, tuple[type, type, dict[str, Any]]] = {}
+
+    def gather_first(self) -> None:
+        self.gathers_first, self._kind = True, None
 
     def prepare(self, whole: bool) -> None:
         """Make leaves and hooks, if what they depend on has changed."""
@@ -202,10 +216,11 @@ class _Root:
         theirs = [group for state in states for group in state._fsdp_param_groups]
         made = {group: Group(group, number) for number, group in enumerate(theirs)}
         self._groups = list(made.values())
-        run, self._checkpoints = _Forward(self._groups), _checkpoints(self.module)
+        run = _Forward(self._groups)
+        self.gathers_first |= _checkpoints(self.module)
         for state in states:
             mine = [made[group] for group in state._fsdp_param_groups]
-            if self._checkpoints and state is self._state:
+            if self.gathers_first and state is self._state:
                 mine = self._groups
             hooks = _Hooks(run, state, mine, state is self._state)
             self._swaps += _swaps(state, hooks.before, hooks.behind)
@@ -306,9 +321,6 @@ def refuse_called_again(
 ) -> None:
     """Raise if a graph of Dynamo's adds up gradients of the targets in another order than FSDP2,
     which adds those of several calls of a module one by one."""
-    reason = getattr(graph, "compile_subgraph_reason", None)
-    if getattr(reason, "graph_break", False):
-        raise CaptureError(f"{_TOGETHER}, and the model is broken into several graphs")
     places = graph.graph.find_nodes(op="placeholder")
     mine = [node for node, value in zip(places, inputs, strict=True) if id(value) in targets]
     gathers = dict.fromkeys(user for node in mine for user in node.users)
@@ -334,7 +346,8 @@ def _checkpoints(model: nn.Module) -> bool:
     """Does the model checkpoint blocks? No hook may gather there, since Dynamo takes no side
     effects in a checkpoint: the root gathers all, and the plan may move that."""
     return any(
-        type(module).__name__ == _WRAPPER or getattr(module, "gradient_checkpointing", False)
+        any(kind.__name__ == _WRAPPER for kind in type(module).__mro__)
+        or getattr(module, "gradient_checkpointing", False)
         for module in model.modules()
     )
 

@@ -42,6 +42,7 @@ class Case:
     tint: bool = False  # a frozen parameter of another type in each block
     twice: bool = False
     checkpoints: bool = False
+    unsaid: bool = False  # no attribute of the model says that it checkpoints
     reshard: bool | int | None = None
     sgd: bool = False
     clip: bool = False
@@ -73,6 +74,7 @@ class Case:
             tint=rare(),
             twice=rare(),
             checkpoints=rare(),
+            unsaid=rare(),
             reshard=pick((None, None, True, False)),
             sgd=rare(),
             clip=rare(),
@@ -131,7 +133,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(case.width), nn.Linear(case.width, VOCAB, bias=False)
         self.spare = nn.Linear(case.width, 4) if case.spare else None
         # What people's models say of themselves.
-        self.gradient_checkpointing = case.checkpoints
+        self.gradient_checkpointing = case.checkpoints and not case.unsaid
         if case.tied:
             self.head.weight = self.embed.weight
 
