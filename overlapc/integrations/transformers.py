@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback
 
-from overlapc.errors import OverlapcError
+from overlapc.errors import OptionError, OverlapcError
 from overlapc.integrations.in_place import InPlace, in_place
 from overlapc.planning.options import Options
+from overlapc.runtime.given import alike, givens
 from overlapc.runtime.train_step import TrainStep
 
 
@@ -91,6 +92,8 @@ class Merged:
         if self.step is None or self.step.model is not model:
             self.step = TrainStep(model, self._loss, reduce="last", **self.plans.options)
         each = [(self.trainer._prepare_inputs(one), num_items_in_batch) for one in each]
+        self._refuse_ragged(each)
+        self._losses = iter(())
         planned.restore()  # the step calls the model itself
         try:
             with self.trainer.compute_loss_context_manager():
@@ -98,6 +101,19 @@ class Merged:
         finally:
             planned.begin()
         return next(self._losses)
+
+    def _refuse_ragged(self, each: Sequence[Any]) -> None:
+        try:
+            alike(givens(each))
+        except OptionError:
+            shapes = [
+                [list(v.shape) for v in one.values() if hasattr(v, "shape")] for one, _ in each
+            ]
+            raise OptionError(
+                "overlap(trainer, merge=True): the batches of an accumulation have shapes "
+                f"{'; '.join(map(str, shapes))}; expected one shape, on all ranks: pad all "
+                "batches to one length (padding='max_length'), pack them, or leave merge out"
+            ) from None
 
     def _loss(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any) -> Tensor:
         """As `Trainer.training_step` has it."""

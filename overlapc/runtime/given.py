@@ -94,8 +94,8 @@ def alike(each: Sequence[Given]) -> Any:
         if found != first:
             raise OptionError(
                 f"microbatch {i} has {_said(found)}, microbatch 0 has {_said(first)}; expected "
-                "microbatches that are alike: pad them, or give those of other shapes to a step of "
-                "their own"
+                "microbatches that are alike, on all ranks, where ranks communicate (as FSDP2 does "
+                "to gather parameters): pad them, or call overlapc.optimize(model) on each"
             )
     return first
 
