@@ -25,12 +25,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "eval_strategy": "steps",
     },
     "checkpoints of Accelerate's": {"wraps": True},
+    "batches padded by themselves": {"ragged": True, "steps": 6},
+    "adapters": {"adapters": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
     "one batch": {"gradient_accumulation_steps": 1, "steps": 6},
 }
 
 
 def check(cases: list[tuple[str, dict[str, Any]]], folder: Path, sharded: bool = True) -> None:
-    for package in ("transformers", "accelerate"):
+    for package in ("transformers", "accelerate", "peft"):
         pytest.importorskip(package, reason="install the extra: pip install -e '.[zoo]'")
     for found in run_ranks(pairs, 2, str(folder), cases, sharded, timeout_s=1100):
         for name, expected, ended in found:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from examples.hf.train import let_cpus_shard
 
@@ -67,17 +68,28 @@ MODELS: Mapping[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def rows_for(name: str, count: int) -> list[dict[str, Tensor]]:
+def rows_for(name: str, count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
     made = torch.Generator().manual_seed(1)
     rows = []
     for i in range(count):
         label = torch.tensor(i % 5)
-        words = torch.randint(0, VOCAB, (16,), generator=made)
+        length = int(torch.randint(4, 40, (1,), generator=made)) if ragged else 16
+        words = torch.randint(0, VOCAB, (length,), generator=made)
         if name == "vit":
             rows.append({"pixel_values": torch.rand(3, 16, 16, generator=made), "labels": label})
         else:
             rows.append({"input_ids": words, "labels": label if name == "bert" else words})
     return rows
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch as long as its longest row."""
+
+    def beside(name: str, fill: int) -> Tensor:
+        each = [row[name] for row in rows]
+        return pad_sequence(each, batch_first=True, padding_value=fill)
+
+    return {"input_ids": beside("input_ids", 0), "labels": beside("labels", -100)}
 
 
 @dataclass
@@ -106,6 +118,8 @@ def trained(
     resumes: str = "",
     merge: bool = False,
     wraps: bool = False,
+    ragged: bool = False,
+    adapters: bool = False,
     **settings: Any,
 ) -> Ended:
     """Train a tiny model for some steps, `planned` or not, or from where it `resumes`."""
@@ -124,8 +138,14 @@ def trained(
     arguments = TrainingArguments(folder, **(shards | quiet | usual | sizes | settings))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rows = rows_for(name, 64)
-        trainer = Trainer(make(), arguments, train_dataset=rows, eval_dataset=rows[:4])
+        rows = rows_for(name, 64, ragged)
+        model = make()
+        if adapters:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        data = {"train_dataset": rows, "eval_dataset": rows[:4]}
+        trainer = Trainer(model, arguments, data_collator=padded if ragged else None, **data)
         plans: Any = None
         if planned:
             plans = overlap(trainer, merge=merge, profile="estimate", solver="heu")
