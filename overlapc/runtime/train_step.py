@@ -117,6 +117,8 @@ class TrainStep:
                 raise OptionError(f"{name}={given!r}: expected True or False")
         if reduce not in ("each", "last"):
             raise OptionError(f"reduce={reduce!r}: expected 'each' or 'last'")
+        if reduce == "last" and options.get("slices", 1) != 1:
+            raise OptionError("reduce='last' and slices: slices are of one batch; give one of both")
         refuse_foreign("TrainStep", model)
         self._merge, self._pairs, self._results, self._reduce = merge, pairs, results, reduce
         self._asked = how | {"reduce": reduce} | options

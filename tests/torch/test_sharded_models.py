@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import overlapc
+from overlapc.errors import OptionError
 from overlapc.runtime.foreign import sharded_by
 from tests.torch.exact import randn
 from tests.torch.zoo import MLP
@@ -41,6 +42,42 @@ def test_a_step_of_a_sharded_model_is_planned(alone: None) -> None:
         assert torch.equal(loss, expected.detach())
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     assert all(torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs)
+
+
+class Prints(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        print("so far", x.sum().item())
+        return self.layers[1](x)
+
+
+def test_a_model_that_is_not_one_graph_is_left_to_fsdp2(alone: None) -> None:
+    x, mesh = randn(4, 16), init_device_mesh("cpu", (1,))
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model: Any = Prints(2)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        call = overlapc.optimize(model, profile="estimate") if planned else model
+        if planned:
+            with pytest.warns(RuntimeWarning, match="runs the whole model unchanged"):
+                call(x).square().mean().backward()
+            assert call.reports == []
+        else:
+            call(x).square().mean().backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_when_gradients_are_reduced_is_asked_for_in_words(alone: None) -> None:
+    with pytest.raises(OptionError, match="expected 'each' or 'last'"):
+        overlapc.TrainStep(sharded(alone), mean, reduce="once")
+    with pytest.raises(OptionError, match="give one of both"):
+        overlapc.TrainStep(sharded(alone), mean, reduce="last", slices=2)
+    with pytest.raises(OptionError, match="a model that FSDP2 shards"):
+        overlapc.TrainStep(MLP(2), mean, reduce="last")([randn(4, 16)])
 
 
 def test_recurrent_layers_are_left_to_fsdp2(alone: None) -> None:
