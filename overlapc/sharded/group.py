@@ -301,14 +301,16 @@ def _gather_of(layout: Layout) -> Callable[..., tuple[Tensor, ...]]:
     ranks, dims, whole, shards = layout.ranks, layout.dims, layout.whole, layout.shards
     dtypes, gathers, number = layout.dtypes, layout.gathers, layout.number
     as_bytes = len(set(dtypes)) > 1
-    pairs = zip([math.prod(size) for size in shards], dtypes, strict=True)
+    numels = [math.prod(size) for size in shards]
+    pairs = zip(numels, dtypes, strict=True)
     sizes = [count * dtype.itemsize if as_bytes else count for count, dtype in pairs]
 
     def joined(part: Tensor, i: int) -> Tensor:
         """A parameter, of the shards of all ranks."""
         part = part.view(dtypes[i]) if as_bytes else part
         if dims[i] == 0:  # padding is behind all rows
-            return part.view(-1)[: math.prod(whole[i])].view(whole[i])
+            padded = numels[i] * ranks > math.prod(whole[i])
+            return (part.view(-1)[: math.prod(whole[i])] if padded else part).view(whole[i])
         rows = part.view(ranks * shards[i][0], *shards[i][1:])
         return torch.cat(torch.chunk(rows, ranks), dims[i])
 
