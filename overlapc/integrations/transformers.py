@@ -79,7 +79,7 @@ class Merged:
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         found = self._get_batches(*args, **kwargs)
-        self._batches = found[0]
+        self._batches, self._losses = found[0], iter(())  # an interrupted one's are nobody's
         return found
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -93,7 +93,6 @@ class Merged:
             self.step = TrainStep(model, self._loss, reduce="last", **self.plans.options)
         each = [(self.trainer._prepare_inputs(one), num_items_in_batch) for one in each]
         self._refuse_ragged(each)
-        self._losses = iter(())
         planned.restore()  # the step calls the model itself
         try:
             with self.trainer.compute_loss_context_manager():
@@ -143,13 +142,16 @@ def overlap(trainer: Trainer, *, merge: bool = False, **options: Any) -> Overlap
             stacklevel=2,
         )
     elif merge:
+        Options.parse(options, "TrainStep")  # which has fewer
         planned.merged = Merged(trainer, planned)
     return planned
 
 
 def _unmerged(trainer: Trainer) -> str:
     """Why the microbatches of this Trainer cannot be merged, or ""."""
-    if not (trainer.is_fsdp_enabled or isinstance(trainer.model, FSDPModule)):
+    version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+    by_fsdp2 = trainer.is_fsdp_enabled and version == 2
+    if not (by_fsdp2 or isinstance(trainer.model, FSDPModule)):
         return "the Trainer does not shard its model by FSDP2"
     if type(trainer).training_step is not Trainer.training_step:
         return f"{type(trainer).__name__} has a training_step of its own"

@@ -69,5 +69,26 @@ def test_a_checkpoint_is_resumed_with_and_without(tmp_path: Path) -> None:
 def test_a_loop_with_accelerate() -> None:
     pytest.importorskip("accelerate", reason="install the extra: pip install -e '.[zoo]'")
     for expected, found, planned, unchanged in run_ranks(accelerated, 2, timeout_s=600):
-        assert all(map(torch.equal, expected, found))
+        assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
         assert (planned, unchanged) == (2, [])
+
+
+class _Interrupts:
+    """A Trainer whose accumulation is interrupted between microbatches, as far as `Merged` sees."""
+
+    def get_batch_samples(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    def training_step(self, _model: Any, inputs: Any, _items: Any = None) -> torch.Tensor:
+        return torch.tensor(float(len(inputs)))
+
+
+def test_losses_of_an_interrupted_accumulation_are_dropped() -> None:
+    pytest.importorskip("transformers", reason="install the extra: pip install -e '.[zoo]'")
+    from overlapc.integrations.transformers import Merged, Overlap
+
+    trainer: Any = _Interrupts()
+    merged = Merged(trainer, Overlap())
+    merged._losses = iter([torch.tensor(-1.0)])
+    batches, _ = trainer.get_batch_samples()
+    assert trainer.training_step(None, batches[0]) == len("first")
