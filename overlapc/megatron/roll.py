@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -59,10 +60,13 @@ def tell(word: str = PATCHED) -> None:
 
     board = _board()
     if before == PATCHED:  # others count on it until they can read the new word
+        sent = threading.Event()
+        board.presence.once_begun(sent.set)
+        sent.wait(_SAID_S)
         with contextlib.suppress(RankError):  # the store has ended, and so has the run
             board.call(write, _SAID_S)
-    else:
-        board.send(write)
+    else:  # who has said its word can be seen to end
+        board.presence.once_begun(lambda: board.send(write))
 
 
 def are_all_patched(store: Any) -> bool:

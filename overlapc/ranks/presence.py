@@ -122,6 +122,10 @@ class Presence:
         """Return when others can find this rank."""
         self._begun.wait(within_s)
 
+    def once_begun(self, do: Callable[[], object]) -> None:
+        """Do this when others can find this rank: what it says before it ends is no riddle."""
+        self._do(do)
+
     def meets(self, records: Records) -> None:
         """Find others by these records from now on."""
         self._records = records

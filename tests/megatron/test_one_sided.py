@@ -246,6 +246,7 @@ def dying(when: str, stamp: str, rank: int) -> Any:
     import overlapc.megatron as patched
     from overlapc.megatron.roll import _board, are_all_patched
     from overlapc.profiler import measure
+    from overlapc.ranks import presence
 
     ends: list[int] = []
 
@@ -266,6 +267,9 @@ def dying(when: str, stamp: str, rank: int) -> Any:
         trained._given = lambda number: {**given(number), **step}  # type: ignore[method-assign]
     if rank == 1 and when == "while links are measured":
         measure.measure_links = end
+    if rank == 1 and when == "behind patch":  # its word must not come before it can be found
+        address = presence._own_address
+        presence._own_address = lambda toward: time.sleep(1.0) or address(toward)
     patched.patch(solver="none")
     if when == "behind patch":
         while not _board().call(are_all_patched, 5.0):  # a word takes a moment to the store
