@@ -138,6 +138,7 @@ def module_of(node: fx.Node) -> str:
     path = list(stack.values())[-1][0] if stack else ""
     path = re.sub(r"(?:\._modules)?\['([^']*)'\]", r".\1", str(path))  # L['self']._modules['head']
     path = path.partition(".")[2].partition(".")[2]
+    path = re.sub(r"^__closure__\[\d+\]\.cell_contents\.?", "", path)  # a stage's module
     return "" if path == _OURS else path.removeprefix(f"{_OURS}.")
 
 

@@ -16,6 +16,7 @@ from overlapc.planning.rows import StageFigures
 from overlapc.ranks.exchange import busy
 from overlapc.ranks.groups import exchange_for, together
 from overlapc.runtime.auto import SLICES
+from overlapc.runtime.foreign import refuse_slices
 from overlapc.runtime.row import Links
 from overlapc.runtime.sliced_stage import SlicedStage
 from overlapc.runtime.stage import Stage
@@ -101,6 +102,7 @@ class CutStages:
                 made.inputs = []
 
     def _compared(self, whole: Stage, count: int, each: Sequence[Arguments]) -> SlicedStage:
+        refuse_slices(whole.module, count)
         made = SlicedStage(whole, count)
         found: SlicedStage | CaptureError = made
         try:

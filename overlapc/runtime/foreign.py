@@ -87,6 +87,15 @@ def refuse_sharded(model: nn.Module) -> None:
         )
 
 
+def refuse_slices(model: nn.Module, slices: int) -> None:
+    """Raise for slices of a model that FSDP2 shards."""
+    if slices > 1 and sharded_by(model) == "FSDP2":
+        raise OptionError(
+            f"slices={slices}: found a model that FSDP2 shards, whose parameters each slice would "
+            "gather; expected slices left out: microbatches hide each other's gathers"
+        )
+
+
 def unmade(model: nn.Module) -> str:
     """Say which parameters and buffers the first call will make (those of `nn.LazyLinear`, say);
     "" if all are there. Eager draws their values; a trace would draw others."""

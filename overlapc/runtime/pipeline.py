@@ -32,7 +32,12 @@ from overlapc.ranks.board import attend
 from overlapc.ranks.exchange import Exchange, busy, in_call
 from overlapc.ranks.groups import exchange_for
 from overlapc.runtime.cut_stages import Candidate, CutStages
-from overlapc.runtime.foreign import refuse_foreign, refuse_unmade, untraced
+from overlapc.runtime.foreign import (
+    refuse_foreign,
+    refuse_unmade,
+    sharded_by,
+    untraced,
+)
 from overlapc.runtime.given import Given, alike
 from overlapc.runtime.link_times import alike_ns, averaging_ns, sent_ns
 from overlapc.runtime.row import Links, Run
@@ -99,7 +104,7 @@ class Pipeline:
                 f"loss={loss}: expected one on the rank of the last stage, {last}, and only there"
             )
         _check_tied(tied, stages, schedule.stages)
-        _check_modules(stages)
+        _check_modules(stages, data_parallel, tied)
         if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
             raise OptionError(
                 "the loss has parameters, which belong to no stage: expected them in the last "
@@ -377,8 +382,18 @@ def _by_stage(
     return options, {stage: replace(options, **each[stage]) for stage in stages}
 
 
-def _check_modules(stages: Mapping[int, nn.Module]) -> None:
+def _check_modules(
+    stages: Mapping[int, nn.Module], replicas: Any, tied: Sequence[Mapping[int, str]]
+) -> None:
     for stage, module in stages.items():
+        both = (replicas is not None and "data_parallel=") or (
+            any(stage in names for names in tied) and "tied="
+        )
+        if both and sharded_by(module):
+            raise OptionError(
+                f"{both}: found FSDP2's shards in stage {stage}, and FSDP2 reduces their gradients "
+                f"itself; expected stages without shards, or {both} left out"
+            )
         refuse_foreign("Pipeline", module)
         refuse_unmade("Pipeline", module)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

@@ -13,13 +13,14 @@ from torch._functorch._aot_autograd import descriptors
 
 from overlapc.errors import CaptureError
 from overlapc.passes.draws import Draw
-from overlapc.passes.joint import Joint, Run, Stop, Traced
+from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
 from overlapc.passes.marks import mark
 from overlapc.passes.trace import Captured
 from overlapc.passes.untraced import Raised
 from overlapc.planning.report import Report
 from overlapc.runtime.given import Given, inputs_of
 from overlapc.runtime.program import Program, State, check_loss, refuse_owners
+from overlapc.sharded.lowered import Lowered
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
 Shapes = tuple[Shape, ...]
@@ -56,7 +57,9 @@ class Stage:
         self.digest = ""  # of the planned graph
         self._others: dict[str, Report] = {}  # by digest: graphs that came up within a step
         self.states: dict[int, InFlight] = {}
-        self._traced = Traced(function, self._adopt, module, ours=True)
+        self._lowered = Lowered(module)
+        check = self._lowered.check
+        self._traced = Traced(function, self._adopt, module, ours=True, check=check)
         self._given: dict[int, tuple[Any, ...]] = {}  # by microbatch: its inputs
         self._arguments: tuple[Any, ...] = ()  # of the call that runs
         self._further: list[Given] = []  # calls that it is planned for, besides
@@ -149,7 +152,12 @@ class Stage:
     def _run(self, arguments: tuple[Any, ...]) -> Any:
         self._arguments = arguments
         try:
-            return self._traced(*arguments)
+            with self._lowered.aside(whole=True):
+                return self._traced(*arguments)
+        except CaptureError as error:
+            if self._lowered.gather_first(error):
+                return self._run(arguments)
+            raise
         finally:
             self._arguments = ()
 
@@ -161,6 +169,7 @@ class Stage:
 
         def run(state: State) -> Sequence[Any]:
             refuse_owners(joint, state, self.module)
+            self._lowered.refuse_read(state[owner_of(name)].tensor for name in joint.leaves)
             if self.report is None:
                 self.form, self.inputs = form, inputs_of(joint.inputs, state, self._planned_for())
                 self._look_at(joint, state)

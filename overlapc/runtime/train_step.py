@@ -37,7 +37,14 @@ from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.ranks.exchange import busy, in_call
 from overlapc.ranks.groups import Attempts
-from overlapc.runtime.foreign import FIRST_CALL, refuse_foreign, refuse_sharded, unmade, untraced
+from overlapc.runtime.foreign import (
+    FIRST_CALL,
+    refuse_foreign,
+    refuse_sharded,
+    refuse_slices,
+    unmade,
+    untraced,
+)
 from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
 from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.loss import checked_loss, loss_alone, loss_of, plainly
@@ -382,6 +389,7 @@ class TrainStep:
             self._lowered.look()
             if not self._lowered:
                 refuse_sharded(self.model)
+            refuse_slices(self.model, self._options.slices)
         self._met.add(key)
         waits = busy("tracing") if new else in_call()
         whole = self._reduce == "each"
