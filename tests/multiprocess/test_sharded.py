@@ -3,6 +3,7 @@ FSDP2's own."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from random import Random
@@ -161,6 +162,44 @@ def test_what_no_graph_has_is_left_to_fsdp2() -> None:
         assert twice[1] == 1
         assert len(twice[2]) == 1
         assert "called again before a backward" in twice[2][0]
+
+
+def _copied(_rank: int, _ranks: int, policy: str) -> list[tuple[int, int, int]]:
+    """How often a step waits for the host to read a number, copies, and gathers, and reduces: of
+    FSDP2, and planned with its order of gathers."""
+    import overlapc
+
+    torch.distributed.init_process_group("gloo")
+    case, found = Case(policy=policy, reshard=False, layers=3), []
+    for planned in (False, True):
+        model, optimizer = built(case)
+        options: dict[str, Any] = {"profile": "estimate", "solver": "heu", "timeout_s": 120}
+        run = one_by_one(overlapc.optimize(model, **options) if planned else model)
+        for step in range(2):
+            run(batches(case, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.profiler.profile(record_shapes=True) as profile:
+            run(batches(case, 2))
+        events = list(profile.events() or ())
+        copies = [event for event in events if event.name == "aten::copy_"]
+        found.append(
+            (
+                sum(event.name in ("aten::item", "aten::_local_scalar_dense") for event in events),
+                sum(math.prod(event.input_shapes[0]) for event in copies),
+                sum(event.name.startswith("gloo:") for event in events),
+            )
+        )
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["", "bf16"])
+def test_no_host_reads_and_no_more_copies_than_fsdp2s(policy: str) -> None:
+    for theirs, ours in run_ranks(_copied, 2, policy, timeout_s=300):
+        assert ours[0] == 0
+        assert ours[1] <= theirs[1]
+        assert ours[2] <= theirs[2]
 
 
 def _loaded(_rank: int, _ranks: int) -> tuple[str, int, bool]:
