@@ -2,7 +2,8 @@
 
     python benchmarks/fsdp2.py --ranks 2 --rates 500,150,75 --reps 15
 
-A GPT whose blocks FSDP2 shards. `own` is FSDP2's order in the same executor: each group gathered
+A GPT whose blocks FSDP2 shards, or with `--model moe` one with experts, all of them on each rank.
+`own` is FSDP2's order in the same executor: each group gathered
 one ahead, kept or gathered again as FSDP2 does, reductions where gradients are there. (Eager FSDP2
 on a CPU waits for each collective, which no GPU does.) Each front door has the peak of `own`.
 
@@ -38,6 +39,7 @@ from benchmarks.lab import interleaved, ratio, write_results
 from benchmarks.merged_bench import least
 from examples.common import Text, leave, same, say
 from examples.gpt.model import GPT, GPTConfig
+from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.emulate import Link, init_link, now_ns
 from overlapc.planning import road
 
@@ -51,7 +53,10 @@ def own(problem: Any, _step: Any, _options: Any, _choices: Any, theirs: Any = No
 
 def built(args: argparse.Namespace) -> Any:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(layers=args.layers, width=args.width, heads=4, max_seq=args.seq), None)
+    sizes = {"layers": args.layers, "width": args.width, "heads": 4, "max_seq": args.seq}
+    model: Any = GPT(GPTConfig(**sizes), None)
+    if args.model == "moe":
+        model = MoEGPT(MoEConfig(**sizes), args.alone)
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
@@ -80,10 +85,15 @@ def slowest_ns(run: Callable[[], Any]) -> int:
 def rank_main(args: argparse.Namespace, rate: float) -> None:
     torch.set_num_threads(1)
     init_link(Link(alpha_s=args.alpha, bytes_per_s=rate * 1e6), "virtual")
-    say(f"\n{args.ranks} ranks, {rate:g} MB/s")
+    args.alone, _ = dist.new_subgroups(1)
+    if args.model == "moe":  # how many rows come to an expert is data
+        torch._dynamo.config.capture_scalar_outputs = True
+    say(f"\n{args.model}, {args.ranks} ranks, {rate:g} MB/s")
     found = measured(args)
     if dist.get_rank() == 0:
-        write_results(f"fsdp2_{args.ranks}_{rate:g}", {"arguments": vars(args), "measured": found})
+        name = f"fsdp2{'_moe' * (args.model == 'moe')}_{args.ranks}_{rate:g}"
+        told = {key: value for key, value in vars(args).items() if key != "alone"}
+        write_results(name, {"arguments": told, "measured": found})
     leave()
 
 
@@ -136,6 +146,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
+    add("--model", choices=("gpt", "moe"), default="gpt")
     add("--ranks", type=int, default=2)
     add("--rates", default="500,150,75", help="of the link in MB/s")
     add("--layers", type=int, default=4)

@@ -99,6 +99,7 @@ class Case:
             case = replace(case, width=24)
         if case.mesh == "columns":
             case = replace(case, width=16, tied=False, groups="blocks", frozen=False)
+            case = replace(case, clip=False)  # eager adds no norms of two meshes
         if case.tied:
             case = replace(case, groups=pick(("root", "end")))
         return case
