@@ -35,15 +35,19 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+PATIENCE = 6
 LONG = Path(__file__).with_name("long.txt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long, and whose ground others cover, are slow."""
+    """Tests that take long, and whose ground others cover, are slow. A test hangs if it takes many
+    times as long as on a machine of its own."""
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in long:
             item.add_marker(pytest.mark.slow)
+        if (mark := item.get_closest_marker("timeout")) is not None:
+            item.add_marker(pytest.mark.timeout(PATIENCE * mark.args[0]), append=False)
 
 
 @pytest.fixture(autouse=True)

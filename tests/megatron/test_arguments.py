@@ -152,7 +152,7 @@ def test_pasted_arguments_are_the_run_that_the_headline_predicts() -> None:
         input=json.dumps(runs),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

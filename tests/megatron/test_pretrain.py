@@ -123,7 +123,7 @@ def pretrain(
             start_new_session=True,
         )
         try:
-            process.wait(timeout=240)
+            process.wait(timeout=1440)
         finally:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGTERM)  # torchrun then ends its ranks

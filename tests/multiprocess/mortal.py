@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.multiprocess.spawn import free_port, processes_that_know_torch
+from tests.multiprocess.spawn import PATIENCE, free_port, processes_that_know_torch
 
 DEAD = "dead"
 
@@ -36,7 +36,7 @@ def launch(
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     results: list[Any] = [None] * world
     try:
         while None in results:

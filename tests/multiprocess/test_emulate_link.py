@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from overlapc.emulate import Link, init_fabric, init_link, now_ns, virtual_clock
 from overlapc.emulate.link import _Board, _Lane
 from overlapc.errors import OptionError, RankError
+from tests.multiprocess import spawn
 from tests.multiprocess.collectives import every_operation
 from tests.multiprocess.spawn import RankFailed, measures, run_ranks
 
@@ -406,7 +407,8 @@ def sleeps_too_long(rank: int, ranks: int) -> None:
     time.sleep(60 if rank else 0)
 
 
-def test_run_ranks_ends_in_time() -> None:
+def test_run_ranks_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "PATIENCE", 1)
     begin = time.monotonic()
     with pytest.raises(RankFailed, match="not done after 5 s"):
         run_ranks(sleeps_too_long, 2, timeout_s=5)

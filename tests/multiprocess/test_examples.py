@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron import cpu
+from tests.multiprocess.spawn import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--link", "none", "--layers", "2", "--width", "32", "--batch", "2", "--seq", "32"]
@@ -33,7 +34,7 @@ def run(example: str, *options: str) -> subprocess.CompletedProcess[str]:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=200 * PATIENCE)
     except BaseException:
         os.kill(process.pid, signal.SIGTERM)  # torchrun then ends its ranks, sessions of their own
         try:

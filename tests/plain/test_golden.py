@@ -231,7 +231,7 @@ def test_the_page_in_a_browser(width: int, tmp_path: Path) -> None:
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
          f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
          "--virtual-time-budget=3000", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=360, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr
     title = re.search("<title>(.*?)</title>", done.stdout)

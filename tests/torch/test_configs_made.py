@@ -58,7 +58,7 @@ json.dump(found, sys.stdout)
 def test_every_family_is_counted_refused_or_named(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _FAMILIES],
-        capture_output=True, text=True, timeout=500,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     off, counted = {}, []
@@ -87,7 +87,7 @@ def test_parameters_are_those_that_transformers_makes(tmp_path: Path) -> None:
         configs[name] = config.get("text_config", config)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _COUNTS],
-        input=json.dumps(configs), capture_output=True, text=True, timeout=200,
+        input=json.dumps(configs), capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     off = {}
