@@ -25,9 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.problems import Case, build, cases
-from overlapc.files import load_problem
-from overlapc.ir import Plan, Problem
-from overlapc.simulate import peak_bytes, step_ns
+from overlapc.core.files import load_problem
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import peak_bytes, step_ns
 from overlapc.solvers import generators
 
 SOLVED = ("heu", "overlap")

@@ -35,15 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.ablation import WINS, half, write
 from benchmarks.drawn_pipelines import drawn
 from benchmarks.problems import build, cases
-from overlapc.errors import Infeasible
-from overlapc.ir import Problem
-from overlapc.merge import merge
-from overlapc.pipeline import simulate_pipeline
-from overlapc.simulate import step_ns
-from overlapc.solvers import constants, merging, rows, solve
+from overlapc.core.errors import Infeasible
+from overlapc.core.ir import Problem
+from overlapc.core.merge import merge
+from overlapc.core.pipeline import simulate_pipeline
+from overlapc.core.simulate import step_ns
+from overlapc.solvers import constants, solve
+from overlapc.solvers.order import merging
+from overlapc.solvers.pipeline import rows
 from overlapc.solvers.step import solve_step
 
-opt = sys.modules["overlapc.solvers.opt"]  # the package has a function of that name
+opt = sys.modules["overlapc.solvers.choose.opt"]  # the package has a function of that name
 WHOLE = "nothing"  # is left out
 Parts = Mapping[str, Callable[[], AbstractContextManager[Any]]]  # name -> leaves the part out
 

@@ -55,14 +55,14 @@ def answer(folder: str) -> None:
     from dataclasses import replace
 
     from benchmarks.problems import build, cases
-    from overlapc.errors import Infeasible
-    from overlapc.ir import Plan, Problem
-    from overlapc.merge import merge
-    from overlapc.pipeline import StageCost, simulate_pipeline
-    from overlapc.schedule import parse_schedule
-    from overlapc.simulate import simulate
+    from overlapc.core.errors import Infeasible
+    from overlapc.core.ir import Plan, Problem
+    from overlapc.core.merge import merge
+    from overlapc.core.pipeline import StageCost, simulate_pipeline
+    from overlapc.core.schedule import parse_schedule
+    from overlapc.core.simulate import simulate
     from overlapc.solvers import solve
-    from overlapc.solvers.rows import placed
+    from overlapc.solvers.pipeline.rows import placed
 
     every = list(cases(False))
     problem: Problem | None = None
@@ -165,7 +165,7 @@ def pipelines(trees: tuple[_Tree, _Tree]) -> Iterator[tuple[str, str, float, flo
     from dataclasses import asdict
 
     from benchmarks.drawn_pipelines import drawn
-    from overlapc.schedule import format_schedule
+    from overlapc.core.schedule import format_schedule
 
     for seed in range(_PIPELINES):
         schedule, costs, limits = drawn(seed)

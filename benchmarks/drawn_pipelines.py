@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from random import Random
 
-from overlapc.pipeline import StageCost, simulate_pipeline
-from overlapc.schedule import Schedule
-from overlapc.solvers.schedules import make_schedule
+from overlapc.core.pipeline import StageCost, simulate_pipeline
+from overlapc.core.schedule import Schedule
+from overlapc.solvers.pipeline.schedules import make_schedule
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 

@@ -6,7 +6,7 @@ Of megatron-core 0.16.1, as the Makefile installs it. A layer of two, four and
 eight experts runs once on the CPU, dropless, with an auxiliary loss; ops that make tensors are
 counted, views and allocations are not. Experts run one by one, each with as many ops, so that a
 line through the three counts begins at what the router and the dispatcher have. The figures are
-`expert_ops` of Megatron in `overlapc/search/frameworks.py`.
+`expert_ops` of Megatron in `overlapc/search/frameworks/known.py`.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ from benchmarks.measuring import gradients, twin
 from examples.common import Text, checkpoint_blocks
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.core.errors import Infeasible
 from overlapc.emulate import Fabric, Link, init_fabric
-from overlapc.errors import Infeasible
 from overlapc.profiler.clock import Clock
 from overlapc.profiler.memory import measure_peak
 

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from overlapc.files import write_file
+from overlapc.core.files import write_file
 
 SIZE = """
     --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048

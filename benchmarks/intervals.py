@@ -8,8 +8,8 @@ left out in turn: what all other kinds of its table are off by on average is tak
 calibrating on them would. What is then left of its error is divided by the width of its interval,
 and the width that holds four of five kinds is printed, of those whose host takes half of their time
 or more to launch them, and of all others. Of few kinds more must be held: of `n` that are at hand,
-four fifths of `n + 1` (a conformal bound). 1.0 says that `overlapc/search/interval.py` is right as
-it is.
+four fifths of `n + 1` (a conformal bound). 1.0 says that `overlapc/validation/interval.py` is right
+as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from overlapc.search.captures import UnitKey
-from overlapc.search.public import Predicted, Table, load_table, predict_alike
+from overlapc.validation.public import Predicted, Table, load_table, predict_alike
 
 ROOT = Path(__file__).resolve().parents[1]
 _HELD = 0.8

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TextIO, TypeVar
 
-from overlapc.files import write_file
+from overlapc.core.files import write_file
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from overlapc.files import write_file
+from overlapc.core.files import write_file
 from tests.multiprocess.spawn import processes_that_know_torch
 from tests.multiprocess.test_late import assert_named, assert_waited_for
 from tests.multiprocess.troubled import Trouble, run

@@ -43,11 +43,11 @@ from benchmarks.torch_baselines import Baseline, MeasuredCosts
 from examples.common import Text, checkpoint_blocks, leave, measure_exposed, same, say
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.core.simulate import simulate
 from overlapc.passes.trace import Captured
 from overlapc.planning import road
 from overlapc.planning.report import Report, StepPlan
 from overlapc.profiler.measure import retime
-from overlapc.simulate import simulate
 
 EAGER, CHECKPOINT = "eager", "checkpoint_sync"
 # At 400 Mbit/s communication takes about half as long as compute on a slow core.

@@ -27,7 +27,7 @@ WITHIN_S = 10.0
 def on_rank(folder: Path) -> None:
     import torch.distributed as dist
 
-    from overlapc.errors import RankError
+    from overlapc.core.errors import RankError
     from overlapc.ranks.exchange import Exchange
 
     dist.init_process_group("gloo")

@@ -35,16 +35,16 @@ from benchmarks.duplex import init_duplex
 from benchmarks.lab import interleaved, parse_rates, ratio, run_at_rates, write_results
 from benchmarks.measuring import slowest, timed_ms
 from examples.common import connect, launch, leave, same, say
-from overlapc.errors import Infeasible, RankError
-from overlapc.pipeline import simulate_pipeline
+from overlapc.core.errors import Infeasible, RankError
+from overlapc.core.pipeline import simulate_pipeline
+from overlapc.core.schedule import Schedule, Step
+from overlapc.core.stages import stage_cost
 from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.profiler.link_model import Collective, LinkModel
 from overlapc.profiler.links import measure_links
 from overlapc.profiler.memory import measure_peak
-from overlapc.schedule import Schedule, Step
-from overlapc.solvers.schedules import make_schedule
-from overlapc.stages import stage_cost
+from overlapc.solvers.pipeline.schedules import make_schedule
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 
@@ -100,7 +100,8 @@ class Variant:
         return found
 
     def step(self) -> list[torch.Tensor]:
-        from overlapc.megatron import roll, seams
+        from overlapc.megatron import seams
+        from overlapc.ranks import roll
 
         if self.steps is not None:
             seams.install(self.steps.run, roll.tell)

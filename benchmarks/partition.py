@@ -29,7 +29,7 @@ from overlapc.search.pool import planners
 from overlapc.search.presets import PRESETS
 from overlapc.search.units import make_unit
 from overlapc.search.weights import static_bytes
-from overlapc.solvers.partition import Partition
+from overlapc.solvers.pipeline.partition import Partition
 
 TP, MICROBATCH, SEQUENCES = 8, 4, 64
 

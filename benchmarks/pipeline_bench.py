@@ -40,8 +40,8 @@ from benchmarks.measuring import slowest, timed_ms
 from examples.common import Text, checkpoint_blocks, leave, same, say
 from examples.gpt.model import GPT, GPTConfig, cross_entropy
 from examples.pipeline import cut_into_stages
-from overlapc.errors import Infeasible
-from overlapc.pipeline import StageCost
+from overlapc.core.errors import Infeasible
+from overlapc.core.pipeline import StageCost
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.pipeline import Pipeline
 

@@ -43,12 +43,12 @@ from benchmarks.link_bench import (
 )
 from benchmarks.solvers import SEPARATE, fastest, moved
 from examples.common import checkpoint_blocks, leave, same, say
-from overlapc.errors import Infeasible
-from overlapc.ir import Plan, Problem
+from overlapc.core.errors import Infeasible
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import simulate
 from overlapc.planning import road
 from overlapc.planning.report import StepPlan
 from overlapc.profiler.measure import retime
-from overlapc.simulate import simulate
 from overlapc.solvers import FIELD, solve
 
 SOLVED = ("heu", "opt", "overlap", *FIELD)

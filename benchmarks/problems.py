@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from overlapc.ir import Problem
+from overlapc.core.ir import Problem
+from overlapc.core.text import format_problem
 from overlapc.planning.problem import eager_timeline
 from overlapc.solvers import smallest_bytes
-from overlapc.text import format_problem
 
 # width, heads and layers as the papers give or imply them
 GPT_SHAPES = {
@@ -130,7 +130,7 @@ def captured(stage: Stage) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from overlapc.passes.capture import capture
+    from overlapc.passes.capture.front import capture
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -177,7 +177,7 @@ def _moe(stage: Stage) -> Any:
     from torch import Tensor, nn
 
     from examples.gpt.model import MLP, Attention, GPTConfig, Shard
-    from overlapc.layers import Exchange
+    from overlapc.nn.layers import Exchange
 
     width, heads, held, expert_width, top_k, _ = MOE_SHAPES[stage.model]
     ranks = stage.ranks

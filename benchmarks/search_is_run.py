@@ -38,8 +38,8 @@ from benchmarks.measuring import timed_ms
 from examples.common import Text, leave, say
 from examples.gpt.model import GPTConfig, with_ends
 from overlapc import Repeats
-from overlapc.files import write_file
-from overlapc.passes.capture import capture
+from overlapc.core.files import write_file
+from overlapc.passes.capture.front import capture
 from overlapc.planning.report import Report
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.hardware import format_hardware, load_hardware

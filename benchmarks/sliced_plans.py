@@ -24,18 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab import write_results
 from benchmarks.problems import GPT_SHAPES, Case, captured, cases
-from overlapc.collecting import of_young_alone
-from overlapc.errors import Infeasible
-from overlapc.ir import Plan, Problem
-from overlapc.passes.parts import parameter_gradients
+from overlapc.core.errors import Infeasible
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import simulate
+from overlapc.passes.emit.parts import parameter_gradients
 from overlapc.planning.problem import TrainingStep, eager_timeline, formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
-from overlapc.simulate import simulate
 from overlapc.solvers import smallest_bytes, solve
-from overlapc.solvers.period import Periodic
-from overlapc.solvers.slices import solve_slices
+from overlapc.solvers.choose.period import Periodic
+from overlapc.solvers.order.slices import solve_slices
 from overlapc.solvers.step import quick_start
+from overlapc.tools.collecting import of_young_alone
 
 
 @dataclass(frozen=True)

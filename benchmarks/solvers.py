@@ -31,16 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.problems import Case, Stage, build, cases
 from benchmarks.torch_plans import torch_plans
-from overlapc.errors import Infeasible
-from overlapc.ir import Plan, Problem
-from overlapc.simulate import simulate
+from overlapc.core.errors import Infeasible
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import simulate
 from overlapc.solvers import FIELD, bound_ns, solve
-from overlapc.solvers.baselines import fits
-from overlapc.solvers.blocks import find_repetition
-from overlapc.solvers.choice import Needs, choice_of, on_demand
-from overlapc.solvers.filling import PASSES, filled
-from overlapc.solvers.period import Period, Policy, Totals
-from overlapc.solvers.work import NEVER, backward_work
+from overlapc.solvers.choose.blocks import find_repetition
+from overlapc.solvers.choose.choice import Needs, choice_of, on_demand
+from overlapc.solvers.choose.period import Period, Policy, Totals
+from overlapc.solvers.field.baselines import fits
+from overlapc.solvers.order.filling import PASSES, filled
+from overlapc.solvers.order.work import NEVER, backward_work
 
 OURS = ("heu", "overlap", "opt")
 SEPARATE = ("R", "W", "R,W", "RW")  # what moves; one after the other, or jointly

@@ -19,10 +19,10 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.problems import Case, captured, costed
-from overlapc.check import check
-from overlapc.ir import Plan, Problem, issue
-from overlapc.solvers.choice import Needs
-from overlapc.solvers.work import Work, backward_work, forward_work
+from overlapc.core.check import check
+from overlapc.core.ir import Plan, Problem, issue
+from overlapc.solvers.choose.choice import Needs
+from overlapc.solvers.order.work import Work, backward_work, forward_work
 
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.15, 0.0)  # of torch's activation_memory_budget
 
@@ -47,14 +47,14 @@ def _plans(stage: Any, hardware: str) -> tuple[Plan, ...]:
 
 @functools.lru_cache(maxsize=2)
 def _partitions(stage: Any) -> list[Any]:
-    from overlapc.passes.torch_choice import torch_partitions
+    from overlapc.passes.emit.torch_choice import torch_partitions
 
     return list(torch_partitions(captured(stage), [], BUDGETS))
 
 
 def _plan(problem: Problem, graph: Any, forward: Any, backward: Any, overlap: bool) -> Plan:
     """The plan that runs torch's graphs. What they left out as needless runs before its user."""
-    from overlapc.passes.torch_choice import saved_names
+    from overlapc.passes.emit.torch_choice import saved_names
 
     trace = problem.trace
     needs = Needs(trace)

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 
 import overlapc
 from examples.common import Batch, Variant, checkpoint_blocks, say
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.pipeline.schedules import make_schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # What PyTorch has for each of ours; for merged pieces there is nothing alike.

@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Two functions have their module's name, so they must be bound before anything imports the module.
-from overlapc.check import check
-from overlapc.errors import Infeasible, OverlapcError
-from overlapc.files import load_plan, save_plan
-from overlapc.ir import Plan, Problem, Timeline, Trace
-from overlapc.simulate import simulate
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible, OverlapcError
+from overlapc.core.files import load_plan, save_plan
+from overlapc.core.ir import Plan, Problem, Timeline, Trace
+from overlapc.core.simulate import simulate
 
 if TYPE_CHECKING:
     from overlapc.api import capture, optimize, plan, rewrite
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from overlapc.runtime.pipeline import Pipeline
     from overlapc.runtime.train_step import TrainStep
     from overlapc.search.chosen import load_search
-    from overlapc.search.own import Repeats
+    from overlapc.search.models.own import Repeats
     from overlapc.solvers import solve
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ _LATER = {
     "Options": "overlapc.planning.options",
     "Pipeline": "overlapc.runtime.pipeline",
     "PipelineSchedule": "overlapc.runtime.hosted",
-    "Repeats": "overlapc.search.own",
+    "Repeats": "overlapc.search.models.own",
     "Report": "overlapc.planning.report",
     "TrainStep": "overlapc.runtime.train_step",
     "capture": "overlapc.api",

@@ -23,23 +23,22 @@ from torch._dynamo.exc import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
-from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
-from overlapc.files import StrPath
-from overlapc.ir import Plan
-from overlapc.passes import capture as direct
-from overlapc.passes import joint
-from overlapc.passes.as_eager import CAPTURE
-from overlapc.passes.meta_stand_ins import has_meta, instead_of_meta
-from overlapc.passes.rewrite import rewrite
+from overlapc.core.errors import CaptureError, OptionError, OverlapcError, RankError
+from overlapc.core.files import StrPath
+from overlapc.core.ir import Plan
+from overlapc.passes.capture import front as direct
+from overlapc.passes.capture import joint
+from overlapc.passes.capture.meta_stand_ins import has_meta, instead_of_meta
+from overlapc.passes.capture.untraced import Raised, refuse_switched_off
+from overlapc.passes.capture.untraced import untraced as refusal_of
+from overlapc.passes.emit.rewrite import rewrite
+from overlapc.passes.exact.as_eager import CAPTURE
 from overlapc.passes.trace import Captured
-from overlapc.passes.untraced import Raised, refuse_switched_off
-from overlapc.passes.untraced import untraced as refusal_of
 from overlapc.planning import road
 from overlapc.planning.options import DEFAULTS, Budget, Options
 from overlapc.planning.report import Report
 from overlapc.ranks.board import has_peers
 from overlapc.ranks.exchange import busy, in_call
-from overlapc.runtime.auto import AutoCalls
 from overlapc.runtime.backend import Alone, Backend
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.foreign import (
@@ -51,10 +50,11 @@ from overlapc.runtime.foreign import (
     unmade,
     untraced,
 )
-from overlapc.runtime.given_up import GivenUp, why_untraced
 from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.regions import Region
-from overlapc.runtime.sliced import SlicedCalls
+from overlapc.runtime.skipped import GivenUp, why_untraced
+from overlapc.runtime.slicing.auto import AutoCalls
+from overlapc.runtime.slicing.sliced import SlicedCalls
 from overlapc.sharded.lowered import Lowered
 
 __all__ = ["capture", "optimize", "plan", "rewrite"]

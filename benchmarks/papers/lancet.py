@@ -14,7 +14,7 @@ backward; or under the backward of another microbatch. Each way is also shown wi
 gradients: with weight gradients that run as soon as they can, as eager has them. All add their
 gradients up, slices once for each slice.
 
-Two more baselines cut only ranges (`overlapc/solvers/ranges.py`): Lancet's own program, whose
+Two more baselines cut only ranges (`lancet_ranges.py`): Lancet's own program, whose
 backward stays whole, and the experts alone, from all-to-all to all-to-all, as Tutel and FasterMoE
 do, forward and backward; each with the number of pieces that suits it best. What a range reads is
 copied once where it is split for its pieces, and what it leaves where they are joined: Lancet's
@@ -34,16 +34,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lab import write_results
+from benchmarks.papers import lancet_ranges as ranges
 from benchmarks.problems import MOE_SHAPES, Stage, captured
-from overlapc.ir import Plan, Problem, Timeline, issue
-from overlapc.merge import merge
-from overlapc.passes.parts import parameter_gradients
+from overlapc.core.ir import Plan, Problem, Timeline, issue
+from overlapc.core.merge import merge
+from overlapc.core.simulate import simulate
+from overlapc.passes.emit.parts import parameter_gradients
 from overlapc.planning.problem import TrainingStep, eager_timeline, formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import Hardware, load_hardware
-from overlapc.simulate import simulate
-from overlapc.solvers import ranges, solve
-from overlapc.solvers.slices import across_border, solve_slices
+from overlapc.solvers import solve
+from overlapc.solvers.order.slices import across_border, solve_slices
 from overlapc.solvers.step import solve_step
 
 RANKS = 64

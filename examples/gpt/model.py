@@ -2,7 +2,8 @@
 
 Each block has two collectives forward (after attention and after the MLP) and two backward
 (the gradients that enter them). They are *functional* collectives inside autograd Functions
-(`overlapc.layers`), so that `torch.compile` captures the whole step, both directions, as one graph.
+(`overlapc.nn.layers`), so that `torch.compile` captures the whole step, both directions, as one
+graph.
 
 Weights are drawn in full from one seed and then cut, so every number of ranks trains the same
 model. `GPT(config)` without a group is the whole model on one rank; `parallelize_dtensor` turns
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from overlapc import Repeats
-from overlapc.layers import CopyToRanks, SumOverRanks
+from overlapc.nn.layers import CopyToRanks, SumOverRanks
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlapc.layers import Exchange, exchange
+from overlapc.nn.layers import Exchange, exchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,13 @@ from overlapc.cli.shared import FAILED, GOOD, USAGE, say
 from overlapc.cli.timelines import declare_show, declare_simulate
 from overlapc.cli.trace import declare_trace
 from overlapc.cli.validate import declare_validate
-from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, InvalidSchedule, OverlapcError
+from overlapc.core.errors import (
+    Infeasible,
+    InvalidPlan,
+    InvalidProblem,
+    InvalidSchedule,
+    OverlapcError,
+)
 
 __all__ = ["FAILED", "GOOD", "USAGE", "main"]
 

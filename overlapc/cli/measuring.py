@@ -16,7 +16,7 @@ from overlapc.cli.shared import (
     print_table,
     seconds,
 )
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 
 
 def declare_verify(command: Declare) -> None:
@@ -77,7 +77,7 @@ def _profile(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from overlapc.files import write_file
+    from overlapc.core.files import write_file
     from overlapc.profiler.hardware import format_hardware, load_hardware
     from overlapc.profiler.machine import measure_machine
     from overlapc.ranks.exchange import Exchange

@@ -49,7 +49,7 @@ def declare_diff(command: Declare) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from overlapc.files import load_plan, load_problem
+    from overlapc.core.files import load_plan, load_problem
     from overlapc.planning.road import judged
     from overlapc.report.explain import explain_ops, op_fates
 
@@ -80,12 +80,12 @@ def _figures(report: Any) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from overlapc.files import load_problem, write_file
+    from overlapc.core.files import load_problem, write_file
+    from overlapc.core.text import format_plan
     from overlapc.planning.options import Options, parse_budget
     from overlapc.planning.road import judged
-    from overlapc.progress import doing
     from overlapc.solvers import solve
-    from overlapc.text import format_plan
+    from overlapc.tools.progress import doing
 
     memory = bytes_or_text(args.memory) if args.memory else None
     options = Options(memory_budget=memory, solver=args.solver)
@@ -105,8 +105,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from overlapc.files import load_plan, load_problem
-    from overlapc.ir import issue
+    from overlapc.core.files import load_plan, load_problem
+    from overlapc.core.ir import issue
     from overlapc.planning.road import judged
 
     problem = load_problem(args.problem)

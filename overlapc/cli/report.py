@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from overlapc.cli.shared import GOOD, Declare
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 
 
 def declare_report(command: Declare) -> None:
@@ -20,7 +20,7 @@ def declare_report(command: Declare) -> None:
 
 
 def _page(args: argparse.Namespace) -> int:
-    from overlapc.files import make_folder, read_json, write_file
+    from overlapc.core.files import make_folder, read_json, write_file
     from overlapc.report.page import page
 
     document = read_json(args.search, "search")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from overlapc.cli.shared import FAILED, GOOD, Declare, bytes_or_text, positive
+from overlapc.cli.shared import COMPARED, FAILED, GOOD, Declare, bytes_or_text, positive
 from overlapc.search.layouts import CP_COMM_TYPES
-
-COMPARED = "none,full,selective,megatron,checkmate,heu,opt"
 
 
 def declare_search(command: Declare) -> None:

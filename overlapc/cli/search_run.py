@@ -13,34 +13,34 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from overlapc.cli.search import COMPARED
-from overlapc.errors import OptionError, did_you_mean
-from overlapc.files import make_folder, save_plan, save_problem, write_file
+from overlapc.cli.shared import COMPARED
+from overlapc.core.errors import OptionError, did_you_mean
+from overlapc.core.files import make_folder, save_plan, save_problem, write_file
+from overlapc.core.schedule import format_schedule
 from overlapc.planning.options import parse_budget
 from overlapc.planning.report import Report
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.profiler.known import hardware_name
-from overlapc.progress import doing, stoppable
 from overlapc.report.answer import Answer
 from overlapc.report.page import page
 from overlapc.report.trace import chrome_trace, pipeline_json
 from overlapc.report.verdict import counted, verdict
-from overlapc.schedule import format_schedule
 from overlapc.search.alone import BY_MEGATRON, alone, unplanned
 from overlapc.search.chosen import VERSION, ours
 from overlapc.search.evaluate import Found, Outcome, evaluate
-from overlapc.search.framework import Framework
-from overlapc.search.frameworks import find_framework
-from overlapc.search.interval import interval
+from overlapc.search.frameworks.framework import Framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Fixed
 from overlapc.search.memory import tensor_bytes, usable_bytes
-from overlapc.search.models import Model, Transformer
-from overlapc.search.nearest import Nearest, Run, load_runs
+from overlapc.search.models.transformer import Model, Transformer
 from overlapc.search.presets import find_model
 from overlapc.search.search import Progress, Result, compare, search
 from overlapc.search.weights import held_bytes
 from overlapc.solvers import PREFIX, SOLVERS
+from overlapc.tools.progress import doing, stoppable
+from overlapc.validation.interval import interval
+from overlapc.validation.nearest import Nearest, Run, load_runs
 
 _NO_UNIT = 1_000_000  # fewer bytes than this are a number without its unit
 

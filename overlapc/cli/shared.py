@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from overlapc.errors import OptionError
-from overlapc.files import printable
+from overlapc.core.errors import OptionError
+from overlapc.core.files import printable
 from overlapc.report.table import table
 
 GOOD, FAILED, USAGE = 0, 1, 2
 _MOST = 1_000_000
+COMPARED = "none,full,selective,megatron,checkmate,heu,opt"  # with the winner of a search
 
 # Declares a command: its name, the function that runs it, one line of help; returns its parser.
 Declare = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapc.cli.shared import GOOD, Declare, positive, print_text
-from overlapc.errors import FileError, OptionError
+from overlapc.core.errors import FileError, OptionError
 
 
 def declare_simulate(command: Declare) -> None:
@@ -33,8 +33,8 @@ def declare_show(command: Declare) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from overlapc.files import write_file
-    from overlapc.pipeline import PipelineTimeline, describe
+    from overlapc.core.files import write_file
+    from overlapc.core.pipeline import PipelineTimeline, describe
     from overlapc.report.trace import chrome_trace, pipeline_json
 
     timeline = _timeline(args)
@@ -55,7 +55,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from overlapc.pipeline import PipelineTimeline
+    from overlapc.core.pipeline import PipelineTimeline
     from overlapc.report.picture import picture
     from overlapc.report.trace import chrome_trace
 
@@ -71,10 +71,10 @@ def _show(args: argparse.Namespace) -> int:
 
 def _timeline(args: argparse.Namespace) -> Any:
     """The timeline of a problem's plan, or of a schedule with its stages' costs."""
-    from overlapc.files import load_plan, load_problem, read_json, read_text
-    from overlapc.pipeline import StageCost, simulate_pipeline
+    from overlapc.core.files import load_plan, load_problem, read_json, read_text
+    from overlapc.core.pipeline import StageCost, simulate_pipeline
+    from overlapc.core.schedule import parse_schedule
     from overlapc.planning.road import judged
-    from overlapc.schedule import parse_schedule
 
     given = getattr(args, "costs", None)
     if args.plan is not None:
@@ -104,7 +104,7 @@ def _timeline(args: argparse.Namespace) -> Any:
 
 
 def _stage_cost(given: dict[str, Any]) -> Any:
-    from overlapc.pipeline import StageCost
+    from overlapc.core.pipeline import StageCost
 
     working = tuple((str(kind), int(size)) for kind, size in given.get("working", ()))
     return StageCost(**{**given, "working": working})

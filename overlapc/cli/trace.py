@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overlapc.cli.shared import GOOD, Declare, positive, print_table
-from overlapc.errors import FileError, OptionError
-from overlapc.progress import doing
-from overlapc.report.beside import Beside, beside, by_name
-from overlapc.report.kineto import Exposure, Run, read_run
+from overlapc.core.errors import FileError, OptionError
+from overlapc.report.recordings.beside import Beside, beside, by_name
+from overlapc.report.recordings.kineto import Exposure, Run, read_run
+from overlapc.tools.progress import doing
 
 if TYPE_CHECKING:
-    from overlapc.report.solved import Solved
+    from overlapc.report.recordings.solved import Solved
 
 
 _AT_ONCE = 1.02  # times the traffic of all: more is of collectives that ran at once
@@ -73,9 +73,9 @@ def _trace(args: argparse.Namespace) -> int:
 
 def _solved(path: Path, folder: Path | None) -> Solved:
     """Solve the step of a recording; write its problem and plan."""
-    from overlapc.files import make_folder, save_plan, save_problem
-    from overlapc.report.recorded import recorded_step
-    from overlapc.report.solved import Solved
+    from overlapc.core.files import make_folder, save_plan, save_problem
+    from overlapc.report.recordings.recorded import recorded_step
+    from overlapc.report.recordings.solved import Solved
 
     with doing(f"solving the ranges of {path}"):
         found = Solved.of(recorded_step(path))
@@ -87,7 +87,7 @@ def _solved(path: Path, folder: Path | None) -> Solved:
 
 
 def _beside(run: Run, problem: str, plan: str) -> Beside:
-    from overlapc.files import load_plan, load_problem
+    from overlapc.core.files import load_plan, load_problem
 
     found = beside(run, load_problem(problem), load_plan(plan))
     if not found.steps:

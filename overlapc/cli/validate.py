@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from overlapc.cli.shared import FAILED, GOOD, Declare, positive, say
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 
 _HERE = Path("benchmarks/public")  # in the project's folder
 
@@ -33,13 +33,13 @@ def declare_validate(command: Declare) -> None:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from overlapc.files import write_file
-    from overlapc.progress import doing
+    from overlapc.core.files import write_file
     from overlapc.report.scoreboard import as_json, scoreboard
     from overlapc.search.captures import UnitKey
-    from overlapc.search.nearest import as_csv
     from overlapc.search.pool import WORKERS, planners
-    from overlapc.search.public import Predicted, Row, load_table, predict_alike
+    from overlapc.tools.progress import doing
+    from overlapc.validation.nearest import as_csv
+    from overlapc.validation.public import Predicted, Row, load_table, predict_alike
 
     given = args.tables or [_HERE]
     paths = [

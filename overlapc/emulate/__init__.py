@@ -9,8 +9,8 @@
     same data; the time of a collective is modelled (CPU) or enqueued on a side stream (GPU).
     For sweeps over N, and for one GPU.
 
-`clock="virtual"` of both measures in virtual time (`overlapc.timing`), for machines that are busy
-or have fewer cores than ranks.
+`clock="virtual"` of both measures in virtual time (`overlapc.tools.timing`), for machines that are
+busy or have fewer cores than ranks.
 
 Importing this package does not import torch; touching `init_link` or `init_fabric` does.
 """
@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from overlapc.emulate.model import Link
-from overlapc.timing import now_ns, virtual_clock
+from overlapc.tools.timing import now_ns, virtual_clock
 
 if TYPE_CHECKING:
     from overlapc.emulate.fabric import Fabric, init_fabric

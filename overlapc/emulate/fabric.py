@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from overlapc.core.errors import OptionError
 from overlapc.emulate import values
 from overlapc.emulate.group import (
     EmulatedGroup,
@@ -33,8 +34,7 @@ from overlapc.emulate.group import (
     stand_until,
 )
 from overlapc.emulate.model import Link
-from overlapc.errors import OptionError
-from overlapc.timing import clock_unless_failed, now_ns, virtual_clock
+from overlapc.tools.timing import clock_unless_failed, now_ns, virtual_clock
 
 BACKEND = "overlapc_fabric"
 

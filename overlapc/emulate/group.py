@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from overlapc.core.errors import OptionError
 from overlapc.emulate.model import Kind, Link
-from overlapc.errors import OptionError
-from overlapc.timing import use_clock, virtual_clock
+from overlapc.tools.timing import use_clock, virtual_clock
 
 SPIN_NS = 200_000  # a plain sleep may overshoot by about this; so long before the end a wait spins
 

@@ -11,8 +11,8 @@ ranks. Groups do not slow each other down.
 
 Ranks tell each other their launch times through shared memory: no message, no thread. The
 times can be compared because the machine's clock is one for all of its processes; ranks on
-different machines are refused. In virtual time (`overlapc.timing`) each rank's clock is its own,
-and each transfer sets the clocks of its ranks to its end if they are not later.
+different machines are refused. In virtual time (`overlapc.tools.timing`) each rank's clock is its
+own, and each transfer sets the clocks of its ranks to its end if they are not later.
 
 Choose a link slower than gloo over loopback (about 1 GB/s, and it costs CPU): the data must
 have arrived before the modelled end for the model to be what is measured.
@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlapc.core.errors import RankError
 from overlapc.emulate.group import (
     EmulatedGroup,
     EmulatedWork,
@@ -43,8 +44,7 @@ from overlapc.emulate.group import (
     stand_until,
 )
 from overlapc.emulate.model import Link
-from overlapc.errors import RankError
-from overlapc.timing import clock_unless_failed, now_ns
+from overlapc.tools.timing import clock_unless_failed, now_ns
 
 BACKEND = "overlapc_link"
 
@@ -53,8 +53,8 @@ def init_link(link: Link, clock: str = "machine", **init: Any) -> None:
     """`torch.distributed.init_process_group` on the emulated link; `init` is passed on.
 
     With `clock="virtual"` nobody sleeps: times are to be read by `overlapc.emulate.now_ns`, and are
-    those of ranks that have a core each (`overlapc.timing`). overlapc measures by it as well, until
-    `torch.distributed.destroy_process_group()`.
+    those of ranks that have a core each (`overlapc.tools.timing`). overlapc measures by it as well,
+    until `torch.distributed.destroy_process_group()`.
 
     Every later group (`new_group`, `DeviceMesh`) inherits `link`; give one its own with
     `dist.new_group(ranks, backend="overlapc_link", pg_options=Link(...))`.

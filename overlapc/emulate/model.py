@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 
 Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all",

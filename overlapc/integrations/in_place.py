@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from overlapc.api import optimize
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.planning.options import Options
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback
 
-from overlapc.errors import OptionError, OverlapcError
+from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.integrations.in_place import InPlace, in_place
 from overlapc.planning.options import Options
-from overlapc.runtime.given import alike, givens
+from overlapc.runtime.call import alike, givens
 from overlapc.runtime.train_step import TrainStep
 
 

@@ -15,7 +15,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlapc.files import StrPath
+    from overlapc.core.files import StrPath
     from overlapc.megatron.loop import TrainStep
     from overlapc.megatron.steps import Steps
 
@@ -59,7 +59,8 @@ def patch(
     followed). A second call replaces the first, unless it raises.
     """
     global _steps
-    from overlapc.megatron import roll, seams
+    from overlapc.megatron import seams
+    from overlapc.ranks import roll
 
     try:
         steps = _made(merge, fill, schedule, search, options)
@@ -79,7 +80,7 @@ def _made(
     search: StrPath | None,
     options: dict[str, Any],
 ) -> Steps:
-    from overlapc.errors import OptionError
+    from overlapc.core.errors import OptionError
     from overlapc.megatron.steps import Steps
     from overlapc.planning.options import Options
     from overlapc.search.chosen import load_search
@@ -102,7 +103,8 @@ def unpatch() -> None:
     """Leave Megatron as it was."""
     global _steps
     if _steps is not None:
-        from overlapc.megatron import roll, seams
+        from overlapc.megatron import seams
+        from overlapc.ranks import roll
 
         seams.remove()
         _steps = None

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from overlapc.errors import OptionError, OverlapcError
+from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.megatron import patch
 from overlapc.planning.options import UNITS, value_of
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from overlapc.errors import CaptureError
-from overlapc.megatron.state import UNREAD
-from overlapc.passes.held import generator
-from overlapc.passes.module_state import Describer, attributes_of, classes_of, is_plain, members_of
-from overlapc.runtime.snapshot import holding_the_same
-from overlapc.shared_changes import replaced
+from overlapc.core.errors import CaptureError
+from overlapc.runtime.restored import holding_the_same
+from overlapc.state.described import UNREAD
+from overlapc.state.module_state import Describer, attributes_of, classes_of, is_plain, members_of
+from overlapc.state.snapshot import generator
+from overlapc.tools.shared_changes import replaced
 
 SETS = "changes the attribute"
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")

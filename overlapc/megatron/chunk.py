@@ -18,12 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import OptionError, OverlapcError
+from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.megatron import tracing
 from overlapc.megatron.gradients import as_then, gathered, reduces
 from overlapc.megatron.planned import Call, Planned
 from overlapc.megatron.planning import Planning, Step
-from overlapc.megatron.state import (
+from overlapc.megatron.waits import Waits
+from overlapc.planning.options import Options
+from overlapc.runtime.program import Flight
+from overlapc.runtime.slicing.slices import SlicedFlight
+from overlapc.state.described import (
     EACH_TIME,
     UNREAD,
     as_trained,
@@ -34,12 +38,8 @@ from overlapc.megatron.state import (
     tensors_of,
     unplanned,
 )
-from overlapc.megatron.waits import Waits
-from overlapc.passes.known import settled_by
-from overlapc.passes.module_state import Describer, members_of
-from overlapc.planning.options import Options
-from overlapc.runtime.program import Flight
-from overlapc.runtime.slices import SlicedFlight
+from overlapc.state.known import settled_by
+from overlapc.state.module_state import Describer, members_of
 
 _OUT_OF_ORDER = (
     "a step of Megatron ended, and a backward that was laid by did not run; expected one forward "

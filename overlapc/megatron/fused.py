@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
-from overlapc.errors import CaptureError
-from overlapc.passes.held import answers, is_a
-from overlapc.passes.known import is_known, name_of, writes_to_first
-from overlapc.passes.module_state import classes_of, contents, members_of
-from overlapc.passes.opaque import called
-from overlapc.passes.opaque_calls import learned_within, tensors_of
-from overlapc.shared_changes import replaced
+from overlapc.core.errors import CaptureError
+from overlapc.passes.opaque.calls import learned_within, tensors_of
+from overlapc.passes.opaque.op import called
+from overlapc.state.known import is_known, name_of, writes_to_first
+from overlapc.state.module_state import classes_of, contents, members_of
+from overlapc.state.snapshot import answers, is_a
+from overlapc.tools.shared_changes import replaced
 
 _UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given
 # Megatron's methods that count tokens: sums of whole numbers are the same however they are made.

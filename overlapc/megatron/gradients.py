@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from overlapc.passes.joint import Owner
-from overlapc.passes.parts import Part
+from overlapc.passes.capture.joint import Owner
+from overlapc.passes.emit.parts import Part
 
 aten = torch.ops.aten
 

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlapc.errors import OptionError
-from overlapc.megatron import roll
+from overlapc.core.errors import OptionError
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.steps import Steps, innermost
 from overlapc.planning.options import Options
+from overlapc.ranks import roll
+from overlapc.runtime.call import givens
 from overlapc.runtime.foreign import untraced
-from overlapc.runtime.given import givens
 from overlapc.runtime.loss import plainly
 
 

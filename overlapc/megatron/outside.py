@@ -25,11 +25,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlapc.errors import CaptureError
-from overlapc.passes import known
-from overlapc.passes.held import CONTAINERS, held_in, is_a, is_looked_into, value_of
-from overlapc.passes.module_state import classes_of, contents, members_of
+from overlapc.core.errors import CaptureError
 from overlapc.passes.nodes import is_random
+from overlapc.state import known
+from overlapc.state.module_state import classes_of, contents, members_of
+from overlapc.state.snapshot import CONTAINERS, held_in, is_a, is_looked_into, value_of
 
 # Nothing that a model caches is in these.
 _OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton", known.PACKAGE}

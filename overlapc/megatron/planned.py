@@ -16,25 +16,25 @@ from torch.fx import config as fx_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from overlapc.errors import CaptureError
+from overlapc.core.errors import CaptureError
 from overlapc.megatron import changes, recompute, tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
 from overlapc.megatron.outside import left_outside
-from overlapc.megatron.state import Places
-from overlapc.passes.as_eager import as_eager
-from overlapc.passes.capture import capture
-from overlapc.passes.identities import without_identities
-from overlapc.passes.joint import Joint, Leaf, is_gradient, owner_of
-from overlapc.passes.module_state import PLAIN
+from overlapc.passes.capture.front import capture
+from overlapc.passes.capture.joint import Joint, Leaf, is_gradient, owner_of
+from overlapc.passes.emit.parts import cut
+from overlapc.passes.exact.as_eager import as_eager
+from overlapc.passes.exact.identities import without_identities
 from overlapc.passes.nodes import primal_nodes
-from overlapc.passes.opaque import refuse_added_twice
-from overlapc.passes.parts import cut
-from overlapc.passes.stand_in import placed
+from overlapc.passes.opaque.op import refuse_added_twice
+from overlapc.passes.opaque.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
 from overlapc.runtime.program import Program, State
-from overlapc.runtime.snapshot import held
-from overlapc.shared_changes import replaced
+from overlapc.runtime.restored import held
+from overlapc.state.described import Places
+from overlapc.state.module_state import PLAIN
+from overlapc.tools.shared_changes import replaced
 
 _LARGE = 1 << 20  # bytes
 _NO_LINES = "do_not_emit_stack_traces"  # newer torch can leave out each op's line of the model

@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from overlapc.collecting import of_young_alone
-from overlapc.errors import CaptureError, Infeasible, OptionError, OverlapcError
+from overlapc.core.errors import CaptureError, Infeasible, OptionError, OverlapcError
 from overlapc.megatron import changes
 from overlapc.megatron.gradients import gathered
 from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
 from overlapc.megatron.recompute import own_plan
 from overlapc.megatron.refused import foreign_hooks
 from overlapc.megatron.slices import Cut
-from overlapc.megatron.state import State, changed_between
 from overlapc.megatron.waits import apart
-from overlapc.passes.opaque import adds_weights, explained
-from overlapc.passes.parts import parameter_gradients
+from overlapc.passes.emit.parts import parameter_gradients
+from overlapc.passes.opaque.op import adds_weights, explained
+from overlapc.passes.opaque.unchanged import SETS
 from overlapc.passes.trace import Captured
-from overlapc.passes.unchanged import SETS
 from overlapc.planning.carried import actions_of, carried
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep, tangent_bytes
@@ -34,6 +32,8 @@ from overlapc.planning.road import plan
 from overlapc.ranks.exchange import busy
 from overlapc.ranks.groups import exchange_of, ranks_of, together
 from overlapc.runtime.train_step import adding
+from overlapc.state.described import State, changed_between
+from overlapc.tools.collecting import of_young_alone
 
 if TYPE_CHECKING:
     from overlapc.ranks.exchange import Exchange

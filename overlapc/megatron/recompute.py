@@ -22,8 +22,8 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx.traceback import annotate, current_meta
 from torch.utils._pytree import tree_map_only
 
-from overlapc.errors import CaptureError
-from overlapc.ir import Plan, Problem
+from overlapc.core.errors import CaptureError
+from overlapc.core.ir import Plan, Problem
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured
 from overlapc.planning.own import Region, plan_of_regions

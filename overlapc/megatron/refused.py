@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from overlapc.errors import OptionError
-from overlapc.passes.module_state import hooks_of_all
-from overlapc.runtime.auto import SLICES
+from overlapc.core.errors import OptionError
+from overlapc.runtime.slicing.auto import SLICES
+from overlapc.state.module_state import hooks_of_all
 
 _OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), [])
 

@@ -12,7 +12,7 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from overlapc.errors import OverlapcError
+from overlapc.core.errors import OverlapcError
 
 NAMES = (
     "forward_backward_no_pipelining",

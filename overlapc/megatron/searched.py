@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.search.chosen import Chosen
 from overlapc.search.megatron import RUN_BY_MEGATRON
-from overlapc.solvers.partition import layout as layer_layout
+from overlapc.solvers.pipeline.partition import layout as layer_layout
 
 
 def check(

@@ -16,20 +16,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_unflatten
 
-from overlapc.errors import OptionError
-from overlapc.ir import Plan
+from overlapc.core.errors import OptionError
+from overlapc.core.ir import Plan
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, unreduced
 from overlapc.megatron.planned import Call, Planned, Whole, described, names_in, owners_in
 from overlapc.megatron.tracing import STREAM, draw_in
 from overlapc.passes.draws import Draw, drawing, draws_of, dropped
+from overlapc.passes.emit.parts import Parts, cut
 from overlapc.passes.nodes import primal_nodes
-from overlapc.passes.parts import Parts, cut
 from overlapc.passes.trace import Captured, changed_inputs
 from overlapc.planning.report import Report
 from overlapc.ranks.exchange import Exchange
-from overlapc.runtime.distances import farthest, tolerance_of
-from overlapc.runtime.slices import SlicedFlight, SlicedProgram, Way, apart, together, way_of
-from overlapc.runtime.uncut import Compared, noise, told
+from overlapc.runtime.slicing.compare import Compared, noise, told
+from overlapc.runtime.slicing.slices import (
+    SlicedFlight,
+    SlicedProgram,
+    Way,
+    apart,
+    together,
+    way_of,
+)
+from overlapc.runtime.slicing.tolerances import farthest, tolerance_of
 
 
 @dataclass

@@ -14,25 +14,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from overlapc.errors import OptionError, OverlapcError
-from overlapc.issued import issued
+from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.megatron import merged as ticks
 from overlapc.megatron.chunk import Chunk
-from overlapc.megatron.later import Later
-from overlapc.megatron.pace import pace
 from overlapc.megatron.planning import Step
-from overlapc.megatron.raised import Raised
 from overlapc.megatron.refused import reason, slices_of
-from overlapc.megatron.roll import Roll, absent
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
-from overlapc.megatron.state import forward_as, noticed
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.ranks.exchange import busy
 from overlapc.ranks.groups import exchange_of
 from overlapc.ranks.guard import is_broken
+from overlapc.ranks.later import Later
+from overlapc.ranks.pace import pace
+from overlapc.ranks.raised import Raised
+from overlapc.ranks.roll import Roll, absent
 from overlapc.search.chosen import Chosen
+from overlapc.state.described import forward_as, noticed
+from overlapc.tools.issued import issued
 
 SCHEDULES = ("1f1b", "merged")
 _GRACE_S = 1.0  # a word that was sent has reached the store

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
 
-from overlapc.errors import CaptureError
+from overlapc.core.errors import CaptureError
 from overlapc.megatron import fused, recompute
 from overlapc.megatron.changes import DATA, restored
 from overlapc.megatron.outside import modules_of
-from overlapc.passes.held import answers, is_a
-from overlapc.passes.parts import Part
+from overlapc.passes.emit.parts import Part
 from overlapc.passes.trace import Captured
+from overlapc.state.snapshot import answers, is_a
 
 STREAM = "overlapc_stream"  # key of a node's note of its random stream
 Change = tuple[Any, str, Any]  # owner, attribute, value while tracing

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from overlapc.ir import Plan, Problem
-from overlapc.simulate import simulate
-from overlapc.stages import turns
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import simulate
+from overlapc.core.stages import turns
 
 SLOWER = 1.02  # deferred work hides no collective: a microbatch may take so much longer
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.passes.nodes import is_random, is_seeded, module_of
 from overlapc.passes.trace import Captured, changed_inputs
 

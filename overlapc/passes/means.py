@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from overlapc.layers import total
+from overlapc.nn.layers import total
 from overlapc.passes.nodes import line_of
 
 __all__ = ["Weighing", "weigh_means"]

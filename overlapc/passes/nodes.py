@@ -16,9 +16,9 @@ from torch import fx
 from torch._functorch.partitioners import is_sym_node
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-from overlapc.errors import CaptureError
-from overlapc.ir import Kind
-from overlapc.merge import BEFORE, TOTAL
+from overlapc.core.errors import CaptureError
+from overlapc.core.ir import Kind
+from overlapc.core.merge import BEFORE, TOTAL
 from overlapc.passes.storages import tensors_of
 
 _OURS = "__self__.model"  # where a method of ours that calls the model has it

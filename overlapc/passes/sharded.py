@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlapc.passes.marks import group_gathered
+from overlapc.passes.capture.marks import group_gathered
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _ATEN = torch.ops.aten

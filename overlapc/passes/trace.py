@@ -16,9 +16,10 @@ import torch
 from torch import fx
 from torch.fx.graph import _Namespace
 
-from overlapc.errors import CaptureError
-from overlapc.ir import COMPUTE, Op, Piece, Role, Trace, Value
-from overlapc.passes.launches import write_into_new
+from overlapc.core.errors import CaptureError
+from overlapc.core.ir import COMPUTE, Op, Piece, Role, Trace, Value
+from overlapc.core.valid import validate_trace
+from overlapc.passes.exact.launches import write_into_new
 from overlapc.passes.nodes import (
     group_of,
     input_kinds,
@@ -35,7 +36,6 @@ from overlapc.passes.nodes import (
 )
 from overlapc.passes.roles import weight_grads
 from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes
-from overlapc.valid import validate_trace
 
 # Collectives that copy their input at the start; all others read it until they end.
 _COPIES_INPUT = ("all_reduce", "broadcast")

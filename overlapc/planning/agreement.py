@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overlapc.errors import CaptureError, Infeasible
-from overlapc.ir import Cost, Plan, Profile, Slowdown
-from overlapc.merge import with_bytes
+from overlapc.core.errors import CaptureError, Infeasible
+from overlapc.core.ir import Cost, Plan, Profile, Slowdown
+from overlapc.core.merge import with_bytes
+from overlapc.core.simulate import peak_bytes
+from overlapc.core.text import format_plan, parse_plan
 from overlapc.planning.options import ALIKE, Options
 from overlapc.planning.problem import TrainingStep
-from overlapc.progress import doing
-from overlapc.simulate import peak_bytes
-from overlapc.text import format_plan, parse_plan
+from overlapc.tools.progress import doing
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured

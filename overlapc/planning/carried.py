@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 
-from overlapc.errors import InvalidPlan
-from overlapc.ir import Cost, Op, Plan, Problem, Profile, Trace, issue, parse_issue
-from overlapc.merge import ADD, merge
+from overlapc.core.errors import InvalidPlan
+from overlapc.core.ir import Cost, Op, Plan, Problem, Profile, Trace, issue, parse_issue
+from overlapc.core.merge import ADD, merge
 from overlapc.planning.problem import TrainingStep, formulate
 from overlapc.planning.report import Report
 from overlapc.planning.road import reports
-from overlapc.solvers.choice import Choice, Needs
+from overlapc.solvers.choose.choice import Choice, Needs
 
 Gradients = Mapping[str, Sequence[str]]  # gradient -> the parameters whose gradient it is
 

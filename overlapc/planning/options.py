@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from overlapc.errors import OptionError
-from overlapc.files import StrPath, load_plan
-from overlapc.ir import Plan
-from overlapc.schedule import Schedule, check_schedule
+from overlapc.core.errors import OptionError
+from overlapc.core.files import StrPath, load_plan
+from overlapc.core.ir import Plan
+from overlapc.core.schedule import Schedule, check_schedule
+from overlapc.core.text import format_plan, parse_plan
 from overlapc.solvers import SOLVERS
-from overlapc.solvers.schedules import make_schedule
-from overlapc.text import format_plan, parse_plan
+from overlapc.solvers.pipeline.schedules import make_schedule
 
 Budget = int | float | str | None
 _GIVEN = re.compile(r'(\w+)=((?:"(?:[^"\\]|\\.)*"|[^\s"])*)(?:\s+|$)')

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overlapc.ir import Plan, Problem
-from overlapc.solvers.choice import Needs, plan_on_demand
+from overlapc.core.ir import Plan, Problem
+from overlapc.solvers.choose.choice import Needs, plan_on_demand
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
@@ -73,7 +73,7 @@ def _gathers(captured: Captured) -> dict[str, Region]:
 
 def _group_of(captured: Captured) -> dict[str, int]:
     """Ops that gather parameters, with the number of their group."""
-    from overlapc.passes.marks import group_gathered
+    from overlapc.passes.capture.marks import group_gathered
 
     numbers = {node.name: group_gathered(node) for node in captured.joint.graph.nodes}
     return {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from overlapc.ir import Problem, Profile, Timeline, Trace
-from overlapc.merge import accumulate, in_slices
+from overlapc.core.ir import Problem, Profile, Timeline, Trace
+from overlapc.core.merge import accumulate, in_slices
+from overlapc.core.simulate import saved_bytes, simulate
+from overlapc.core.valid import validated
 from overlapc.planning.options import Budget, parse_budget
-from overlapc.simulate import saved_bytes, simulate
-from overlapc.solvers.choice import Needs, plan_on_demand
-from overlapc.valid import validated
+from overlapc.solvers.choose.choice import Needs, plan_on_demand
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from overlapc.ir import Plan, Problem, Timeline
+from overlapc.core.ir import Plan, Problem, Timeline
+from overlapc.core.record import Record
 from overlapc.planning.problem import eager_timeline
-from overlapc.record import Record
 from overlapc.solvers import bound_ns
-from overlapc.solvers.bounds import simple_bound_ns
+from overlapc.solvers.bound.bounds import simple_bound_ns
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured

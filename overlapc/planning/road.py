@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from overlapc.check import check
-from overlapc.collecting import of_young_alone
-from overlapc.errors import Infeasible, InvalidPlan, OptionError
-from overlapc.flags import log
-from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import in_pairs, merge, of_slice, one_by_one
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible, InvalidPlan, OptionError
+from overlapc.core.ir import Plan, Problem, Profile
+from overlapc.core.merge import in_pairs, merge, of_slice, one_by_one
+from overlapc.core.simulate import peak_bytes, simulate, step_ns
+from overlapc.core.text import format_plan
 from overlapc.planning.agreement import (
     agreed,
     decided,
@@ -36,8 +36,6 @@ from overlapc.planning.problem import (
     lasting_bytes,
 )
 from overlapc.planning.report import Report, StepPlan
-from overlapc.progress import doing
-from overlapc.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers import (
     BASELINES,
     FIELD,
@@ -48,10 +46,12 @@ from overlapc.solvers import (
     simple_plans,
     solve,
 )
-from overlapc.solvers.period import Periodic
-from overlapc.solvers.slices import across_border, crosses_border, solve_slices
+from overlapc.solvers.choose.period import Periodic
+from overlapc.solvers.order.slices import across_border, crosses_border, solve_slices
 from overlapc.solvers.step import quick_start, solve_step
-from overlapc.text import format_plan
+from overlapc.tools.collecting import of_young_alone
+from overlapc.tools.flags import log
+from overlapc.tools.progress import doing
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
+from overlapc.core.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
+from overlapc.core.schedule import Schedule, Step, is_pair
 from overlapc.planning.report import Report
-from overlapc.schedule import Schedule, Step, is_pair
-from overlapc.solvers.rows import placed
+from overlapc.solvers.pipeline.rows import placed
 
 _CHOICES = 9  # combinations of plans for all stages that are tried one by one
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from overlapc.pipeline import AHEAD
+from overlapc.core.pipeline import AHEAD
+from overlapc.core.schedule import Schedule
+from overlapc.core.stages import stage_cost
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
 from overlapc.planning.rows import StageFigures
-from overlapc.schedule import Schedule
-from overlapc.stages import stage_cost
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from overlapc.errors import RankError
-from overlapc.ir import Problem, Trace
+from overlapc.core.errors import RankError
+from overlapc.core.ir import Problem, Trace
+from overlapc.core.text import format_plan, format_problem, parse_plan, parse_problem
 from overlapc.planning.agreement import agree_on_options, profiles_of_all, told
 from overlapc.planning.carried import carried
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import Choices, plan, reports
-from overlapc.text import format_plan, format_problem, parse_plan, parse_problem
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import FileError
-from overlapc.files import StrPath, read_text, write_file
+from overlapc.core.errors import FileError
+from overlapc.core.files import StrPath, read_text, write_file
 
 __all__ = ["Cache", "default_path"]
 

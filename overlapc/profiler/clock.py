@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from overlapc.timing import now_ns, virtual_clock
+from overlapc.tools.timing import now_ns, virtual_clock
 
 __all__ = ["Clock", "conditions_of", "device_name"]
 

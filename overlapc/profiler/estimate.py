@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from overlapc.errors import OptionError
-from overlapc.ir import Cost, Op, Profile, Slowdown, Trace
+from overlapc.core.errors import OptionError
+from overlapc.core.ir import Cost, Op, Profile, Slowdown, Trace
 from overlapc.passes.storages import UNBACKED_HINT, hint
 from overlapc.passes.trace import Captured
 from overlapc.profiler.cache import Cache, cache_key

@@ -18,10 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from overlapc.core.errors import FileError, OptionError, did_you_mean
+from overlapc.core.files import StrPath, printable, read_text
+from overlapc.core.ir import Slowdown
 from overlapc.emulate.model import Kind
-from overlapc.errors import FileError, OptionError, did_you_mean
-from overlapc.files import StrPath, printable, read_text
-from overlapc.ir import Slowdown
 from overlapc.profiler.known import FOLDER, hardware_name, known_hardware
 from overlapc.profiler.link_spec import LinkSpec, Measured, Table, interpolate
 from overlapc.profiler.shapes import Kernels

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
+from overlapc.core.errors import FileError, InvalidProblem
+from overlapc.core.ir import Slowdown
 from overlapc.emulate.model import Kind
-from overlapc.errors import FileError, InvalidProblem
-from overlapc.ir import Slowdown
 
 __all__ = ["Collective", "Curve", "LinkModel"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from overlapc.core.ir import Slowdown
 from overlapc.emulate.model import Kind, Link
-from overlapc.ir import Slowdown
 
 Table = tuple[tuple[float, float], ...]
 Measured = tuple[int, int, float]

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from overlapc.core.errors import CaptureError, OptionError, RankError
 from overlapc.emulate.model import Kind
-from overlapc.errors import CaptureError, OptionError, RankError
 from overlapc.passes.nodes import group_of
 from overlapc.passes.storages import hint
 from overlapc.profiler.cache import Cache

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from overlapc.core.errors import OptionError
 from overlapc.emulate.model import Kind, Link
-from overlapc.errors import OptionError
 from overlapc.profiler.clock import Clock, device_name
 from overlapc.profiler.hardware import Hardware, LinkSpec
 from overlapc.profiler.kernels import Timer, fit, time_attention, time_products, time_streams

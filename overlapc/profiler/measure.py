@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlapc.errors import OptionError
-from overlapc.ir import Cost, Profile, Slowdown
+from overlapc.core.errors import OptionError
+from overlapc.core.ir import Cost, Profile, Slowdown
 from overlapc.passes.summed import aside
 from overlapc.passes.trace import Captured
 from overlapc.profiler.cache import Cache, cache_key
@@ -30,7 +30,7 @@ from overlapc.profiler.link_model import LinkModel
 from overlapc.profiler.links import agree_sizes, behind_launches, measure_links, tensors
 from overlapc.profiler.replay import Replay, Step
 from overlapc.profiler.together import agree
-from overlapc.timing import now_ns
+from overlapc.tools.timing import now_ns
 
 __all__ = ["measure", "measure_sizes", "retime"]
 

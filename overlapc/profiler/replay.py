@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from overlapc.errors import CaptureError, OverlapcError
-from overlapc.ir import Value
+from overlapc.core.errors import CaptureError, OverlapcError
+from overlapc.core.ir import Value
 from overlapc.passes.nodes import is_folded_getitem, is_start
 from overlapc.passes.storages import hint
 from overlapc.passes.trace import Captured

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from overlapc.ir import Slowdown
+from overlapc.core.ir import Slowdown
 from overlapc.profiler.clock import Clock
 from overlapc.profiler.link_model import Collective, Curve
 from overlapc.profiler.together import agree, ranks_in

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from overlapc.errors import RankError
-from overlapc.issued import issued
+from overlapc.core.errors import RankError
 from overlapc.ranks.here import place_of
 from overlapc.ranks.presence import Presence
+from overlapc.tools.issued import issued
 
 T = TypeVar("T")
 

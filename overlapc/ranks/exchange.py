@@ -42,8 +42,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from overlapc.errors import CaptureError, OptionError, OverlapcError, RankError
-from overlapc.progress import doing
+from overlapc.core.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.ranks.board import (
     Board,
     Doing,
@@ -64,6 +63,7 @@ from overlapc.ranks.guard import (
     unguarded,
 )
 from overlapc.ranks.lookout import Lookout
+from overlapc.tools.progress import doing
 
 T = TypeVar("T")
 

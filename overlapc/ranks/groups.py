@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from overlapc.errors import CaptureError, OverlapcError, RankError
+from overlapc.core.errors import CaptureError, OverlapcError, RankError
 from overlapc.ranks.board import attend, own_board
 from overlapc.ranks.exchange import TROUBLES, Exchange
 

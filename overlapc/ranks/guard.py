@@ -20,8 +20,8 @@ from opcode import opname
 from types import FrameType
 from typing import TypeVar
 
-from overlapc.errors import RankError
-from overlapc.shared_changes import Shared
+from overlapc.core.errors import RankError
+from overlapc.tools.shared_changes import Shared
 
 T = TypeVar("T")
 

@@ -13,15 +13,15 @@ from typing import Any
 from overlapc.report.table import gigabytes, milliseconds
 from overlapc.search.alone import unplanned
 from overlapc.search.evaluate import Found
-from overlapc.search.frameworks import MEGATRONS, OURS, find_framework
-from overlapc.search.interval import interval
+from overlapc.search.frameworks.known import MEGATRONS, OURS, find_framework
 from overlapc.search.layouts import Cluster
 from overlapc.search.megatron import RUN_BY_MEGATRON, run_arguments
 from overlapc.search.memory import answer, most_bytes, needed_bytes, usable_bytes
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 from overlapc.search.search import Result
 from overlapc.search.weights import held_bytes
 from overlapc.solvers import PREFIX, modules_of
+from overlapc.validation.interval import interval
 
 _OURS = "-m overlapc.megatron --search DIR/search.json pretrain_gpt.py"
 _SCRIPT = "pretrain_gpt.py"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from overlapc.core.schedule import Step, parse_step
 from overlapc.report.table import gigabytes, milliseconds
-from overlapc.schedule import Step, parse_step
 
 COLOURS = {"F": "#4878a8", "B": "#c47a3d", "I": "#d9a05b", "W": "#7a9a5a", "R": "#a05a7a"}
 KINDS = {

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlapc.ir import COMPUTE, Exposure, Problem, Span, issue, issues, parse_issue
+from overlapc.core.ir import COMPUTE, Exposure, Problem, Span, issue, issues, parse_issue
 from overlapc.planning.report import Report
 from overlapc.report.table import table
-from overlapc.solvers.choice import Needs
+from overlapc.solvers.choose.choice import Needs
 
 # What a GPU's host may take for a kernel of PyTorch's: docs/results.md has what one took.
 _SHORT_NS = 20_000

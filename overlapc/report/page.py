@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import FileError
+from overlapc.core.errors import FileError
+from overlapc.core.schedule import parse_step
 from overlapc.report import charts
 from overlapc.report.answer import Answer, guessed
 from overlapc.report.charts import Dot, Found, row, table, text
 from overlapc.report.table import gigabytes, milliseconds
-from overlapc.schedule import parse_step
 from overlapc.search.chosen import VERSION
 from overlapc.search.layouts import Layout
-from overlapc.search.nearest import Nearest
-from overlapc.solvers.partition import layout as megatron_layout
+from overlapc.solvers.pipeline.partition import layout as megatron_layout
+from overlapc.validation.nearest import Nearest
 
 _SHOWN = 12  # most layouts in a table
 GLOSSARY = {

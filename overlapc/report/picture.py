@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlapc.ir import COMPUTE, RECOMPUTE, Timeline
+from overlapc.core.ir import COMPUTE, RECOMPUTE, Timeline
 
 
 def picture(timeline: Timeline, columns: int = 100) -> str:

@@ -7,8 +7,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overlapc.errors import FileError, OptionError
-from overlapc.files import write_file
+from overlapc.core.errors import FileError, OptionError
+from overlapc.core.files import write_file
 from overlapc.report.charts import COLOURS, KINDS
 from overlapc.report.page import layout_name
 

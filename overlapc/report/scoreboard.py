@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from overlapc.report.table import milliseconds, table
-from overlapc.search.public import Predicted, Table
+from overlapc.validation.public import Predicted, Table
 
 _WORST = 5
 

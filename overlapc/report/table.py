@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlapc.files import printable
+from overlapc.core.files import printable
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:

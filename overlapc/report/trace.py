@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlapc.ir import COMPUTE, Timeline
-from overlapc.pipeline import PipelineTimeline, Ran
-from overlapc.schedule import format_step
+from overlapc.core.ir import COMPUTE, Timeline
+from overlapc.core.pipeline import PipelineTimeline, Ran
+from overlapc.core.schedule import format_step
 
 VERSION = 1
 

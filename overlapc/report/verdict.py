@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
-from overlapc.pipeline import PipelineTimeline
+from overlapc.core.pipeline import PipelineTimeline
 from overlapc.report.answer import Answer, guessed
 from overlapc.report.table import gigabytes, milliseconds, table
 from overlapc.search.evaluate import Found
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster
 from overlapc.search.memory import answer, needed_bytes
-from overlapc.search.models import Model
-from overlapc.search.nearest import Nearest
+from overlapc.search.models.transformer import Model
 from overlapc.search.search import Result
 from overlapc.search.weights import divides_optimizer, held_bytes
-from overlapc.solvers.partition import layout
+from overlapc.solvers.pipeline.partition import layout
+from overlapc.validation.nearest import Nearest
 
 _PUBLIC = 4  # published runs that are shown
 

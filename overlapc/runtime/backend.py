@@ -22,34 +22,34 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._inductor import config as inductor_config
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from overlapc.errors import CaptureError, OverlapcError, RankError
-from overlapc.flags import log
-from overlapc.ir import Plan
-from overlapc.passes.aot import as_boxed, let_saved_live
-from overlapc.passes.as_eager import are_fake, as_eager
-from overlapc.passes.collectives import Raw, trace_ended
-from overlapc.passes.differences import differences, left_out, views_handed_on
-from overlapc.passes.joint import inner_places, refuse_subclasses
+from overlapc.core.errors import CaptureError, OverlapcError, RankError
+from overlapc.core.ir import Plan
+from overlapc.passes.capture.aot import as_boxed, let_saved_live
+from overlapc.passes.capture.collectives import Raw, trace_ended
+from overlapc.passes.capture.joint import inner_places, refuse_subclasses
+from overlapc.passes.capture.second import taken_again
+from overlapc.passes.capture.watched import other_dtype
+from overlapc.passes.emit.rewrite import rewrite
+from overlapc.passes.emit.torch_choice import GLANCE, SWEEP, torch_choices
+from overlapc.passes.exact.as_eager import are_fake, as_eager
+from overlapc.passes.exact.differences import differences, left_out, views_handed_on
+from overlapc.passes.exact.switches import InForwardsWay
+from overlapc.passes.exact.tangents import as_they_come, given, is_hidden
 from overlapc.passes.nodes import line_of, primal_nodes
-from overlapc.passes.rewrite import rewrite
-from overlapc.passes.second import taken_again
 from overlapc.passes.sharded import as_fsdp2
-from overlapc.passes.switches import InForwardsWay
-from overlapc.passes.tangents import as_they_come, given, is_hidden
-from overlapc.passes.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.trace import Captured, trace_joint
-from overlapc.passes.watched import other_dtype
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import plan
+from overlapc.planning.shares import Share, plan_frugally
 from overlapc.planning.unlike import are_alike, carry, collectives, plan_unlike
 from overlapc.ranks.board import has_peers
 from overlapc.ranks.exchange import Exchange, busy, naming_the_dead
 from overlapc.ranks.groups import Attempts, ranks_of
+from overlapc.ranks.seeds import warn_of_seeds
 from overlapc.runtime.graphs import Calls, Graph
-from overlapc.runtime.seeds import warn_of_seeds
-from overlapc.shares import Share, plan_frugally
+from overlapc.tools.flags import log
 
 # What PyTorch says of sizes that vary, where it takes numbers alone.
 _SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from overlapc.passes.capture.model_files import is_models
 from overlapc.passes.draws import random_states
-from overlapc.passes.places import is_models
-from overlapc.runtime.snapshot import as_it_was, without_gradients
+from overlapc.runtime.restored import as_it_was, without_gradients
 
 Run = Callable[..., Any]
 _NOTHING = contextlib.nullcontext()

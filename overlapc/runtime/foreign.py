@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from overlapc.errors import CaptureError, OptionError
+from overlapc.core.errors import CaptureError, OptionError
 
 FIRST_CALL = "as plain PyTorch, and plans at the next"
 TWIN = "_overlapc_engine"  # the slot of what `optimize` returns, beside its model's __dict__

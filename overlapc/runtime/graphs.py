@@ -19,15 +19,15 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from overlapc.flags import log
-from overlapc.ir import Plan
-from overlapc.passes.differences import used_several_times
-from overlapc.passes.places import is_models
+from overlapc.core.ir import Plan
+from overlapc.passes.capture.model_files import is_models
+from overlapc.passes.exact.differences import used_several_times
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
+from overlapc.planning.shares import Run, Share, plan_shares
 from overlapc.ranks.exchange import busy
 from overlapc.ranks.groups import exchange_for
-from overlapc.shares import Run, Share, plan_shares
+from overlapc.tools.flags import log
 
 Compile = Callable[[Sequence[Any], Plan], Callable[..., Any]]
 

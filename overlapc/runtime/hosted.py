@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
+from overlapc.core.schedule import Schedule
 from overlapc.runtime.pipeline import Pipeline
-from overlapc.schedule import Schedule
 
 
 class PipelineSchedule:

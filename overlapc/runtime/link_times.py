@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlapc.core.schedule import Schedule
 from overlapc.planning.options import Options
 from overlapc.profiler.hardware import load_hardware
 from overlapc.ranks.exchange import Exchange
 from overlapc.ranks.groups import exchange_for
-from overlapc.runtime.row import Links, Run
-from overlapc.schedule import Schedule
-from overlapc.timing import now_ns
+from overlapc.runtime.executor import Links, Run
+from overlapc.tools.timing import now_ns
 
 _PINGS = 5
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from overlapc.errors import OptionError
-from overlapc.passes.joint import NO_GRADIENT
-from overlapc.runtime.objects import detached
+from overlapc.core.errors import OptionError
+from overlapc.passes.capture.joint import NO_GRADIENT
+from overlapc.state.objects import detached
 
 
 def loss_of(result: Any) -> Any:

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.errors import Infeasible, OptionError
-from overlapc.passes.parts import parameter_gradients
+from overlapc.core.errors import Infeasible, OptionError
+from overlapc.core.pipeline import PipelineTimeline, StageCost, describe
+from overlapc.core.schedule import Schedule, format_schedule
+from overlapc.passes.emit.parts import parameter_gradients
 from overlapc.passes.trace import Captured
-from overlapc.pipeline import PipelineTimeline, StageCost, describe
 from overlapc.planning.options import Options, schedule_of
 from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
@@ -31,22 +32,21 @@ from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.ranks.board import attend
 from overlapc.ranks.exchange import Exchange, busy, in_call
 from overlapc.ranks.groups import exchange_for
-from overlapc.runtime.cut_stages import Candidate, CutStages
+from overlapc.ranks.seeds import warn_of_seeds
+from overlapc.runtime.call import Given, alike
+from overlapc.runtime.dry_run import walked
+from overlapc.runtime.executor import Links, Run
 from overlapc.runtime.foreign import (
     refuse_foreign,
     refuse_unmade,
     sharded_by,
     untraced,
 )
-from overlapc.runtime.given import Given, alike
 from overlapc.runtime.link_times import alike_ns, averaging_ns, sent_ns
-from overlapc.runtime.row import Links, Run
-from overlapc.runtime.seeds import warn_of_seeds
-from overlapc.runtime.sliced_stage import SlicedStage
+from overlapc.runtime.slicing.cut_stages import Candidate, CutStages
+from overlapc.runtime.slicing.sliced_stage import SlicedStage
 from overlapc.runtime.stage import Shapes, Stage, blank, sending, with_loss
 from overlapc.runtime.train_step import adding
-from overlapc.runtime.walk import walked
-from overlapc.schedule import Schedule, format_schedule
 
 
 class Pipeline:

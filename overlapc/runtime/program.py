@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import CaptureError, OptionError
-from overlapc.passes.joint import Joint, owner_of
-from overlapc.passes.parts import Part, Parts, accumulate, cut
+from overlapc.core.errors import CaptureError, OptionError
+from overlapc.passes.capture.joint import Joint, owner_of
+from overlapc.passes.capture.watched import other_dtype
+from overlapc.passes.emit.parts import Part, Parts, accumulate, cut
 from overlapc.passes.trace import changed_with_gradient
-from overlapc.passes.watched import other_dtype
 from overlapc.planning.report import Report
 
 State = dict[str, Any]

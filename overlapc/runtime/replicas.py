@@ -9,7 +9,7 @@ reduced once, in the last backward, as in
 No trace enters its `forward`, which prepares the reduction. So it stands aside while the model is
 traced and run: what it does before its module's forward is done before the graph, and what it does
 behind is done before the last backward. Buckets are reduced as their gradients come, at the hooks
-on autograd's nodes (`passes/watched.py`).
+on autograd's nodes (`passes/capture/watched.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlapc.errors import CaptureError
-from overlapc.passes.joint import Joint, owner_of
-from overlapc.passes.marks import called
-from overlapc.passes.watched import graph_of
+from overlapc.core.errors import CaptureError
+from overlapc.passes.capture.joint import Joint, owner_of
+from overlapc.passes.capture.marks import called
+from overlapc.passes.capture.watched import graph_of
 from overlapc.runtime.program import State
 
 G = TypeVar("G")

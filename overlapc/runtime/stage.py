@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd import descriptors
 
-from overlapc.errors import CaptureError
+from overlapc.core.errors import CaptureError
+from overlapc.passes.capture.joint import Joint, Run, Stop, Traced, owner_of
+from overlapc.passes.capture.marks import mark
+from overlapc.passes.capture.untraced import Raised
 from overlapc.passes.draws import Draw
-from overlapc.passes.joint import Joint, Run, Stop, Traced, owner_of
-from overlapc.passes.marks import mark
 from overlapc.passes.trace import Captured
-from overlapc.passes.untraced import Raised
 from overlapc.planning.report import Report
-from overlapc.runtime.given import Given, inputs_of
+from overlapc.runtime.call import Given, inputs_of
 from overlapc.runtime.program import Program, State, check_loss, refuse_owners
 from overlapc.sharded.lowered import Lowered
 

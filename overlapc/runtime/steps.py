@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlapc.errors import OptionError
-from overlapc.passes.joint import Owner, Stop
-from overlapc.runtime.given import Given
+from overlapc.core.errors import OptionError
+from overlapc.passes.capture.joint import Owner, Stop
+from overlapc.runtime.call import Given
 from overlapc.runtime.program import Flight, Program, State, begin_pair, end_pair
 
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from overlapc.errors import CaptureError, OptionError, OverlapcError
-from overlapc.layers import sliced
+from overlapc.core.errors import CaptureError, OptionError, OverlapcError
+from overlapc.nn.layers import sliced
+from overlapc.passes.capture.joint import Joint, Run, Stop, Traced, capture, owner_of
+from overlapc.passes.capture.marks import mark
+from overlapc.passes.capture.untraced import SwitchedOff
 from overlapc.passes.draws import Draw, may_pair
-from overlapc.passes.joint import Joint, Run, Stop, Traced, capture, owner_of
-from overlapc.passes.marks import mark
-from overlapc.passes.parts import parameter_gradients
-from overlapc.passes.untraced import SwitchedOff
+from overlapc.passes.emit.parts import parameter_gradients
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -37,6 +37,8 @@ from overlapc.profiler.clock import Clock
 from overlapc.profiler.hardware import load_hardware
 from overlapc.ranks.exchange import busy, in_call
 from overlapc.ranks.groups import Attempts
+from overlapc.ranks.seeds import warn_of_seeds
+from overlapc.runtime.call import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
 from overlapc.runtime.foreign import (
     FIRST_CALL,
     refuse_foreign,
@@ -45,17 +47,21 @@ from overlapc.runtime.foreign import (
     unmade,
     untraced,
 )
-from overlapc.runtime.given import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
 from overlapc.runtime.inexact import Inexact
 from overlapc.runtime.loss import checked_loss, loss_alone, loss_of, plainly
-from overlapc.runtime.objects import detached
 from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse_owners
 from overlapc.runtime.replicas import Replicas
-from overlapc.runtime.seeds import warn_of_seeds
-from overlapc.runtime.slices import SlicedProgram, Slices, marked
+from overlapc.runtime.slicing.compare import (
+    Compared,
+    compared,
+    draws_for,
+    refuse_failing,
+    refuse_whole,
+)
+from overlapc.runtime.slicing.slices import SlicedProgram, Slices, marked
 from overlapc.runtime.steps import Step
-from overlapc.runtime.uncut import Compared, compared, draws_for, refuse_failing, refuse_whole
 from overlapc.sharded.lowered import Lowered
+from overlapc.state.objects import detached
 
 
 class TrainStep:
@@ -82,7 +88,7 @@ class TrainStep:
     last one does for all, as in a loop with `set_requires_gradient_sync`. (Their sums may differ in
     the last bits.) The last microbatch then is merged with no other.
 
-    With `slices=k` each microbatch is cut into k slices along dimension 0 (`runtime/slices.py`).
+    With `slices=k` each microbatch is cut into k slices along dimension 0 (`slicing/slices.py`).
     They hide each other's communication. This is for a single batch, which cannot be merged with
     another. Gradients are bitwise those of
 
@@ -97,7 +103,7 @@ class TrainStep:
     """
 
     def __new__(cls, *_args: Any, slices: Any = 1, **_options: Any) -> TrainStep:
-        from overlapc.runtime.auto import AutoStep  # which is one
+        from overlapc.runtime.slicing.auto import AutoStep  # which is one
 
         return super().__new__(AutoStep if cls is TrainStep and slices == "auto" else cls)
 

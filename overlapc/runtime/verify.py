@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc.api import optimize
-from overlapc.errors import OptionError, OverlapcError
-from overlapc.functions import find_function
+from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.profiler.memory import measure_peak
-from overlapc.timing import now_ns
+from overlapc.tools.functions import find_function
+from overlapc.tools.timing import now_ns
 
 _STEPS = 7
 

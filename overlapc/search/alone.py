@@ -3,9 +3,9 @@ does, `unplanned` says why overlapc plans no run of it."""
 
 from __future__ import annotations
 
-from overlapc.search.framework import Framework
-from overlapc.search.frameworks import MEGATRONS, OURS
-from overlapc.search.models import Model, Transformer
+from overlapc.search.frameworks.framework import Framework
+from overlapc.search.frameworks.known import MEGATRONS, OURS
+from overlapc.search.models.transformer import Model, Transformer
 from overlapc.solvers import PREFIX
 
 # What Megatron runs of any model in the place of a plan of overlapc

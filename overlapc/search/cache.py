@@ -9,11 +9,11 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from overlapc.errors import FileError
-from overlapc.files import read_json, write_file
+from overlapc.core.errors import FileError
+from overlapc.core.files import read_json, write_file
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 
 VERSION = 14
 

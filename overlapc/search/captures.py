@@ -1,7 +1,7 @@
 """`captures` traces a few blocks and the head of a layout's rank, for several microbatches at once.
 
 Traces of two sequences and of more differ in their sizes alone. So for all of them one is captured,
-of `MANY` sequences (`passes/batch.py`). A user's own blocks are captured for each.
+of `MANY` sequences (`passes/capture/batch.py`). A user's own blocks are captured for each.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
@@ -69,8 +69,8 @@ class Module:
     @staticmethod
     def of(captured: Captured, batch: int | None = None) -> Module:
         """`captured` as it is, or with the sizes of another batch."""
-        from overlapc.passes.batch import of_batch
-        from overlapc.passes.parts import parameter_gradients
+        from overlapc.passes.capture.batch import of_batch
+        from overlapc.passes.emit.parts import parameter_gradients
         from overlapc.profiler.estimate import describe, device_of
 
         gradients = tuple(parameter_gradients(captured))
@@ -94,7 +94,7 @@ class Captures:
 def captures(keys: Sequence[UnitKey], most: int) -> list[Captures]:
     """Capture the keys, which differ in their microbatches alone, with `most` so many blocks or one
     period. The process has no process groups before and after."""
-    from overlapc.passes.batch import MANY
+    from overlapc.passes.capture.batch import MANY
 
     alike = [key.microbatch for key in keys if key.microbatch > 1 and _in_proportion(key)]
     found: dict[int, Captures] = {}
@@ -111,7 +111,7 @@ def captures(keys: Sequence[UnitKey], most: int) -> list[Captures]:
 def _in_proportion(key: UnitKey) -> bool:
     """Are all sizes of two sequences or more in proportion to their number, and those of `MANY` no
     larger than PyTorch can count?"""
-    from overlapc.passes.batch import MANY
+    from overlapc.passes.capture.batch import MANY
 
     model = key.model
     words = model.seq // key.cp // (key.tp if key.sequence else 1)
@@ -159,9 +159,9 @@ class _Captured:
     def of(key: UnitKey, most: int, groups: Any) -> _Captured:
         import torch
 
-        from overlapc.passes.capture import capture
-        from overlapc.search.context import Context
-        from overlapc.search.modules import Head
+        from overlapc.passes.capture.front import capture
+        from overlapc.search.frameworks.context import Context
+        from overlapc.search.models.modules import Head
 
         model, (tensor, expert, context) = key.model, groups
         behind = max(1, model.layers - model.dense_first)

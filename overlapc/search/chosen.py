@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from overlapc.errors import FileError, InvalidSchedule, OptionError
-from overlapc.files import StrPath, read_json
-from overlapc.schedule import Schedule
+from overlapc.core.errors import FileError, InvalidSchedule, OptionError
+from overlapc.core.files import StrPath, read_json
+from overlapc.core.schedule import Schedule
 from overlapc.search.evaluate import Found
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks, replicas
 from overlapc.search.memory import tensor_bytes
-from overlapc.search.models import Model, Transformer
+from overlapc.search.models.transformer import Model, Transformer
 from overlapc.search.weights import (
     GRADIENT_BYTES,
     divides_optimizer,

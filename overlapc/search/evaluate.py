@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from overlapc.errors import Infeasible
-from overlapc.ir import Problem, Timeline
-from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
+from overlapc.core.errors import Infeasible
+from overlapc.core.ir import Problem, Timeline
+from overlapc.core.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
+from overlapc.core.schedule import Schedule, format_schedule, parse_schedule
 from overlapc.profiler.hardware import load_hardware
-from overlapc.schedule import Schedule, format_schedule, parse_schedule
-from overlapc.search.framework import slowest_of
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.framework import slowest_of
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import (
     CP_COMM_TYPES,
     Cluster,
@@ -24,14 +24,14 @@ from overlapc.search.layouts import (
     stage_layers,
 )
 from overlapc.search.memory import run_bytes, tensor_bytes
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 from overlapc.search.place import Place, Stage, merging, planned, sent_between
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows, least_ns, placed, waited
 from overlapc.search.units import Part, Unit
 from overlapc.search.weights import held_bytes
 from overlapc.solvers import SOLVERS, is_of_field
-from overlapc.solvers.schedules import merged as merged_rows
+from overlapc.solvers.pipeline.schedules import merged as merged_rows
 
 _SHOWN = 8  # microbatches that are drawn of a step without a pipeline
 _MOST = 1_000_000  # of ranks and of microbatches in a file that `Found.parse` believes

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 
 _Group: TypeAlias = "dist.ProcessGroup | None"
 

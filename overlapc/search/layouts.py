@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
+from overlapc.core.schedule import Schedule
 from overlapc.profiler.hardware import FP8, load_hardware
-from overlapc.schedule import Schedule
-from overlapc.search.framework import Framework
-from overlapc.search.frameworks import find_framework
-from overlapc.search.models import Model, Transformer
-from overlapc.solvers.schedules import make_schedule
+from overlapc.search.frameworks.framework import Framework
+from overlapc.search.frameworks.known import find_framework
+from overlapc.search.models.transformer import Model, Transformer
+from overlapc.solvers.pipeline.schedules import make_schedule
 
 SCHEDULES = ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v")
 # How context-parallel ranks exchange keys and values, by Megatron's names: its default is first.

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.search.evaluate import Found
-from overlapc.search.framework import Framework
-from overlapc.search.frameworks import FRAMEWORKS, MEGATRONS, find_framework
+from overlapc.search.frameworks.framework import Framework
+from overlapc.search.frameworks.known import FRAMEWORKS, MEGATRONS, find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks, replicas
-from overlapc.search.models import Model, Transformer
+from overlapc.search.models.transformer import Model, Transformer
 from overlapc.search.weights import divides_optimizer
 from overlapc.solvers import PREFIX, modules_of
-from overlapc.solvers.partition import layout as layer_layout
+from overlapc.solvers.pipeline.partition import layout as layer_layout
 
 MEGATRON = FRAMEWORKS["megatron"]
 RUN_BY_MEGATRON = ("1f1b", "interleaved")  # schedules that Megatron runs

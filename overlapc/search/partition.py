@@ -6,13 +6,13 @@ from __future__ import annotations
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cache
 
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
 from overlapc.search.layouts import Cluster, Layout, microbatches, stage_layers
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 from overlapc.search.place import Place, planned
 from overlapc.search.tasks import Packed
 from overlapc.search.units import Unit
-from overlapc.solvers.partition import TOGETHER, Partition, best_partition, even
+from overlapc.solvers.pipeline.partition import TOGETHER, Partition, best_partition, even
 
 _ROUNDED = 4  # ns that rounding takes from the parts of a stage
 

@@ -13,25 +13,25 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
 
-from overlapc.errors import Infeasible
-from overlapc.ir import Problem, Slowdown, Timeline
-from overlapc.pipeline import StageCost
+from overlapc.core.errors import Infeasible
+from overlapc.core.ir import Problem, Slowdown, Timeline
+from overlapc.core.pipeline import StageCost
+from overlapc.core.schedule import Schedule, Step, is_pair
+from overlapc.core.simulate import copies_bytes, simulate
+from overlapc.core.stages import in_parts, stage_cost
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import judged, reports
 from overlapc.profiler.hardware import Hardware, load_hardware
-from overlapc.schedule import Schedule, Step, is_pair
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
+from overlapc.search.frameworks.sharded import Shards, Times
 from overlapc.search.layouts import Cluster, Layout, dense_layers
 from overlapc.search.memory import tensor_bytes
-from overlapc.search.models import Model
-from overlapc.search.sharded import Shards, Times
+from overlapc.search.models.transformer import Model
 from overlapc.search.units import Unit
 from overlapc.search.weights import held_bytes
-from overlapc.simulate import copies_bytes, simulate
 from overlapc.solvers import has_one_plan, solve
 from overlapc.solvers.step import solve_step
-from overlapc.stages import in_parts, stage_cost
 
 _NAME = "a few blocks of the slowest stage"
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from overlapc.errors import OptionError, did_you_mean
-from overlapc.search.configs import from_config
-from overlapc.search.models import Model, Transformer
+from overlapc.core.errors import OptionError, did_you_mean
+from overlapc.search.models.configs import from_config
+from overlapc.search.models.transformer import Model, Transformer
 
 # How names begin and end that people use for a preset, and other names of one.
 _FIRST = {
@@ -154,7 +154,7 @@ def _find(name: str, seq: int) -> Model:
     if name and path.is_dir():
         path = path / "config.json"
     if path.suffix != ".json" and ":" in name:
-        from overlapc.search.own import OwnModel
+        from overlapc.search.models.own import OwnModel
 
         return OwnModel.find(name)
     if path.suffix != ".json":

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overlapc.profiler.hardware import load_hardware
-from overlapc.search.fp8 import CAST_BYTES
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.fp8 import CAST_BYTES
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Layout, expert_ranks, expert_replicas
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 from overlapc.search.weights import (
     divides_optimizer,
     rank_parameters,

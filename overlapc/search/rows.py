@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.core.pipeline import StageCost, simulate_pipeline
+from overlapc.core.schedule import Schedule
 from overlapc.planning.rows import StageFigures, plan_rows
-from overlapc.schedule import Schedule
 from overlapc.search.layouts import Layout
-from overlapc.solvers.rows import PATIENCE, through_time
+from overlapc.solvers.pipeline.rows import PATIENCE, through_time
 
 
 @dataclass(frozen=True)

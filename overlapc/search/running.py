@@ -14,7 +14,7 @@ from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.memory import most_bytes, run_bytes
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 from overlapc.search.partition import partitioned, stage_counts
 from overlapc.search.tasks import Packed, as_it_runs_or_none, bounded, evaluated, tried
 from overlapc.search.units import Unit, make_units

@@ -15,19 +15,19 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from overlapc.errors import OptionError, OverlapcError
-from overlapc.progress import stoppable
+from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found, Outcome
 from overlapc.search.in_slices import InSlices
 from overlapc.search.layouts import ANY, Cluster, Fixed, Layout, layouts, stage_layers
 from overlapc.search.megatron import check_modules
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 from overlapc.search.pool import WORKERS, planners, stop
 from overlapc.search.running import Progress, Running, leading, rank, together
 from overlapc.search.tasks import Packed, evaluated
 from overlapc.search.units import Unit
 from overlapc.solvers import has_one_plan, is_of_field
+from overlapc.tools.progress import stoppable
 
 _OPT_SECONDS = 10.0  # time of opt for all stages, where it is only compared
 

@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overlapc.errors import Infeasible, OptionError
+from overlapc.core.errors import Infeasible, OptionError
 from overlapc.search.evaluate import Found, Outcome, evaluate, memory_bound
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 from overlapc.search.units import Unit
 from overlapc.search.whole import as_it_runs
 

@@ -8,26 +8,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from overlapc.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline, Trace
-from overlapc.merge import merge
+from overlapc.core.ir import COMPUTE, Cost, Op, Piece, Problem, Profile, Timeline, Trace
+from overlapc.core.merge import merge
+from overlapc.core.record import Record
+from overlapc.core.simulate import simulate
+from overlapc.core.stages import in_parts
+from overlapc.core.valid import validated
 from overlapc.planning.problem import TrainingStep
 from overlapc.profiler.hardware import Hardware, load_hardware
-from overlapc.record import Record
-from overlapc.search.beside import beside_products
 from overlapc.search.captures import Captures, Module, UnitKey, captures
-from overlapc.search.dispatch import ordered_as_sent, sent_once
-from overlapc.search.experts import host_ns_of, of_experts, with_biases
-from overlapc.search.fp8 import in_fp8, kept_in_fp8
-from overlapc.search.framework import Framework
-from overlapc.search.frameworks import find_framework
-from overlapc.search.models import Transformer
-from overlapc.search.scores import kept_by_callers
-from overlapc.simulate import simulate
+from overlapc.search.frameworks.beside import beside_products
+from overlapc.search.frameworks.dispatch import ordered_as_sent, sent_once
+from overlapc.search.frameworks.experts import host_ns_of, of_experts, with_biases
+from overlapc.search.frameworks.fp8 import in_fp8, kept_in_fp8
+from overlapc.search.frameworks.framework import Framework
+from overlapc.search.frameworks.known import find_framework
+from overlapc.search.frameworks.scores import kept_by_callers
+from overlapc.search.models.transformer import Transformer
 from overlapc.solvers import bound_ns, has_one_plan, solve
-from overlapc.solvers.bounds import phase_bounds_ns
-from overlapc.solvers.program import Program
-from overlapc.stages import in_parts
-from overlapc.valid import validated
+from overlapc.solvers.bound.bounds import phase_bounds_ns
+from overlapc.solvers.bound.program import Program
 
 _T = TypeVar("_T")
 Part = Literal["whole", "forward", "inputs", "merged"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlapc.search.framework import Framework
-from overlapc.search.frameworks import OURS, find_framework
+from overlapc.search.frameworks.framework import Framework
+from overlapc.search.frameworks.known import OURS, find_framework
 from overlapc.search.layouts import (
     Cluster,
     Layout,
@@ -15,7 +15,7 @@ from overlapc.search.layouts import (
     replicas,
     stage_layers,
 )
-from overlapc.search.models import Model
+from overlapc.search.models.transformer import Model
 
 # bf16 weight, float32 gradient (or the framework's); float32 weight and both moments
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12

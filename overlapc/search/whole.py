@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from overlapc.merge import at
-from overlapc.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
+from overlapc.core.merge import at
+from overlapc.core.pipeline import PipelineTimeline, StageCost, reduced, simulate_pipeline
+from overlapc.core.schedule import Schedule, format_schedule
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.profiler.hardware import load_hardware
-from overlapc.schedule import Schedule, format_schedule
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found, Outcome, Ran, figures_of, gap_of
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
@@ -27,11 +27,11 @@ from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
 from overlapc.search.weights import held_bytes
 from overlapc.solvers import bound_ns
-from overlapc.solvers.schedules import in_pairs
+from overlapc.solvers.pipeline.schedules import in_pairs
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
-    from overlapc.search.own import OwnModel
+    from overlapc.search.models.own import OwnModel
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ def _captured(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from overlapc.layers import sliced
-    from overlapc.passes.as_eager import as_eager
-    from overlapc.passes.capture import capture
+    from overlapc.nn.layers import sliced
+    from overlapc.passes.capture.front import capture
     from overlapc.passes.draws import drawing, draws_of, may_pair
-    from overlapc.passes.parts import parameter_gradients
+    from overlapc.passes.emit.parts import parameter_gradients
+    from overlapc.passes.exact.as_eager import as_eager
 
     is_first, is_last = stage == 0, stage == layout.stages - 1
 

@@ -25,8 +25,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from overlapc.errors import CaptureError
-from overlapc.passes.marks import gathering
+from overlapc.core.errors import CaptureError
+from overlapc.passes.capture.marks import gathering
 
 _C10D = torch.ops._c10d_functional
 _REDUCTIONS = {"RedOpType.SUM": "sum", "RedOpType.AVG": "avg"}

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from overlapc.errors import CaptureError
+from overlapc.core.errors import CaptureError
 
 _SLOTS = "_overlapc_slots"  # in a module's __dict__: name -> (group, index)
 _WRAPPER = "CheckpointWrapper"

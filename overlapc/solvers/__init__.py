@@ -20,22 +20,22 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
-from overlapc.check import check
-from overlapc.collecting import of_young_alone
-from overlapc.errors import Infeasible, OptionError
-from overlapc.ir import Plan, Problem
-from overlapc.simulate import peak_bytes, step_ns
-from overlapc.solvers import baselines
-from overlapc.solvers.bounds import Least, Within, bound_ns, simple_bound_ns
-from overlapc.solvers.choice import Choice, Needs, choice_of, plan_on_demand
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible, OptionError
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import peak_bytes, step_ns
+from overlapc.solvers.bound.bounds import Least, Within, bound_ns, simple_bound_ns
+from overlapc.solvers.choose.choice import Choice, Needs, choice_of, plan_on_demand
+from overlapc.solvers.choose.heu import heu_plans, ordered
+from overlapc.solvers.choose.keep import keep_sets
+from overlapc.solvers.choose.opt import Progress, opt
+from overlapc.solvers.choose.overlap import overlap_plans, steady_plans
+from overlapc.solvers.choose.period import Periodic
 from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
-from overlapc.solvers.heu import heu_plans, ordered
-from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import merged_plans
-from overlapc.solvers.modules import PREFIX, by_module, modules_of
-from overlapc.solvers.opt import Progress, opt
-from overlapc.solvers.overlap import overlap_plans, steady_plans
-from overlapc.solvers.period import Periodic
+from overlapc.solvers.field import baselines
+from overlapc.solvers.field.modules import PREFIX, by_module, modules_of
+from overlapc.solvers.order.merging import merged_plans
+from overlapc.tools.collecting import of_young_alone
 
 __all__ = [
     "BASELINES",

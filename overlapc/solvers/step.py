@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
 
-from overlapc.ir import Plan, Problem
-from overlapc.merge import held_in_pairs, in_pairs, merge, of_slice, one_by_one
-from overlapc.simulate import peak_bytes, step_ns
-from overlapc.solvers.bounds import Least, bound_ns, simple_bound_ns
-from overlapc.solvers.choice import Choice, choice_of
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.merge import held_in_pairs, in_pairs, merge, of_slice, one_by_one
+from overlapc.core.simulate import peak_bytes, step_ns
+from overlapc.solvers.bound.bounds import Least, bound_ns, simple_bound_ns
+from overlapc.solvers.choose.choice import Choice, choice_of
+from overlapc.solvers.choose.heu import heu_plans, schedules, thrifty
+from overlapc.solvers.choose.keep import keep_sets
+from overlapc.solvers.choose.period import Periodic
 from overlapc.solvers.constants import AT_BOUND, FEW, GAP, LARGE, NEAR, RUNGS
-from overlapc.solvers.heu import heu_plans, schedules, thrifty
-from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import LEFT, merged_plans
-from overlapc.solvers.period import Periodic
-from overlapc.solvers.slices import solve_slices
-from overlapc.solvers.work import NEVER
+from overlapc.solvers.order.merging import LEFT, merged_plans
+from overlapc.solvers.order.slices import solve_slices
+from overlapc.solvers.order.work import NEVER
 
 Plans = tuple[Plan, ...]
 

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
+from overlapc.core.errors import Infeasible
 from overlapc.emulate import Fabric, Link, init_fabric
-from overlapc.errors import Infeasible
 from overlapc.profiler.memory import measure_peak
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, moved, train
 from tests.torch.zoo import KINDS, Kind

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import overlapc
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, randn, train
 
 triton = pytest.importorskip("triton")

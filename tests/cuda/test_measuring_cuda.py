@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
+from overlapc.core.ir import Slowdown
 from overlapc.emulate import Fabric, Link, init_fabric
-from overlapc.ir import Slowdown
 from overlapc.profiler.hardware import Hardware, format_hardware, load_hardware
 from overlapc.profiler.link_model import Collective
 from overlapc.profiler.links import measure_links

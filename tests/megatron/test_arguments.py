@@ -22,10 +22,10 @@ from overlapc.report.answer import Answer
 from overlapc.search.alone import alone
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Fixed, Layout, expert_ranks
 from overlapc.search.memory import most_bytes
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.search import Result, search
 from overlapc.search.units import make_unit
 from overlapc.search.weights import held_bytes

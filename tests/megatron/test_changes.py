@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from overlapc.errors import CaptureError, OverlapcError
-from overlapc.passes.stand_in import _after
+from overlapc.core.errors import CaptureError, OverlapcError
+from overlapc.passes.opaque.stand_in import _after
 from tests.megatron import cpu
 from tests.megatron.models import STEPS, Layout, Trained, bert_step, set_up, twins
 from tests.megatron.test_patch import compared, differences

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, batches, random_states, restore, set_up, twins
 from tests.multiprocess.spawn import run_ranks

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlapc.errors import RankError
+from overlapc.core.errors import RankError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up
 from tests.multiprocess.mortal import caught

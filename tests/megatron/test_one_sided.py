@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlapc.errors import OptionError, RankError
+from overlapc.core.errors import OptionError, RankError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up, twins, two_steps
 from tests.megatron.test_patch import differences
@@ -244,9 +244,9 @@ def dying(when: str, stamp: str, rank: int) -> Any:
     are measured."""
     trained = begun(LAYOUTS["tp"])
     import overlapc.megatron as patched
-    from overlapc.megatron.roll import _board, are_all_patched
     from overlapc.profiler import measure
     from overlapc.ranks import presence
+    from overlapc.ranks.roll import _board, are_all_patched
 
     ends: list[int] = []
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlapc.errors import OverlapcError
+from overlapc.core.errors import OverlapcError
 from tests.megatron import cpu
 from tests.megatron.models import (
     Layout,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlapc.errors import OverlapcError
+from overlapc.core.errors import OverlapcError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, innermost, loss_of, set_up, twins
 from tests.megatron.test_patch import MERGED_1F1B, differences

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import overlapc
-from overlapc.errors import OptionError, RankError
+from overlapc.core.errors import OptionError, RankError
 from overlapc.megatron.steps import innermost
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, set_up

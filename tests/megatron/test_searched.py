@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.search.chosen import Chosen
 from overlapc.search.layouts import Layout
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.pipeline.schedules import make_schedule
 from tests.megatron import cpu, models
 from tests.multiprocess.spawn import run_ranks
 

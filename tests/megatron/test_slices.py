@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, innermost, loss_of, set_up, twins
 from tests.megatron.test_patch import AHEAD, QUICK, SHARDED, differences

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, ones
 
-from overlapc.megatron.state import state_of, tensors_of
-from overlapc.passes.module_state import members_of
+from overlapc.state.described import state_of, tensors_of
+from overlapc.state.module_state import members_of
 
 
 @given(st.data())

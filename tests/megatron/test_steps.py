@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlapc.errors import OverlapcError
+from overlapc.core.errors import OverlapcError
 from tests.megatron import cpu
 from tests.megatron.models import Layout, Trained, innermost, set_up, twins, two_steps
 from tests.megatron.test_patch import differences

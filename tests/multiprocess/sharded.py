@@ -296,6 +296,6 @@ def compared(_rank: int, _ranks: int, cases: Sequence[Case]) -> list[Any]:
 
 
 def overlapc_error() -> type[Exception]:
-    from overlapc.errors import RankError
+    from overlapc.core.errors import RankError
 
     return RankError

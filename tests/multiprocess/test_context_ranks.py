@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import overlapc
-from overlapc.search.context import Context
-from overlapc.search.models import Transformer
-from overlapc.search.modules import Blocks
+from overlapc.search.frameworks.context import Context
+from overlapc.search.models.modules import Blocks
+from overlapc.search.models.transformer import Transformer
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = pytest.mark.multiprocess

@@ -15,9 +15,9 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from overlapc.core.errors import OptionError, RankError
 from overlapc.emulate import Link, init_fabric, init_link, now_ns, virtual_clock
 from overlapc.emulate.link import _Board, _Lane
-from overlapc.errors import OptionError, RankError
 from tests.multiprocess import spawn
 from tests.multiprocess.collectives import every_operation
 from tests.multiprocess.spawn import RankFailed, measures, run_ranks

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import (
 import overlapc
 from examples.gpt.model import GPT, GPTConfig, parallelize_dtensor
 from examples.moe.model import MoEConfig, MoEGPT
-from overlapc.errors import Infeasible
-from overlapc.search.models import Transformer
-from overlapc.search.modules import Blocks as SearchBlocks
+from overlapc.core.errors import Infeasible
+from overlapc.search.models.modules import Blocks as SearchBlocks
+from overlapc.search.models.transformer import Transformer
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import Batch, differences, train
 

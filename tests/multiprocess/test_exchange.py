@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from overlapc.errors import Infeasible, OptionError, RankError
+from overlapc.core.errors import Infeasible, OptionError, RankError
 from overlapc.ranks.board import attend, board_of
 from overlapc.ranks.exchange import Exchange, busy
 from tests.multiprocess.mortal import DEAD, caught, launch

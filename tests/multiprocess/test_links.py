@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overlapc.core.errors import RankError
+from overlapc.core.ir import Profile
 from overlapc.emulate import Link, init_link
 from overlapc.emulate.model import Kind
-from overlapc.errors import RankError
-from overlapc.ir import Profile
-from overlapc.passes.capture import capture
+from overlapc.passes.capture.front import capture
 from overlapc.profiler import slowdown
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.clock import Clock

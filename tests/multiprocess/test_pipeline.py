@@ -21,17 +21,17 @@ from examples.gpt.model import Block as ParallelBlock
 from examples.gpt.model import GPTConfig, Shard
 from examples.moe.model import Block as ExpertBlock
 from examples.moe.model import MoEConfig
+from overlapc.core.errors import OptionError
+from overlapc.core.schedule import Schedule
 from overlapc.emulate import Link, init_link
-from overlapc.errors import OptionError
-from overlapc.passes.parts import Part
+from overlapc.passes.emit.parts import Part
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime import pipeline as runtime
 from overlapc.runtime.hosted import PipelineSchedule
 from overlapc.runtime.pipeline import Pipeline
-from overlapc.schedule import Schedule
 from overlapc.search.chosen import load_search
-from overlapc.solvers import merging
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.order import merging
+from overlapc.solvers.pipeline.schedules import make_schedule
 from tests.multiprocess.mortal import DEAD, caught, launch
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import bits

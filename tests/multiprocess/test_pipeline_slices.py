@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.layers import total, whole
+from overlapc.nn.layers import total, whole
 from overlapc.runtime.pipeline import Pipeline
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.pipeline.schedules import make_schedule
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_pipeline import ROWS, WIDTH, ExpertStage, Stage, loss, make

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.errors import InvalidSchedule
+from overlapc.core.errors import InvalidSchedule
+from overlapc.core.schedule import Action, Schedule, Step, check_schedule
 from overlapc.runtime.pipeline import Pipeline
-from overlapc.schedule import Action, Schedule, Step, check_schedule
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import bits
 from tests.torch.random_models import OPS, ROWS, WIDTH, RandomModel, Recipe

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlapc import TrainStep, optimize
-from overlapc.passes.capture import capture
+from overlapc.passes.capture.front import capture
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import bits, randn
 from tests.torch.raw_models import Experts, TensorParallel, eager_step, planned_step

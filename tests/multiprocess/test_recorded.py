@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from overlapc.report.kineto import read_run
-from overlapc.report.recorded import recorded_step
-from overlapc.report.solved import Solved
+from overlapc.report.recordings.kineto import read_run
+from overlapc.report.recordings.recorded import recorded_step
+from overlapc.report.recordings.solved import Solved
 from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]

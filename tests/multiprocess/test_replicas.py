@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from overlapc import optimize
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.runtime.train_step import TrainStep
 from tests.multiprocess.spawn import run_ranks
 

@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from examples.gpt.model import GPTConfig, with_ends
 from overlapc import Repeats
+from overlapc.core.schedule import format_schedule
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
-from overlapc.schedule import format_schedule
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Fixed
 from overlapc.search.presets import find_model
 from overlapc.search.search import search
-from overlapc.solvers import merging
-from overlapc.solvers import slices as slices_solver
+from overlapc.solvers.order import merging
+from overlapc.solvers.order import slices as slices_solver
 from tests.multiprocess.spawn import run_ranks
 from tests.slow import slow_link
 

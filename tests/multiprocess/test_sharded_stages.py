@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from tests.multiprocess.sharded import POLICIES, VOCAB, Block
 from tests.multiprocess.spawn import run_ranks
 

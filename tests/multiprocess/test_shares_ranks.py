@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import overlapc
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
 from tests.multiprocess.spawn import run_ranks
 from tests.torch.exact import Batch, differences, randn, train
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from examples.moe.model import MoEConfig, MoEGPT, checked_sizes
 from overlapc import TrainStep, optimize
 from overlapc.emulate import Link, init_link
-from overlapc.layers import Exchange, SumOverRanks, before, exchange, total, whole
+from overlapc.nn.layers import Exchange, SumOverRanks, before, exchange, total, whole
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from overlapc.report.kineto import read_run
+from overlapc.report.recordings.kineto import read_run
 from tests.multiprocess.spawn import measures, run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]

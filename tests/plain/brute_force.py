@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, combinations
 
-from overlapc.check import check
-from overlapc.errors import InvalidPlan
-from overlapc.ir import Plan, Problem, issue, parse_issue
-from overlapc.simulate import simulate
+from overlapc.core.check import check
+from overlapc.core.errors import InvalidPlan
+from overlapc.core.ir import Plan, Problem, issue, parse_issue
+from overlapc.core.simulate import simulate
 
 
 class TooMany(Exception):

@@ -21,7 +21,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from overlapc.ir import (
+from overlapc.core.ir import (
     COMPUTE,
     Cost,
     Kind,
@@ -38,7 +38,7 @@ from overlapc.ir import (
     issues,
     parse_issue,
 )
-from overlapc.merge import ahead
+from overlapc.core.merge import ahead
 
 LANES = ("tp", "expert group 0", 'a "odd" name: é>|')
 SIGNATURES = ("aten.mm.default f32[8, 8]", "relu", "c10d::all_gather [4, 's0']", "")

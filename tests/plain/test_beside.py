@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from overlapc.cli import GOOD, main
-from overlapc.files import load_problem, save_plan
-from overlapc.ir import parse_issue
-from overlapc.report.beside import beside, by_name, called
-from overlapc.report.kineto import read_run
-from overlapc.simulate import simulate
+from overlapc.core.files import load_problem, save_plan
+from overlapc.core.ir import parse_issue
+from overlapc.core.simulate import simulate
+from overlapc.report.recordings.beside import beside, by_name, called
+from overlapc.report.recordings.kineto import read_run
 from overlapc.solvers import solve
 
 PROBLEM = Path(__file__).parent / "problems" / "7B-2L-x4-s2048-b8-a100-pcie-80-f1-m0.35.txt"

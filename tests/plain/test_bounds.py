@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from overlapc.check import check
-from overlapc.errors import Infeasible
-from overlapc.simulate import simulate
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible
+from overlapc.core.simulate import simulate
 from overlapc.solvers import SOLVERS, bound_ns, solve
-from overlapc.solvers.exact import exact, must_follow
-from overlapc.solvers.opt import opt
-from overlapc.solvers.program import Program
+from overlapc.solvers.bound.program import Program
+from overlapc.solvers.choose.exact import exact, must_follow
+from overlapc.solvers.choose.opt import opt
 from tests.plain.brute_force import TooMany, brute_force
 from tests.plain.strategies import random_plan, random_problem
 

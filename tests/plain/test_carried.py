@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from overlapc.check import check
-from overlapc.ir import Problem, Trace
+from overlapc.core.check import check
+from overlapc.core.ir import Problem, Trace
+from overlapc.core.stages import turns
 from overlapc.planning.carried import actions_of, carried
 from overlapc.planning.problem import GRAPH
 from overlapc.planning.report import Report
 from overlapc.planning.road import judged
 from overlapc.solvers import solve
-from overlapc.stages import turns
 from tests.plain.strategies import problems
 from tests.plain.test_problems import TEXTS, parse_problem
 

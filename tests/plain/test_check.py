@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlapc.check import check
-from overlapc.errors import InvalidPlan
-from overlapc.ir import (
+from overlapc.core.check import check
+from overlapc.core.errors import InvalidPlan
+from overlapc.core.ir import (
     COMPUTE,
     Cost,
     Op,
@@ -27,7 +27,7 @@ from overlapc.ir import (
     Value,
     issues,
 )
-from overlapc.valid import validate_trace
+from overlapc.core.valid import validate_trace
 from tests.plain.strategies import (
     BREAKS,
     break_plan,

@@ -13,15 +13,15 @@ from random import Random
 import pytest
 
 from overlapc.cli import FAILED, GOOD, USAGE, main
-from overlapc.errors import FileError, OptionError
-from overlapc.files import save_plan, save_problem
-from overlapc.ir import Cost, Op, Piece, Problem, Profile, Trace, Value
-from overlapc.schedule import format_schedule
+from overlapc.core.errors import FileError, OptionError
+from overlapc.core.files import save_plan, save_problem
+from overlapc.core.ir import Cost, Op, Piece, Problem, Profile, Trace, Value
+from overlapc.core.schedule import format_schedule
 from overlapc.search.layouts import Cluster, Fixed, layouts
 from overlapc.search.presets import find_model
 from overlapc.search.weights import static_bytes
 from overlapc.solvers import solve
-from overlapc.solvers.schedules import one_f_one_b
+from overlapc.solvers.pipeline.schedules import one_f_one_b
 from tests.plain.strategies import random_problem
 
 

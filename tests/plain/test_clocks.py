@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.ir import Plan, Problem, Profile
-from overlapc.merge import ahead
-from overlapc.pipeline import Rank, simulate_pipeline
-from overlapc.schedule import Schedule, steps_of
-from overlapc.simulate import simulate, step_ns
-from overlapc.solvers.choice import Needs
-from overlapc.solvers.exact import _State
-from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.listing import Listing, Style
-from overlapc.solvers.merging import PACES, _Merging
-from overlapc.solvers.rows import PATIENCE, _arrivals, _Clock
-from overlapc.solvers.schedules import SCHEDULES, make_schedule
-from overlapc.solvers.work import NEVER, backward_work, merged_work
+from overlapc.core.ir import Plan, Problem, Profile
+from overlapc.core.merge import ahead
+from overlapc.core.pipeline import Rank, simulate_pipeline
+from overlapc.core.schedule import Schedule, steps_of
+from overlapc.core.simulate import simulate, step_ns
+from overlapc.solvers.choose.choice import Needs
+from overlapc.solvers.choose.exact import _State
+from overlapc.solvers.choose.keep import keep_sets
+from overlapc.solvers.order.listing import Listing, Style
+from overlapc.solvers.order.merging import PACES, _Merging
+from overlapc.solvers.order.work import NEVER, backward_work, merged_work
+from overlapc.solvers.pipeline.rows import PATIENCE, _arrivals, _Clock
+from overlapc.solvers.pipeline.schedules import SCHEDULES, make_schedule
 from tests.plain.strategies import random_plan, random_problem
 from tests.plain.test_machine import random_rows
 from tests.plain.test_merging import lagging

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from overlapc.collecting import of_young_alone
+from overlapc.tools.collecting import of_young_alone
 
 
 @pytest.fixture(autouse=True)

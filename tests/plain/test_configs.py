@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from overlapc.errors import FileError, OptionError
-from overlapc.search.configs import from_config
+from overlapc.core.errors import FileError, OptionError
 from overlapc.search.layouts import Layout
+from overlapc.search.models.configs import from_config
 from overlapc.search.presets import find_model
 from overlapc.search.weights import stage_parameters
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from overlapc import files
-from overlapc.errors import FileError
-from overlapc.files import (
+from overlapc.core import files
+from overlapc.core.errors import FileError
+from overlapc.core.files import (
     load_plan,
     load_problem,
     load_profile,
@@ -19,7 +19,7 @@ from overlapc.files import (
     save_trace,
     write_file,
 )
-from overlapc.ir import Plan
+from overlapc.core.ir import Plan
 from tests.plain.test_text import a_plan, a_problem
 
 

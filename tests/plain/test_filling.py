@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from overlapc.check import check
-from overlapc.ir import Plan, parse_issue
-from overlapc.ledger import Balance
-from overlapc.simulate import memory_curve, simulate
-from overlapc.solvers import filling
-from overlapc.solvers.choice import Needs, on_demand
-from overlapc.solvers.filling import PASSES, Taste, _Filling, _Side, filled
-from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.work import NEVER, backward_work
+from overlapc.core.check import check
+from overlapc.core.ir import Plan, parse_issue
+from overlapc.core.ledger import Balance
+from overlapc.core.simulate import memory_curve, simulate
+from overlapc.solvers.choose.choice import Needs, on_demand
+from overlapc.solvers.choose.keep import keep_sets
+from overlapc.solvers.order import filling
+from overlapc.solvers.order.filling import PASSES, Taste, _Filling, _Side, filled
+from overlapc.solvers.order.work import NEVER, backward_work
 from tests.plain.strategies import random_problem
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from overlapc.errors import FileError
-from overlapc.files import load_plan, load_profile
-from overlapc.text import format_plan, format_profile
+from overlapc.core.errors import FileError
+from overlapc.core.files import load_plan, load_profile
+from overlapc.core.text import format_plan, format_profile
 from tests.plain.strategies import random_plan, random_problem
 
 CASES = 5200  # of each kind

@@ -17,19 +17,19 @@ from xml.etree import ElementTree
 import pytest
 
 from overlapc.cli import GOOD, USAGE, main
-from overlapc.files import load_problem, save_plan, save_problem
-from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.core.files import load_problem, save_plan, save_problem
+from overlapc.core.pipeline import StageCost, simulate_pipeline
+from overlapc.core.schedule import format_schedule
 from overlapc.profiler.hardware import load_hardware
 from overlapc.report.page import page
 from overlapc.report.verdict import verdict
-from overlapc.schedule import format_schedule
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster
-from overlapc.search.models import Transformer
-from overlapc.search.nearest import Nearest
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.search import Result
 from overlapc.solvers import solve
-from overlapc.solvers.schedules import make_schedule, one_f_one_b
+from overlapc.solvers.pipeline.schedules import make_schedule, one_f_one_b
+from overlapc.validation.nearest import Nearest
 
 GOLDEN = Path(__file__).parent / "golden"
 PROBLEM = Path(__file__).parent / "problems" / "7B-2L-x4-s2048-b8-a100-pcie-80-f1-m0.35.txt"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlapc.errors import RankError
+from overlapc.core.errors import RankError
 from overlapc.ranks import guard
 
 LOST = "rank 1 gives no sign of life"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from overlapc.profiler.hardware import known_hardware, load_hardware
 from overlapc.search.evaluate import Found
-from overlapc.search.interval import Interval, interval
 from overlapc.search.layouts import Cluster, Layout
+from overlapc.validation.interval import Interval, interval
 
 CLUSTER = Cluster("a100-sxm-80", 16, 8, 80 * 10**9, 128)
 FOUND = Found(Layout(8, 2, 1, 1), "heu", 1_000_000)

@@ -15,11 +15,11 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.check import check
-from overlapc.ir import Cost, Problem, Profile
-from overlapc.simulate import saved_bytes
-from overlapc.solvers.choice import Needs, plan_on_demand
-from overlapc.solvers.keep import _CutProgram, _hull, keep_sets
+from overlapc.core.check import check
+from overlapc.core.ir import Cost, Problem, Profile
+from overlapc.core.simulate import saved_bytes
+from overlapc.solvers.choose.choice import Needs, plan_on_demand
+from overlapc.solvers.choose.keep import _CutProgram, _hull, keep_sets
 from tests.plain.strategies import problems
 from tests.plain.tiny import tiny
 

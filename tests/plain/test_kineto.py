@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from overlapc.cli import GOOD, main
-from overlapc.errors import FileError
-from overlapc.report.kineto import overlap, read_run, union
+from overlapc.core.errors import FileError
+from overlapc.report.recordings.kineto import overlap, read_run, union
 
 
 def kernel(name: str, start: float, took: float, stream: int) -> dict[str, Any]:

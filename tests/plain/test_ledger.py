@@ -8,10 +8,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.ir import Plan, Problem
-from overlapc.ledger import Balance, Ledger
-from overlapc.simulate import flow_of, memory_curve
-from overlapc.solvers.exact import must_follow
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.ledger import Balance, Ledger
+from overlapc.core.simulate import flow_of, memory_curve
+from overlapc.solvers.choose.exact import must_follow
 from tests.plain.strategies import random_plan, random_problem
 
 HOLDINGS = st.lists(st.tuples(st.integers(0, 99), st.integers(-1, 6), st.integers(-1, 7)))

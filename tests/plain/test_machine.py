@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.errors import InvalidSchedule
-from overlapc.ir import Plan, Problem, Profile, Slowdown, issue, parse_issue
-from overlapc.machine import Lane, Tasks, run, timed
-from overlapc.pipeline import StageCost, simulate_pipeline
-from overlapc.schedule import Action, Schedule, check_schedule, parse_schedule, steps_of
-from overlapc.simulate import simulate, step_ns
-from overlapc.solvers.schedules import SCHEDULES, make_schedule
+from overlapc.core.errors import InvalidSchedule
+from overlapc.core.ir import Plan, Problem, Profile, Slowdown, issue, parse_issue
+from overlapc.core.machine import Lane, Tasks, run, timed
+from overlapc.core.pipeline import StageCost, simulate_pipeline
+from overlapc.core.schedule import Action, Schedule, check_schedule, parse_schedule, steps_of
+from overlapc.core.simulate import simulate, step_ns
+from overlapc.solvers.pipeline.schedules import SCHEDULES, make_schedule
 from tests.plain.strategies import random_plan, random_problem
 from tests.plain.test_simulate import few_ns
 

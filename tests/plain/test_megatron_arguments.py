@@ -12,10 +12,10 @@ from overlapc.report.verdict import counted
 from overlapc.search.alone import alone, unplanned
 from overlapc.search.cache import Cache
 from overlapc.search.evaluate import Found
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import ANY, Cluster, Layout, layouts
 from overlapc.search.megatron import megatron_arguments, replica_arguments
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.running import Running
 from overlapc.search.search import Result, _Asked, _Searches
 from overlapc.search.weights import static_bytes

@@ -9,20 +9,21 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from overlapc.check import check
-from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem, OptionError
-from overlapc.ir import Problem
-from overlapc.ledger import Balance
-from overlapc.merge import ADD, accumulate, ahead, merge
-from overlapc.simulate import RNG_STATE_BYTES, memory_curve, simulate, step_ns
-from overlapc.solvers import bound_ns, merging, solve
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible, InvalidPlan, InvalidProblem, OptionError
+from overlapc.core.ir import Problem
+from overlapc.core.ledger import Balance
+from overlapc.core.merge import ADD, accumulate, ahead, merge
+from overlapc.core.simulate import RNG_STATE_BYTES, memory_curve, simulate, step_ns
+from overlapc.core.valid import validate_trace, validated
+from overlapc.solvers import bound_ns, solve
 from overlapc.solvers import step as step_solver
-from overlapc.solvers.choice import Needs
-from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import PACES, merged_order
+from overlapc.solvers.choose.choice import Needs
+from overlapc.solvers.choose.keep import keep_sets
+from overlapc.solvers.order import merging
+from overlapc.solvers.order.merging import PACES, merged_order
+from overlapc.solvers.order.work import NEVER, merged_work
 from overlapc.solvers.step import solve_step
-from overlapc.solvers.work import NEVER, merged_work
-from overlapc.valid import validate_trace, validated
 from tests.plain.brute_force import TooMany, brute_force
 from tests.plain.strategies import random_problem
 from tests.plain.tiny import plan_of, tiny

@@ -6,7 +6,7 @@ import pytest
 
 from overlapc.cli import USAGE, main
 from overlapc.profiler.hardware import load_hardware
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.presets import PRESETS, find_model
 
 

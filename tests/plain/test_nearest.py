@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from overlapc.errors import FileError
+from overlapc.core.errors import FileError
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.nearest import SHIPPED, Nearest, Run, as_csv, load_runs
 from overlapc.search.presets import find_model
-from overlapc.search.public import Predicted, load_table
+from overlapc.validation.nearest import SHIPPED, Nearest, Run, as_csv, load_runs
+from overlapc.validation.public import Predicted, load_table
 
 TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "public").glob("*.toml"))
 

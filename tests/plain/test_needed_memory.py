@@ -24,8 +24,8 @@ from overlapc.search.memory import (
     usable_bytes,
 )
 from overlapc.search.presets import find_model
-from overlapc.search.public import Predicted, load_table
 from overlapc.search.search import Result
+from overlapc.validation.public import Predicted, load_table
 from tests.plain.test_public import TABLES
 
 GB = 10**9

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlapc.errors import FileError, OptionError
-from overlapc.files import save_plan
-from overlapc.ir import Plan
+from overlapc.core.errors import FileError, OptionError
+from overlapc.core.files import save_plan
+from overlapc.core.ir import Plan
 from overlapc.planning.options import ALIKE, REFUSED, Options
 
 PLAN = Plan("0123456789abcdef", 'by "hand"', ("a b",), ("f", "g", "R:f"), bound_ns=5)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from overlapc.errors import FileError
+from overlapc.core.errors import FileError
 from overlapc.report import charts
 from overlapc.report.page import GLOSSARY, layout_name, page
 from tests.plain.html_checks import check_page

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.errors import Infeasible, InvalidPlan, OptionError
-from overlapc.ir import Plan, Problem
-from overlapc.merge import ADD, BEFORE, TOTAL, accumulate, in_pairs, merge, one_by_one
+from overlapc.core.errors import Infeasible, InvalidPlan, OptionError
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.merge import ADD, BEFORE, TOTAL, accumulate, in_pairs, merge, one_by_one
+from overlapc.core.simulate import simulate, step_ns
+from overlapc.core.text import format_plan, parse_plan
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import reports
-from overlapc.simulate import simulate, step_ns
 from overlapc.solvers import solve
 from overlapc.solvers import step as step_solver
-from overlapc.solvers.choice import Needs, plan_on_demand
-from overlapc.solvers.schedules import in_pairs as rows_in_pairs
+from overlapc.solvers.choose.choice import Needs, plan_on_demand
+from overlapc.solvers.pipeline.schedules import in_pairs as rows_in_pairs
 from overlapc.solvers.step import solve_step
-from overlapc.text import format_plan, parse_plan
 from tests.plain.brute_force import TooMany, brute_force
 from tests.plain.strategies import random_problem
 from tests.plain.tiny import tiny

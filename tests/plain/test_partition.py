@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from overlapc.errors import OptionError
-from overlapc.solvers.partition import Partition, best_partition, even, moved
+from overlapc.core.errors import OptionError
+from overlapc.solvers.pipeline.partition import Partition, best_partition, even, moved
 
 
 def random_time(rng: Random, layers: int, stages: int):

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlapc
-from overlapc.errors import Infeasible, InvalidPlan, OptionError
-from overlapc.ir import Cost, Problem, Profile, Slowdown
+from overlapc.core.errors import Infeasible, InvalidPlan, OptionError
+from overlapc.core.ir import Cost, Problem, Profile, Slowdown
+from overlapc.core.simulate import simulate
 from overlapc.planning import agreement, road
 from overlapc.planning.agreement import merge_profiles, unlike_ranks
 from overlapc.planning.options import parse_budget
 from overlapc.planning.problem import eager_timeline, formulate
 from overlapc.planning.report import Report
-from overlapc.simulate import simulate
 from overlapc.solvers import best_baseline, solve
 from tests.plain.strategies import legal_plans, problems
 from tests.plain.tiny import plan_of, tiny

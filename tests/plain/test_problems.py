@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from overlapc.check import check
-from overlapc.errors import Infeasible
-from overlapc.simulate import simulate
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible
+from overlapc.core.simulate import simulate
+from overlapc.core.text import format_problem, parse_problem
 from overlapc.solvers import FIELD, bound_ns, solve
-from overlapc.text import format_problem, parse_problem
 
 TEXTS = sorted((Path(__file__).parent / "problems").glob("*.txt"))
 

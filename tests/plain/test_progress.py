@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from overlapc import progress
-from overlapc.progress import doing, stoppable
+from overlapc.tools import progress
+from overlapc.tools.progress import doing, stoppable
 
 
 class Terminal:

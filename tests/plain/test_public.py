@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from overlapc.cli import FAILED, main
-from overlapc.errors import FileError
+from overlapc.core.errors import FileError
 from overlapc.report.scoreboard import Score, scoreboard, spearman
-from overlapc.search import pool, public
-from overlapc.search.public import Predicted, load_table
+from overlapc.search import pool
+from overlapc.validation import public
+from overlapc.validation.public import Predicted, load_table
 
 ROOT = Path(__file__).parents[2]
 TABLES = sorted((ROOT / "benchmarks" / "public").glob("*.toml"))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.check import check
-from overlapc.errors import OptionError
-from overlapc.ir import Cost, Problem, Slowdown
-from overlapc.ranges import Range, in_ranges
-from overlapc.simulate import simulate, step_ns
-from overlapc.solvers import baselines
-from overlapc.solvers.ranges import best_ranges, experts, groups, ordered, program, took_ns
+from benchmarks.papers.lancet_ranges import best_ranges, experts, groups, ordered, program, took_ns
+from benchmarks.papers.ranges import Range, in_ranges
+from overlapc.core.check import check
+from overlapc.core.errors import OptionError
+from overlapc.core.ir import Cost, Problem, Slowdown
+from overlapc.core.simulate import simulate, step_ns
+from overlapc.solvers.field import baselines
 from tests.plain.strategies import random_problem
 from tests.plain.tiny import tiny
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from overlapc.cli import GOOD, USAGE, main
-from overlapc.errors import FileError
-from overlapc.files import load_plan, load_problem
-from overlapc.ir import COMPUTE
-from overlapc.report.kineto import Event
-from overlapc.report.marked import direction
-from overlapc.report.recorded import recorded_step, shares
-from overlapc.report.solved import Solved
-from overlapc.simulate import simulate
+from overlapc.core.errors import FileError
+from overlapc.core.files import load_plan, load_problem
+from overlapc.core.ir import COMPUTE
+from overlapc.core.simulate import simulate
+from overlapc.report.recordings.kineto import Event
+from overlapc.report.recordings.marked import direction
+from overlapc.report.recordings.recorded import recorded_step, shares
+from overlapc.report.recordings.solved import Solved
 
 # (range, thread that launches, stream, begin, time), in microseconds: one after the other.
 SERIAL = [

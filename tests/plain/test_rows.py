@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from overlapc.errors import InvalidSchedule
-from overlapc.pipeline import StageCost, reduced, simulate_pipeline
+from overlapc.core.errors import InvalidSchedule
+from overlapc.core.pipeline import StageCost, reduced, simulate_pipeline
+from overlapc.core.schedule import Action, Schedule, check_schedule, steps_of
 from overlapc.planning.rows import StageFigures, plan_rows
-from overlapc.schedule import Action, Schedule, check_schedule, steps_of
-from overlapc.solvers.rows import PATIENCE, joined, placed, through_time
-from overlapc.solvers.schedules import SCHEDULES, make_schedule
+from overlapc.solvers.pipeline.rows import PATIENCE, joined, placed, through_time
+from overlapc.solvers.pipeline.schedules import SCHEDULES, make_schedule
 
 
 def random_cost(rng: Random) -> StageCost:

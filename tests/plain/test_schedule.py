@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from overlapc.errors import FileError, InvalidSchedule, OptionError
-from overlapc.pipeline import StageCost, describe, simulate_pipeline
-from overlapc.schedule import (
+from overlapc.core.errors import FileError, InvalidSchedule, OptionError
+from overlapc.core.pipeline import StageCost, describe, simulate_pipeline
+from overlapc.core.schedule import (
     Action,
     Schedule,
     check_schedule,
@@ -20,7 +20,7 @@ from overlapc.schedule import (
     steps_of,
     to_csv,
 )
-from overlapc.solvers.schedules import (
+from overlapc.solvers.pipeline.schedules import (
     SCHEDULES,
     gpipe,
     interleaved,

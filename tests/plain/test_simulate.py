@@ -17,9 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.errors import InvalidPlan
-from overlapc.ir import Cost, Exposure, Plan, Problem, Profile, Slowdown, Trace, issue, parse_issue
-from overlapc.simulate import (
+from overlapc.core.errors import InvalidPlan
+from overlapc.core.ir import (
+    Cost,
+    Exposure,
+    Plan,
+    Problem,
+    Profile,
+    Slowdown,
+    Trace,
+    issue,
+    parse_issue,
+)
+from overlapc.core.simulate import (
     RNG_STATE_BYTES,
     memory_curve,
     peak_bytes,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from overlapc.check import check
-from overlapc.errors import Infeasible, InvalidPlan, InvalidProblem
-from overlapc.ir import Op, Problem
-from overlapc.merge import (
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible, InvalidPlan, InvalidProblem
+from overlapc.core.ir import Op, Problem
+from overlapc.core.merge import (
     ADD,
     ADDS,
     BEFORE,
@@ -23,13 +23,13 @@ from overlapc.merge import (
     one_by_one,
     with_bytes,
 )
+from overlapc.core.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulate, step_ns
 from overlapc.planning import road
 from overlapc.planning.options import Options
-from overlapc.simulate import RNG_STATE_BYTES, memory_curve, peak_bytes, simulate, step_ns
 from overlapc.solvers import BASELINES
-from overlapc.solvers.choice import Needs, choice_of, plan_on_demand
-from overlapc.solvers.listing import Style
-from overlapc.solvers.slices import (
+from overlapc.solvers.choose.choice import Needs, choice_of, plan_on_demand
+from overlapc.solvers.order.listing import Style
+from overlapc.solvers.order.slices import (
     TURNS,
     Turns,
     across_border,
@@ -37,7 +37,7 @@ from overlapc.solvers.slices import (
     slice_order,
     solve_slices,
 )
-from overlapc.solvers.work import NEVER, backward_work, forward_work
+from overlapc.solvers.order.work import NEVER, backward_work, forward_work
 from tests.plain.strategies import random_problem
 from tests.plain.tiny import plan_of, tiny
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapc.check import check
-from overlapc.errors import Infeasible, OptionError
-from overlapc.simulate import peak_bytes, simulate, step_ns
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible, OptionError
+from overlapc.core.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers import BASELINES, bound_ns, faster, generators, smallest_bytes, solve
+from overlapc.solvers.choose.heu import heu_plans
 from overlapc.solvers.constants import AT_BOUND
-from overlapc.solvers.heu import heu_plans
 from tests.plain.strategies import problems, random_problem
 from tests.plain.tiny import tiny
 

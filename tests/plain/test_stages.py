@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from overlapc.check import check
-from overlapc.ir import Plan, Problem
-from overlapc.simulate import saved_bytes, simulate
+from overlapc.core.check import check
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import saved_bytes, simulate
+from overlapc.core.stages import in_parts, stage_cost, turns
 from overlapc.solvers import solve
-from overlapc.stages import in_parts, stage_cost, turns
 from tests.plain.strategies import random_problem
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlapc.errors import FileError
-from overlapc.ir import Cost, Op, Piece, Plan, Problem, Profile, Slowdown, Trace, Value
-from overlapc.text import (
+from overlapc.core.errors import FileError
+from overlapc.core.ir import Cost, Op, Piece, Plan, Problem, Profile, Slowdown, Trace, Value
+from overlapc.core.text import (
     VERSION,
     format_plan,
     format_problem,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from overlapc.ir import Problem
-from overlapc.pipeline import StageCost, simulate_pipeline
+from overlapc.core.ir import Problem
+from overlapc.core.pipeline import StageCost, simulate_pipeline
+from overlapc.core.simulate import simulate
 from overlapc.report.trace import chrome_trace, pipeline_json
-from overlapc.simulate import simulate
 from overlapc.solvers import solve
-from overlapc.solvers.schedules import SCHEDULES, make_schedule
+from overlapc.solvers.pipeline.schedules import SCHEDULES, make_schedule
 from tests.plain.strategies import random_problem
 
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from overlapc.pipeline import StageCost, simulate_pipeline
-from overlapc.search.frameworks import find_framework
+from overlapc.core.pipeline import StageCost, simulate_pipeline
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.place import sent_between
 from overlapc.search.rows import Rows, waited

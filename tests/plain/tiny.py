@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from overlapc.check import check
-from overlapc.ir import (
+from overlapc.core.check import check
+from overlapc.core.ir import (
     COMPUTE,
     Cost,
     Op,
@@ -30,7 +30,7 @@ from overlapc.ir import (
     Trace,
     Value,
 )
-from overlapc.valid import validate_trace
+from overlapc.core.valid import validate_trace
 
 _ROLES: dict[str, Role] = {"F": "forward", "I": "input_grad", "W": "weight_grad"}
 

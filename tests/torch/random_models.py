@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from overlapc.layers import CopyToRanks, GatherRows, ScatterRows, SumOverRanks
+from overlapc.nn.layers import CopyToRanks, GatherRows, ScatterRows, SumOverRanks
 from tests.torch.names import gather_single, scatter_single
 
 ROWS, WIDTH = 8, 16

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlapc.passes.capture import capture
-from overlapc.passes.rewrite import rewrite
+from overlapc.passes.capture.front import capture
+from overlapc.passes.emit.rewrite import rewrite
 from overlapc.planning.options import Options
 from overlapc.planning.road import plan
 

@@ -1,4 +1,4 @@
-"""What PyTorch traces otherwise than eager runs it, and `passes/as_eager.py` mends: bit by bit."""
+"""What PyTorch traces otherwise than eager runs it, and `exact/as_eager.py` mends: bit by bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._C import DispatchKey
 from torch.utils.checkpoint import checkpoint
 
 import overlapc
-from overlapc.passes.as_eager import as_eager
+from overlapc.passes.exact.as_eager import as_eager
 
 aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ from itertools import product
 
 import pytest
 
-from overlapc.errors import CaptureError
-from overlapc.passes.batch import of_batch
+from overlapc.core.errors import CaptureError
+from overlapc.passes.capture.batch import of_batch
 from overlapc.search.captures import UnitKey, captures
-from overlapc.search.frameworks import FRAMEWORKS
+from overlapc.search.frameworks.known import FRAMEWORKS
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.units import make_units
 
 GPT = Transformer("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)

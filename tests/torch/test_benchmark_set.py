@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlapc.simulate import simulate
+from overlapc.core.simulate import simulate
 from overlapc.solvers import solve
 from tests.multiprocess.spawn import run_ranks
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from overlapc.errors import OverlapcError
-from overlapc.search.configs import from_config
+from overlapc.core.errors import OverlapcError
+from overlapc.search.models.configs import from_config
 from tests.plain.test_configs import PUBLISHED
 
 pytest.importorskip("transformers", exc_type=ImportError)

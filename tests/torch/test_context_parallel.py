@@ -8,19 +8,19 @@ from functools import cache
 
 import pytest
 
-from overlapc.errors import OptionError
-from overlapc.ir import Op, Problem
+from overlapc.core.errors import OptionError
+from overlapc.core.ir import Op, Problem
+from overlapc.core.simulate import simulate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
 from overlapc.search.layouts import CP_COMM_TYPES, Cluster, Fixed, Layout, layouts
 from overlapc.search.megatron import megatron_arguments
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
 from overlapc.search.units import Unit, make_unit
 from overlapc.search.weights import static_bytes
-from overlapc.simulate import simulate
 from overlapc.solvers import solve
 
 GROUPED = Transformer(

@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlapc.passes.direct import direct
-from overlapc.passes.parts import Part
+from overlapc.passes.emit.direct import direct
+from overlapc.passes.emit.parts import Part
 
 
 def shifted(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,14 +9,14 @@ from itertools import combinations
 import pytest
 
 from overlapc.cli import main
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
-from overlapc.search.dispatch import once_ns
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.dispatch import once_ns
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.megatron import megatron_arguments, replica_arguments
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.units import make_unit
 
 H100 = load_hardware("h100-sxm")

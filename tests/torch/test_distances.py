@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from overlapc import optimize
-from overlapc.runtime.distances import distance
+from overlapc.runtime.slicing.tolerances import distance
 from tests.torch.exact import DYNAMO_WARNINGS
 
 pytestmark = DYNAMO_WARNINGS

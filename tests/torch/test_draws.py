@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from overlapc import optimize
-from overlapc.errors import Infeasible, OptionError
+from overlapc.core.errors import Infeasible, OptionError
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import DYNAMO_WARNINGS, randn
 from tests.torch.test_slices import gradients

@@ -15,8 +15,8 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from overlapc.core.errors import OptionError
 from overlapc.emulate import Fabric, Link, init_fabric
-from overlapc.errors import OptionError
 from tests.multiprocess.collectives import Results, every_operation
 from tests.multiprocess.spawn import run_ranks
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import overlapc
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
 from overlapc.runtime.backend import overlapc_backend
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, randn, train
 from tests.torch.zoo import KINDS, MLP, ROWS, WIDTH, Kind, Wrapped, rows

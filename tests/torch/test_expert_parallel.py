@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from overlapc.cli import main
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.groups import spread
 from overlapc.search.layouts import Cluster, Fixed, Layout, expert_ranks, expert_replicas, layouts
-from overlapc.search.models import Transformer
-from overlapc.search.public import load_table
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.replicas import Update
 from overlapc.search.search import search
 from overlapc.search.units import make_unit
 from overlapc.search.weights import stage_parameters, static_bytes
+from overlapc.validation.public import load_table
 
 MODEL = Transformer(
     "experts", layers=2, width=256, heads=4, ffn=512, vocab=512, seq=128, gated=True, experts=16,

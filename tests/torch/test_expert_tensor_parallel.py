@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.layouts import Cluster, Fixed, Layout, expert_replicas, layouts
 from overlapc.search.megatron import megatron_arguments
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.search import search
 from overlapc.search.units import Unit, make_unit
 from overlapc.search.weights import stage_parameters

@@ -10,7 +10,7 @@ import pytest
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate, lower_bound
 from overlapc.search.layouts import Cluster, Fixed, Layout, layouts
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.place import Place
 from overlapc.search.search import search
 from overlapc.search.units import Unit, make_unit

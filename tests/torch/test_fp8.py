@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.profiler.work import Attention, Product, Work, work_ns
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, first_bound
-from overlapc.search.fp8 import fp8_ns, runs_in_fp8
-from overlapc.search.interval import interval
+from overlapc.search.frameworks.fp8 import fp8_ns, runs_in_fp8
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.megatron import megatron_arguments
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.search import search
 from overlapc.search.units import make_unit
 from overlapc.solvers import solve
+from overlapc.validation.interval import interval
 
 M, N, K = 8192, 4096, 2048
 SIZE = 2 * (M * K + K * N + M * N)

@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 
+from overlapc.core.simulate import simulate
 from overlapc.search.captures import UnitKey
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.units import Unit, make_unit
-from overlapc.simulate import simulate
 from overlapc.solvers import solve
 
 GPT = Transformer("gpt", layers=4, width=1024, heads=8, ffn=4096, vocab=4096, seq=512)

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
-from overlapc.errors import OptionError
-from overlapc.passes.capture import capture as capture_directly
+from overlapc.core.errors import OptionError
+from overlapc.passes.capture.front import capture as capture_directly
 from overlapc.planning import road
 from tests.torch.exact import Batch, loss_of, randn
 from tests.torch.zoo import KINDS, MLP, tokens

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import overlapc
-from overlapc import api, errors
+from overlapc import api
+from overlapc.core import errors
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import needs_torch
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import overlapc
-from overlapc.errors import CaptureError
+from overlapc.core.errors import CaptureError
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.pipeline.schedules import make_schedule
 from tests.torch.exact import bits, needs_torch, randn
 
 FACTOR = 1.0  # a global that the loss reads

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-from overlapc.passes.capture import capture
-from overlapc.passes.identities import without_identities
+from overlapc.passes.capture.front import capture
+from overlapc.passes.exact.identities import without_identities
 
 
 class Roundabout(nn.Module):

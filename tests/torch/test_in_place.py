@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.integrations.accelerate import overlap
 from overlapc.integrations.in_place import InPlace
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import randn

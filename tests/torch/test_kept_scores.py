@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from overlapc.core.simulate import simulate
 from overlapc.search.captures import UnitKey
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.units import make_unit
-from overlapc.simulate import simulate
 from overlapc.solvers import solve
 
 MODEL = Transformer("scores", 1, 128, 16, 256, 256, 512, gated=True)

@@ -15,9 +15,9 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 
 from overlapc import TrainStep
-from overlapc.errors import CaptureError
-from overlapc.passes.capture import capture
-from overlapc.passes.rewrite import rewrite
+from overlapc.core.errors import CaptureError
+from overlapc.passes.capture.front import capture
+from overlapc.passes.emit.rewrite import rewrite
 from overlapc.planning.options import Options
 from overlapc.planning.road import plan
 from tests.torch.exact import randn

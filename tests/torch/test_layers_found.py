@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import overlapc
 from examples.moe.model import MoEConfig, MoEGPT
-from overlapc.ir import Plan, Problem
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.simulate import saved_bytes, simulate
 from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
@@ -23,9 +24,8 @@ from overlapc.search.captures import UnitKey
 from overlapc.search.groups import fake_groups
 from overlapc.search.presets import find_model
 from overlapc.search.units import make_unit
-from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import FIELD, solve
-from overlapc.solvers.blocks import layers
+from overlapc.solvers.choose.blocks import layers
 
 WIDTH, HEADS, SEQ, WORDS, LAYERS = 48, 4, 24, 40, 5
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlapc
-from overlapc.passes.as_eager import as_eager
+from overlapc.passes.exact.as_eager import as_eager
 
 aten = torch.ops.aten
 

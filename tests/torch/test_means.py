@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from overlapc import TrainStep, optimize
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from tests.torch.exact import DYNAMO_WARNINGS
 
 pytestmark = DYNAMO_WARNINGS

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.ir import Op
+from overlapc.core.ir import Op
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.units import Unit, make_unit
 
 MODEL = Transformer("gpt", layers=1, width=256, heads=4, ffn=1024, vocab=512, seq=128)

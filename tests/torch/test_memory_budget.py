@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
+from overlapc.core.simulate import peak_bytes
 from overlapc.planning.options import Options
 from overlapc.planning.road import plan
 from overlapc.profiler.memory import measure_peak
-from overlapc.simulate import peak_bytes
-from overlapc.solvers.baselines import full
+from overlapc.solvers.field.baselines import full
 from tests.torch.exact import DYNAMO_WARNINGS
 from tests.torch.zoo import on_fabric, tokens
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from overlapc import TrainStep, optimize
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.megatron.outside import left_outside
-from overlapc.passes.held import answers, is_a, is_looked_into
-from overlapc.runtime.objects import inside, joined
+from overlapc.state.objects import inside, joined
+from overlapc.state.snapshot import answers, is_a, is_looked_into
 from tests.torch.exact import DYNAMO_WARNINGS, needs_torch, randn
 
 # Dynamo of torch 2.11 does not trace `vars` of an object: such a batch runs uncut, with a warning.

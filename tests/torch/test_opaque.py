@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc import TrainStep
+from overlapc.core.errors import CaptureError, OverlapcError
 from overlapc.emulate import Link, init_fabric
-from overlapc.errors import CaptureError, OverlapcError
-from overlapc.passes.capture import capture
-from overlapc.passes.rewrite import rewrite
+from overlapc.passes.capture.front import capture
+from overlapc.passes.emit.rewrite import rewrite
 from overlapc.planning.options import Options
 from overlapc.planning.road import plan
 from overlapc.profiler.measure import measure

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from overlapc import TrainStep
-from overlapc.errors import CaptureError
-from overlapc.passes.capture import capture
+from overlapc.core.errors import CaptureError
+from overlapc.passes.capture.front import capture
 from overlapc.profiler.measure import measure
 from tests.torch.exact import randn
 from tests.torch.test_opaque import WIDTH, Foreign, Kernel, Numpy

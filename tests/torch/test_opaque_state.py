@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from overlapc import TrainStep
-from overlapc.errors import CaptureError, OverlapcError
-from overlapc.passes.capture import capture
-from overlapc.passes.reached import Reached
+from overlapc.core.errors import CaptureError, OverlapcError
+from overlapc.passes.capture.front import capture
+from overlapc.passes.opaque.reached import Reached
 from tests.torch.exact import randn
 from tests.torch.test_opaque import ESTIMATE, WIDTH, Around, foreign
 

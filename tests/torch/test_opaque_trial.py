@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import CaptureError
-from overlapc.passes.capture import capture
-from overlapc.passes.held import restore_of
+from overlapc.core.errors import CaptureError
+from overlapc.passes.capture.front import capture
+from overlapc.state.snapshot import restore_of
 from tests.torch.exact import randn
 from tests.torch.test_opaque import WIDTH, Around, Numpy
 from tests.torch.test_opaque_state import Slotted

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import OptionError
-from overlapc.files import save_plan
-from overlapc.ir import Plan, Problem
-from overlapc.layers import before, total, whole
-from overlapc.merge import in_pairs, one_by_one
+from overlapc.core.errors import OptionError
+from overlapc.core.files import save_plan
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.merge import in_pairs, one_by_one
+from overlapc.nn.layers import before, total, whole
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
-from overlapc.solvers.heu import schedules
-from overlapc.solvers.listing import Style
-from overlapc.solvers.merging import PACES, merged_order
-from overlapc.solvers.slices import TURNS, _in_all, slice_order
-from overlapc.solvers.work import NEVER, backward_work, forward_work, merged_work
+from overlapc.solvers.choose.heu import schedules
+from overlapc.solvers.order.listing import Style
+from overlapc.solvers.order.merging import PACES, merged_order
+from overlapc.solvers.order.slices import TURNS, _in_all, slice_order
+from overlapc.solvers.order.work import NEVER, backward_work, forward_work, merged_work
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, randn
 from tests.torch.test_train_step import (
     NOT_HERE,

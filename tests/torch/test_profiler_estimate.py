@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from overlapc.errors import OptionError
-from overlapc.ir import Profile, Slowdown
-from overlapc.passes.capture import capture
+from overlapc.core.errors import OptionError
+from overlapc.core.ir import Profile, Slowdown
+from overlapc.passes.capture.front import capture
 from overlapc.passes.trace import Captured
 from overlapc.profiler.estimate import describe, estimate, priced
 from overlapc.profiler.hardware import load_hardware

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlapc.errors import FileError, InvalidProblem
-from overlapc.ir import Slowdown
+from overlapc.core.errors import FileError, InvalidProblem
+from overlapc.core.ir import Slowdown
 from overlapc.profiler.cache import Cache, default_path
 from overlapc.profiler.link_model import Collective, Curve, LinkModel
 

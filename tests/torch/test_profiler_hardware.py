@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 
-from overlapc.errors import FileError, OptionError
+from overlapc.core.errors import FileError, OptionError
 from overlapc.profiler.hardware import (
     format_hardware,
     interpolate,

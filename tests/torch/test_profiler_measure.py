@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from overlapc.core.errors import CaptureError, OptionError
+from overlapc.core.ir import Cost, Profile, Slowdown
 from overlapc.emulate import Link, init_fabric
-from overlapc.errors import CaptureError, OptionError
-from overlapc.ir import Cost, Profile, Slowdown
-from overlapc.passes.capture import capture
+from overlapc.passes.capture.front import capture
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.profiler import links
 from overlapc.profiler import measure as measure_module

@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlapc
-from overlapc.ir import Problem
+from overlapc.core.ir import Problem
+from overlapc.core.simulate import saved_bytes
 from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.groups import fake_groups
 from overlapc.search.layouts import Cluster, Layout, microbatches, stage_layers
-from overlapc.search.models import Transformer
-from overlapc.search.modules import Ranks
+from overlapc.search.models.modules import Ranks
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.place import Place, planned
 from overlapc.search.units import make_unit
-from overlapc.simulate import saved_bytes
 from overlapc.solvers import solve
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.pipeline.schedules import make_schedule
 
 # width, heads, sequences of a microbatch
 PAPER = {

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from torch import fx
 
 import overlapc
-from overlapc.check import check
-from overlapc.errors import Infeasible
-from overlapc.ir import Plan, Problem, issue, parse_issue
-from overlapc.passes.rewrite import rewrite
-from overlapc.passes.torch_choice import torch_choices
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible
+from overlapc.core.ir import Plan, Problem, issue, parse_issue
+from overlapc.core.simulate import simulate
+from overlapc.passes.emit.rewrite import rewrite
+from overlapc.passes.emit.torch_choice import torch_choices
 from overlapc.passes.trace import trace_joint
 from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
 from overlapc.profiler.hardware import load_hardware
 from overlapc.runtime.backend import _run_as_ordered
-from overlapc.simulate import simulate
 from overlapc.solvers import SOLVERS, solve
-from overlapc.solvers.choice import Needs, plan_on_demand
+from overlapc.solvers.choose.choice import Needs, plan_on_demand
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, randn, train
 from tests.torch.random_models import ROWS, WIDTH, RandomModel, Recipe, Step, recipes
 from tests.torch.zoo import on_fabric

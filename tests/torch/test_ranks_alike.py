@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc
-from overlapc.passes.rewrite import rewrite
+from overlapc.passes.emit.rewrite import rewrite
 from overlapc.passes.trace import Captured
 
 

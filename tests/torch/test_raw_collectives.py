@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from overlapc.core.errors import CaptureError
 from overlapc.emulate import Link, init_fabric
-from overlapc.errors import CaptureError
-from overlapc.passes.capture import capture
+from overlapc.passes.capture.front import capture
 from tests.torch.exact import randn
 from tests.torch.raw_models import eager_step, gather, planned_step, scatter
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlapc import TrainStep, optimize
+from overlapc.core.errors import CaptureError
 from overlapc.emulate import Link, init_fabric
-from overlapc.errors import CaptureError
-from overlapc.passes import joint
-from overlapc.passes.capture import capture
+from overlapc.passes.capture import joint
+from overlapc.passes.capture.front import capture
 from tests.torch.exact import randn
 from tests.torch.raw_models import Experts, TensorParallel, eager_step
 from tests.torch.test_raw_collectives import (

@@ -8,15 +8,15 @@ from functools import cache
 
 import pytest
 
-from overlapc.check import check
-from overlapc.errors import OptionError
-from overlapc.ir import Op, Plan, Problem, issue, parse_issue
+from overlapc.core.check import check
+from overlapc.core.errors import OptionError
+from overlapc.core.ir import Op, Plan, Problem, issue, parse_issue
+from overlapc.core.simulate import simulate
 from overlapc.search.captures import UnitKey
 from overlapc.search.megatron import check_modules, recompute_arguments
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.presets import PRESETS
 from overlapc.search.units import make_unit
-from overlapc.simulate import simulate
 from overlapc.solvers import PREFIX, has_one_plan, modules_of, solve
 
 LATENT = Transformer(

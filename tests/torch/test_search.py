@@ -17,21 +17,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlapc.cli import FAILED, GOOD, USAGE, main
-from overlapc.errors import FileError, OptionError
-from overlapc.merge import merge
-from overlapc.pipeline import simulate_pipeline
+from overlapc.core.errors import FileError, OptionError
+from overlapc.core.merge import merge
+from overlapc.core.pipeline import simulate_pipeline
+from overlapc.core.schedule import format_schedule
+from overlapc.core.simulate import saved_bytes, simulate
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.profiler.hardware import load_hardware
-from overlapc.schedule import format_schedule
 from overlapc.search.cache import Cache
 from overlapc.search.captures import UnitKey
 from overlapc.search.chosen import load_search, memory_budgets
-from overlapc.search.configs import from_config
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound, memory_bound
 from overlapc.search.layouts import SCHEDULES, Cluster, Fixed, Layout, layouts, stage_layers
-from overlapc.search.models import Transformer
-from overlapc.search.modules import Block, Blocks, Head, Ranks
-from overlapc.search.own import Repeats
+from overlapc.search.models.configs import from_config
+from overlapc.search.models.modules import Block, Blocks, Head, Ranks
+from overlapc.search.models.own import Repeats
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.partition import partitioned
 from overlapc.search.place import embedding_ns
 from overlapc.search.pool import planners
@@ -41,9 +42,8 @@ from overlapc.search.search import Progress, search
 from overlapc.search.tasks import Packed, warn_of_uncut
 from overlapc.search.units import make_unit
 from overlapc.search.weights import stage_parameters, static_bytes
-from overlapc.simulate import saved_bytes, simulate
 from overlapc.solvers import bound_ns, solve
-from overlapc.solvers.schedules import make_schedule
+from overlapc.solvers.pipeline.schedules import make_schedule
 from overlapc.solvers.step import solve_step
 from tests.plain.html_checks import check_page
 

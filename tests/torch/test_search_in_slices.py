@@ -17,7 +17,7 @@ from overlapc.search.presets import find_model
 from overlapc.search.search import search
 from overlapc.search.tasks import as_it_runs_or_none
 from overlapc.search.units import make_unit
-from overlapc.solvers import slices as slices_solver
+from overlapc.solvers.order import slices as slices_solver
 from tests.slow import slow_link
 
 WHERE = f"{__name__}:own"

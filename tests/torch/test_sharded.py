@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlapc.cli import main
-from overlapc.errors import FileError, OptionError
+from overlapc.core.errors import FileError, OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.chosen import gradient_bytes
 from overlapc.search.evaluate import Found
-from overlapc.search.frameworks import find_framework
+from overlapc.search.frameworks.known import find_framework
+from overlapc.search.frameworks.sharded import Shards, Times
 from overlapc.search.layouts import Cluster, Fixed, Layout, layouts
 from overlapc.search.megatron import replica_arguments
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.presets import PRESETS
-from overlapc.search.public import load_table, predict_alike
-from overlapc.search.sharded import Shards, Times
 from overlapc.search.weights import held_bytes, layer_and_ends, static_bytes
+from overlapc.validation.public import load_table, predict_alike
 from tests.sharded import ENDS, asked
 
 MODEL = Transformer("tiny", layers=3, width=256, heads=4, ffn=1024, vocab=512, seq=256)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import overlapc
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.runtime.foreign import sharded_by
 from tests.torch.exact import randn
 from tests.torch.zoo import MLP

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overlapc
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
 from overlapc.planning.options import Options
 from overlapc.profiler.memory import measure_peak
 from tests.torch.exact import DYNAMO_WARNINGS, Batch, differences, train

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from overlapc import TrainStep, optimize
-from overlapc.errors import OptionError
-from overlapc.layers import SumOverRanks
+from overlapc.core.errors import OptionError
+from overlapc.nn.layers import SumOverRanks
 from overlapc.profiler.memory import measure_peak
 from tests.torch.exact import DYNAMO_WARNINGS, randn
 from tests.torch.random_models import WIDTH, RandomModel, Recipe, recipes

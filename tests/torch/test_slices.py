@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from overlapc.check import check
-from overlapc.errors import Infeasible, InvalidPlan, OptionError
-from overlapc.ir import Plan, Problem, parse_issue
-from overlapc.layers import before, in_turn, whole
-from overlapc.merge import BEFORE
+from overlapc.core.check import check
+from overlapc.core.errors import Infeasible, InvalidPlan, OptionError
+from overlapc.core.ir import Plan, Problem, parse_issue
+from overlapc.core.merge import BEFORE
+from overlapc.nn.layers import before, in_turn, whole
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import DYNAMO_WARNINGS, randn

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlapc
-from overlapc.passes.switches import switched, switches
+from overlapc.passes.exact.switches import switched, switches
 from tests.torch.exact import Batch, differences, randn, train
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from overlapc import optimize
-from overlapc.errors import Infeasible, OptionError
-from overlapc.layers import before, beside, in_turn, total, whole
-from overlapc.merge import TOTAL
+from overlapc.core.errors import Infeasible, OptionError
+from overlapc.core.merge import TOTAL
+from overlapc.nn.layers import before, beside, in_turn, total, whole
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import DYNAMO_WARNINGS, randn
 from tests.torch.test_slices import gradients

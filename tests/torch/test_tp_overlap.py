@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
 from overlapc.profiler.shapes import filled
 from overlapc.search.captures import UnitKey
-from overlapc.search.frameworks import FRAMEWORKS, ONLY, OPTIONS, find_framework
+from overlapc.search.frameworks.known import FRAMEWORKS, ONLY, OPTIONS, find_framework
 from overlapc.search.layouts import Cluster, Layout
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.units import make_unit
 
 MODEL = Transformer("wide", layers=2, width=8192, heads=64, ffn=32768, vocab=32000, seq=4096)

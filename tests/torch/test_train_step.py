@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlapc.errors import Infeasible, OptionError, OverlapcError
-from overlapc.files import save_plan
-from overlapc.ir import Plan, Problem
-from overlapc.merge import merge
-from overlapc.passes import joint
+from overlapc.core.errors import Infeasible, OptionError, OverlapcError
+from overlapc.core.files import save_plan
+from overlapc.core.ir import Plan, Problem
+from overlapc.core.merge import merge
+from overlapc.passes.capture import joint
 from overlapc.planning import road
 from overlapc.profiler.memory import measure_peak
 from overlapc.runtime.train_step import TrainStep
-from overlapc.solvers.choice import Choice, Needs
-from overlapc.solvers.heu import schedules
-from overlapc.solvers.keep import keep_sets
-from overlapc.solvers.merging import PACES, merged_order
-from overlapc.solvers.work import NEVER, merged_work
+from overlapc.solvers.choose.choice import Choice, Needs
+from overlapc.solvers.choose.heu import schedules
+from overlapc.solvers.choose.keep import keep_sets
+from overlapc.solvers.order.merging import PACES, merged_order
+from overlapc.solvers.order.work import NEVER, merged_work
 from tests.torch.exact import Batch, bits, fresh, loss_of, randn
 from tests.torch.zoo import KINDS, MLP, gpt, tokens
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from overlapc.errors import OptionError
+from overlapc.core.errors import OptionError
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Fixed, Layout, layouts, stage_layers
-from overlapc.search.models import Transformer
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.search import search
 from overlapc.search.weights import rank_parameters
 

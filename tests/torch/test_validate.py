@@ -11,24 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
+from overlapc.core.stages import stage_cost
 from overlapc.planning.road import judged
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import evaluate
-from overlapc.search.framework import slowest_of
-from overlapc.search.frameworks import FRAMEWORKS, find_framework
+from overlapc.search.frameworks.framework import slowest_of
+from overlapc.search.frameworks.known import FRAMEWORKS, find_framework
 from overlapc.search.layouts import Cluster, Layout, stage_layers
-from overlapc.search.models import Transformer
-from overlapc.search.nearest import load_runs
+from overlapc.search.models.transformer import Transformer
 from overlapc.search.place import Place, planned
-from overlapc.search.public import load_table, predict_alike
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
 from overlapc.search.units import Unit, make_unit
 from overlapc.search.weights import rank_parameters
 from overlapc.solvers import ONE_PLAN, solve
-from overlapc.stages import stage_cost
+from overlapc.validation.nearest import load_runs
+from overlapc.validation.public import load_table, predict_alike
 
 PUBLIC = Path(__file__).parents[2] / "benchmarks" / "public"
 MODEL = Transformer("tiny", layers=8, width=256, heads=4, ffn=1024, vocab=512, seq=256)

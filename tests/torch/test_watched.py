@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import overlapc
-from overlapc.passes.watched import watched
+from overlapc.passes.capture.watched import watched
 from overlapc.runtime.train_step import TrainStep
 from tests.torch.exact import randn
 from tests.torch.zoo import MLP

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.gpt.model import GPT, GPTConfig
 from overlapc.emulate import Link, init_fabric
-from overlapc.layers import CopyToRanks, SumOverRanks
+from overlapc.nn.layers import CopyToRanks, SumOverRanks
 from tests.torch.exact import Batch, randn
 from tests.torch.names import gather_single, scatter_single
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import overlapc
-from overlapc.errors import Infeasible
+from overlapc.core.errors import Infeasible
 from tests.torch.exact import bits, leaves, loss_of, moved, random_state
 from tests.zoo_public.models import ZOO, Case
 

@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched
 import torch
 
 from overlapc import optimize
-from overlapc.runtime.objects import inside
+from overlapc.state.objects import inside
 from tests.zoo_public.vision_ops import declare
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

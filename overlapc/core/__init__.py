@@ -1,0 +1,1 @@
+"""What a plan, a schedule and their files are, and what makes them right. Without torch."""

@@ -1,0 +1,1 @@
+"""Layers for people's models: tensor and expert parallelism, slices, context parallelism."""

@@ -1,0 +1,1 @@
+"""Where tracing differs from eager, and what mends it."""

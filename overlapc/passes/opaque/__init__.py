@@ -1,0 +1,1 @@
+"""Modules that no trace enters, as one op each."""

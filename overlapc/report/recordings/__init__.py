@@ -1,0 +1,1 @@
+"""Recordings of runs, beside what was predicted."""

@@ -1,0 +1,1 @@
+"""A batch in slices that hide each other's communication."""

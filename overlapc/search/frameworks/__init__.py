@@ -1,0 +1,1 @@
+"""What a framework does with a layout, and what it costs."""

@@ -1,0 +1,1 @@
+"""Models to search for: presets, configs, blocks and their modules."""

@@ -1,0 +1,1 @@
+"""Schedules, their rows, and how layers are divided over stages."""

@@ -1,0 +1,1 @@
+"""What Python objects hold: found, described, kept and put back."""

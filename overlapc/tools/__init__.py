@@ -1,0 +1,1 @@
+"""What all folders use, and what knows nothing of plans."""
