@@ -29,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from overlapc.profiler.hardware import load_hardware
-from overlapc.profiler.work import Product, Work, work_ns
+from overlapc.profiler.work import OpWork, Product, work_ns
 
 LAYOUTS = ("tn", "nn", "nt")
 FIELDS = ("what", "dtype", "layout", "batch", "m", "n", "k", "us")
@@ -119,7 +119,7 @@ def predict(of: Path, name: str) -> None:
         width = 4 if row["dtype"] == "tf32" else 2
         product = Product(m, n, k, row["layout"], batch)
         moved = width * batch * (m * k + k * n + m * n)
-        work = Work("matmul", 2 * batch * m * n * k, row["dtype"], moved, min(m, n, k), product)
+        work = OpWork("matmul", 2 * batch * m * n * k, row["dtype"], moved, min(m, n, k), product)
         us, ratio = float(row["us"]), work_ns(machine, work) / 1e3 / float(row["us"])
         key = str(math.gcd((m if row["layout"] == "nt" else k) * width, n * width, 16))
         ratios[row["what"], key if row["what"] == "rows" else row["layout"]].append(ratio)

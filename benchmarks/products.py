@@ -31,7 +31,7 @@ from statistics import median, quantiles
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from overlapc.profiler.hardware import load_hardware
-from overlapc.profiler.work import Product, Work, work_ns
+from overlapc.profiler.work import OpWork, Product, work_ns
 
 _ROW = re.compile(
     r"Throughput \(in TFLOP/s\) for (?:\w+ \()?(\d+)x(\d+)x(\d+)(x|, b=)(\d+)\)?: (\S+)"
@@ -66,7 +66,7 @@ def main(paths: list[str]) -> None:
             m, n, k, batch = product.m, product.n, product.k, product.batch
             moved = 2 * batch * (m * k + k * n + m * n)
             flops = 2 * batch * m * n * k
-            work = Work("matmul", flops, "float16", moved, min(m, n, k), product)
+            work = OpWork("matmul", flops, "float16", moved, min(m, n, k), product)
             aligned = math.gcd(2 * k, 2 * n, 16)
             ratios[what, aligned].append(work_ns(machine, work) / 1e3 / took_us)
     print("predicted over measured, by products and by how many bytes rows are a multiple of")

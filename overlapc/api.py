@@ -39,7 +39,7 @@ from overlapc.planning.options import DEFAULTS, Budget, Options
 from overlapc.planning.report import Report
 from overlapc.ranks.board import has_peers
 from overlapc.ranks.exchange import busy, in_call
-from overlapc.runtime.backend import Alone, Backend
+from overlapc.runtime.backend import Backend, CapturedAlone
 from overlapc.runtime.checking import Checked, check
 from overlapc.runtime.foreign import (
     FIRST_CALL,
@@ -391,7 +391,7 @@ class _Engine:
                 results = self.forward(*args, **kwargs)
         except BackendCompilerFailed as failed:
             inner = failed.inner_exception
-            if isinstance(inner, Alone) and not self.static:
+            if isinstance(inner, CapturedAlone) and not self.static:
                 self._leave_symbols(inner.reason)
                 return self._as_one_graph(args, kwargs)
             if isinstance(inner, CaptureError):

@@ -40,7 +40,7 @@ from overlapc.search.weights import held_bytes
 from overlapc.solvers import PREFIX, SOLVERS
 from overlapc.tools.progress import doing, stoppable
 from overlapc.validation.interval import interval
-from overlapc.validation.nearest import Nearest, Run, load_runs
+from overlapc.validation.nearest import Nearest, PublishedRun, load_runs
 
 _NO_UNIT = 1_000_000  # fewer bytes than this are a number without its unit
 
@@ -215,7 +215,7 @@ def _public(model: Model, cluster: Cluster, result: Result) -> Nearest | None:
     """The published runs nearest to the winner."""
     if result.best is None:
         return None
-    return Nearest.to(Run.of(model, cluster, result.best.layout), load_runs())
+    return Nearest.to(PublishedRun.of(model, cluster, result.best.layout), load_runs())
 
 
 def _document(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from overlapc.cli.shared import GOOD, Declare, positive, print_table
 from overlapc.core.errors import FileError, OptionError
 from overlapc.report.recordings.beside import Beside, beside, by_name
-from overlapc.report.recordings.kineto import Exposure, Run, read_run
+from overlapc.report.recordings.kineto import RecordedExposure, RecordedRun, read_run
 from overlapc.tools.progress import doing
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _solved(path: Path, folder: Path | None) -> Solved:
     return found
 
 
-def _beside(run: Run, problem: str, plan: str) -> Beside:
+def _beside(run: RecordedRun, problem: str, plan: str) -> Beside:
     from overlapc.core.files import load_plan, load_problem
 
     found = beside(run, load_problem(problem), load_plan(plan))
@@ -128,7 +128,7 @@ def _three(predicted_ns: float, measured_ns: float) -> tuple[str, str, str]:
     return f"{predicted_ns / 1e6:.3f}", f"{measured_ns / 1e6:.3f}", ratio
 
 
-def _print(run: Run, top: int) -> None:
+def _print(run: RecordedRun, top: int) -> None:
     each = 1000 * run.steps  # from microseconds of all steps to milliseconds of one
     stalled = run.span - run.compute - run.traffic + run.both
     print(
@@ -175,8 +175,8 @@ def _print(run: Run, top: int) -> None:
         print_table([("at ms", "stalled ms", "before"), *rows])
 
 
-def _by_kind(collectives: Sequence[Exposure], each: float) -> list[tuple[str, ...]]:
-    kinds: dict[str, list[Exposure]] = {}
+def _by_kind(collectives: Sequence[RecordedExposure], each: float) -> list[tuple[str, ...]]:
+    kinds: dict[str, list[RecordedExposure]] = {}
     for one in collectives:
         kinds.setdefault(one.event.name[:48], []).append(one)
     rows: list[tuple[str, ...]] = [("collective", "times", "ms a step", "exposed", "hidden")]

@@ -27,8 +27,9 @@ def declare_validate(command: Declare) -> None:
         "--write",
         type=Path,
         metavar="FILE",
-        help="write the predicted rows that have a measured step; overlapc/search/public_runs.csv "
-        "is such a file, from which `search` takes the rows nearest to its question",
+        help="write the predicted rows that have a measured step; "
+        "overlapc/validation/public_runs.csv is such a file, from which `search` takes the rows "
+        "nearest to its question",
     )
 
 

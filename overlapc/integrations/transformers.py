@@ -33,7 +33,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
         Options.parse(options)  # an error now, not when training begins
         self.options = options
         self.planned: InPlace | None = None
-        self.merged: Merged | None = None
+        self.merged: MergedAccumulation | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model = given["model"]
@@ -64,7 +64,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
         return "\n\n".join(parts)
 
 
-class Merged:
+class MergedAccumulation:
     """Runs the microbatches of one accumulation as one `TrainStep`: when the Trainer comes to the
     first. It is given the losses of the others when it comes to them."""
 
@@ -143,7 +143,7 @@ def overlap(trainer: Trainer, *, merge: bool = False, **options: Any) -> Overlap
         )
     elif merge:
         Options.parse(options, "TrainStep")  # which has fewer
-        planned.merged = Merged(trainer, planned)
+        planned.merged = MergedAccumulation(trainer, planned)
     return planned
 
 

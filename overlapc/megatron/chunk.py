@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.megatron import tracing
 from overlapc.megatron.gradients import as_then, gathered, reduces
-from overlapc.megatron.planned import Call, Planned
-from overlapc.megatron.planning import Planning, Step
+from overlapc.megatron.planned import ChunkCall, Planned
+from overlapc.megatron.planning import ChunkStep, Planning
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
@@ -136,7 +136,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, chunk: Chunk, planned: Planned, call: Call, *tensors: Tensor
+        ctx: Any, chunk: Chunk, planned: Planned, call: ChunkCall, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.chunk, ctx.planned = chunk, planned
         ctx.flight, outs = chunk.run_forward(planned, call)
@@ -187,9 +187,9 @@ class Chunk:
         self._pending: Backward | None
         # flights whose parts run apart, the oldest first
         self._flights: list[Flight | SlicedFlight] = []
-        self._step: Step
+        self._step: ChunkStep
 
-    def begin(self, step: Step, waits: Waits | None) -> None:
+    def begin(self, step: ChunkStep, waits: Waits | None) -> None:
         self._step, self._waits = step, waits
         self._begun += 1
         self._started = self._ended = 0
@@ -286,7 +286,7 @@ class Chunk:
         same = [*map(id, members.lasting)] == [*map(id, self._lasting)]
         if self._changed or not same or self._said() != self._contents:
             self._look()
-        call = Call.of(self.module, self._scales(), self._attributes, args, kwargs)
+        call = ChunkCall.of(self.module, self._scales(), self._attributes, args, kwargs)
         step = self._step.lag, self._step.in_flight
         modes = modes_of(members)
         if self._pending is not None and self._pending.modes != modes:
@@ -353,7 +353,7 @@ class Chunk:
         }
 
     def run_forward(
-        self, planned: Planned, call: Call
+        self, planned: Planned, call: ChunkCall
     ) -> tuple[Flight | SlicedFlight, list[Tensor]]:
         """Run F, merged with a deferred backward, if there is one."""
         before, self._pending = self._pending, None

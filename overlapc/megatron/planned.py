@@ -41,7 +41,7 @@ _NO_LINES = "do_not_emit_stack_traces"  # newer torch can leave out each op's li
 
 
 @dataclass
-class Call:
+class ChunkCall:
     """A call of the chunk: `tensors` are the stage's input, scales of `scalers`, the tensors among
     `leaves`, and those that modules have as `attributes`."""
 
@@ -59,7 +59,7 @@ class Call:
         attributes: Sequence[Places],
         args: Any,
         kwargs: Any,
-    ) -> Call:
+    ) -> ChunkCall:
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [_laid_out(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         came = []
@@ -69,7 +69,7 @@ class Call:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += [owner[name] for [(owner, name), *_] in attributes]
         flat = [*came, *scales.values(), *tensors]
-        return Call(flat, bool(came), tuple(scales), leaves, spec, attributes)
+        return ChunkCall(flat, bool(came), tuple(scales), leaves, spec, attributes)
 
     @property
     def scales(self) -> int:
@@ -85,7 +85,7 @@ class Call:
         shapes = [tuple(tensor.shape) for tensor in self.tensors]
         return tuple(zip(places, shapes, strict=True))
 
-    def shaped(self, shapes: Mapping[int, Sequence[int]]) -> Call:
+    def shaped(self, shapes: Mapping[int, Sequence[int]]) -> ChunkCall:
         """The call on tensors of these shapes: its own tensors if their shapes fit, else zeros.
         (Ranks may have unread tensors that other ranks lack.)"""
         tensors = list(self.tensors)
@@ -95,7 +95,7 @@ class Call:
                 tensors[i] = zeros.requires_grad_(tensors[i].requires_grad)
         return replace(self, tensors=tensors)
 
-    def emptied(self) -> Call:
+    def emptied(self) -> ChunkCall:
         """The call without its tensors."""
         return replace(self, tensors=[], leaves=[], attributes=())
 
@@ -148,11 +148,11 @@ class Returned:
         )
 
 
-class Whole(nn.Module):
+class WholeChunk(nn.Module):
     """The chunk as a function of tensors alone: the stage's input, if it has one, scales of
     auxiliary losses, the tensors among the arguments, and those that modules have as attributes."""
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], call: Call) -> None:
+    def __init__(self, module: nn.Module, original: Callable[..., Any], call: ChunkCall) -> None:
         super().__init__()
         self.model = module
         self.taps = tracing.Taps()
@@ -286,7 +286,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return once.clone().expand(tensor.shape)
 
 
-def traced(whole: Whole, call: Call, ddp: Any) -> Captured:
+def traced(whole: WholeChunk, call: ChunkCall, ddp: Any) -> Captured:
     """Return the joint graph of a call, without running it."""
     call.check(whole.model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
@@ -333,8 +333,8 @@ def _refuse_others(captured: Any) -> None:
 def emitted(
     captured: Captured,
     report: Report,
-    whole: Whole,
-    call: Call,
+    whole: WholeChunk,
+    call: ChunkCall,
     lasting: Sequence[Tensor],
     ddp: Any,
     actions: Mapping[str, str],
@@ -363,7 +363,7 @@ def owners_in(joint: Joint, lasting: Sequence[Tensor], ddp: Any) -> dict[str, Re
 
 
 def names_in(
-    program: Program, call: Call, lasting: Sequence[Tensor], returned: Returned
+    program: Program, call: ChunkCall, lasting: Sequence[Tensor], returned: Returned
 ) -> dict[str, Any]:
     """Names and places in the graph of a call, by field of `Planned`. The call's tensors come after
     the inputs that last."""

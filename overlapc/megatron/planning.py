@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from overlapc.core.errors import CaptureError, Infeasible, OptionError, OverlapcError
 from overlapc.megatron import changes
 from overlapc.megatron.gradients import gathered
-from overlapc.megatron.planned import Call, Planned, Whole, emitted, traced
+from overlapc.megatron.planned import ChunkCall, Planned, WholeChunk, emitted, traced
 from overlapc.megatron.recompute import own_plan
 from overlapc.megatron.refused import foreign_hooks
 from overlapc.megatron.slices import Cut
@@ -42,7 +42,7 @@ _STATES = 16  # Python states of the model, after which it runs plain
 
 
 @dataclass(frozen=True)
-class Step:
+class ChunkStep:
     """What a chunk knows of the step that begins."""
 
     ranks: Sequence[int]  # ranks that run the same chunk
@@ -60,7 +60,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class ChunkPlans:
     """The plan of all ranks that run the same chunk, for the shapes of the first rank's
     microbatch."""
 
@@ -91,16 +91,16 @@ class Planning:
         self._may_settle = True  # once
         self.said: dict[int, str] = {}  # what was found of each number of slices
         # By the form of calls, without shapes; None: all ranks run these calls as plain Megatron.
-        self.agreed: dict[Any, Agreed | None] = {}
+        self.agreed: dict[Any, ChunkPlans | None] = {}
         # States so far: each by itself, with the objects that must live as long.
         self.states: dict[State, tuple[State, list[Any]]] = {}
-        self.step: Step
+        self.step: ChunkStep
         self.original: Callable[..., Any]
         self.lasting: Sequence[Tensor] = ()
         self._options = options
         self._reports: dict[Any, Report] = {}  # by digest and step
 
-    def prepare(self, call: Call, form: Any) -> Planned | None:
+    def prepare(self, call: ChunkCall, form: Any) -> Planned | None:
         """Return what runs calls of these shapes, by the plan of all ranks that run this chunk;
         None on all of them if one cannot capture it. It `settles`: the first that could not be
         captured because a module sets an attribute, as some do in their first forward alone."""
@@ -130,7 +130,7 @@ class Planning:
             made = None if other is None else other.planned
         return made
 
-    def _agree(self, call: Call, form: Any) -> Agreed | None:
+    def _agree(self, call: ChunkCall, form: Any) -> ChunkPlans | None:
         """Plan together with all ranks that run this chunk, for the shapes of the first rank."""
         try:
             with (
@@ -154,10 +154,10 @@ class Planning:
                 )
             return None
 
-    def _fastest(self, call: Call, exchange: Exchange | None) -> Agreed:
+    def _fastest(self, call: ChunkCall, exchange: Exchange | None) -> ChunkPlans:
         """The plan with which a microbatch is predicted to take the least time: whole, or in
         slices."""
-        found: list[Agreed] = []
+        found: list[ChunkPlans] = []
         whole, captured = self._traced("captured", call, exchange)
         for count in self.step.slices if captured.trace.lanes else self.step.slices[:1]:
             try:
@@ -171,8 +171,13 @@ class Planning:
         return min(found, key=lambda each: each.report.step_ns / each.report.microbatches)
 
     def _made(
-        self, count: int, whole: Whole, captured: Captured, call: Call, exchange: Exchange | None
-    ) -> Agreed:
+        self,
+        count: int,
+        whole: WholeChunk,
+        captured: Captured,
+        call: ChunkCall,
+        exchange: Exchange | None,
+    ) -> ChunkPlans:
         """Plan a call in so many slices."""
         primals, cut = [*self.lasting, *call.tensors], None
         if count > 1:
@@ -214,27 +219,29 @@ class Planning:
         except CaptureError as error:
             found = error
         planned = together(exchange, "emitted", found)
-        return Agreed(planned, call.shapes(), actions, explained(captured.joint.graph))
+        return ChunkPlans(planned, call.shapes(), actions, explained(captured.joint.graph))
 
-    def _traced(self, what: str, call: Call, exchange: Exchange | None) -> tuple[Whole, Captured]:
-        whole = Whole(self.module, self.original, call)
+    def _traced(
+        self, what: str, call: ChunkCall, exchange: Exchange | None
+    ) -> tuple[WholeChunk, Captured]:
+        whole = WholeChunk(self.module, self.original, call)
         return whole, together(exchange, what, self._captured(whole, call))
 
-    def _captured(self, whole: Whole, call: Call) -> Captured | CaptureError:
+    def _captured(self, whole: WholeChunk, call: ChunkCall) -> Captured | CaptureError:
         try:
             self._refuse()
             with busy("tracing"):
                 return traced(whole, call, self.ddp)
         except CaptureError as error:
             named = type(self.module).__name__
-            return CaptureError(error.reason.replace(Whole.__name__, named), error.place)
+            return CaptureError(error.reason.replace(WholeChunk.__name__, named), error.place)
 
-    def _carried(self, agreed: Agreed, call: Call) -> Planned | None:
+    def _carried(self, agreed: ChunkPlans, call: ChunkCall) -> Planned | None:
         """Return what runs a call of other shapes by the agreed plan. The ranks of the same
         microbatches decide together whether that is possible; other ranks may have the plan's own
         shapes now, and do not wait."""
         made, digest = None, b""
-        whole = Whole(self.module, self.original, call)
+        whole = WholeChunk(self.module, self.original, call)
         found = self._captured(whole, call)
         if isinstance(found, Captured):
             step, theirs = self._training_step(found, call), parameter_gradients(found)
@@ -297,7 +304,7 @@ class Planning:
             )
 
     def _training_step(
-        self, captured: Captured, call: Call, cut: Cut | None = None
+        self, captured: Captured, call: ChunkCall, cut: Cut | None = None
     ) -> TrainingStep:
         # without collectives merging gains nothing, and slices are not merged
         lag = self.step.lag if captured.trace.lanes and cut is None else 0
@@ -316,7 +323,7 @@ class Planning:
             loss=cut is None,
         )
 
-    def _beside(self, captured: Captured, call: Call, count: int) -> int:
+    def _beside(self, captured: Captured, call: ChunkCall, count: int) -> int:
         """Bytes that Megatron holds for microbatches in flight under any plan: a stage's inputs,
         and its results unless they are freed when they are sent. (The slices of an input are
         copies.)"""
@@ -326,7 +333,7 @@ class Planning:
         return self.step.in_flight * (given + (0 if freed else out))
 
 
-def _of_the_first(call: Call, exchange: Exchange | None) -> Call:
+def _of_the_first(call: ChunkCall, exchange: Exchange | None) -> ChunkCall:
     """Return the call with the shapes of the first rank."""
     if exchange is None:
         return call

@@ -26,7 +26,7 @@ from overlapc.core.errors import CaptureError
 from overlapc.core.ir import Plan, Problem
 from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured
-from overlapc.planning.own import Region, plan_of_regions
+from overlapc.planning.own import RecomputedRegion, plan_of_regions
 
 _KEY = "megatron recompute"
 
@@ -44,7 +44,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
         # a nested region: the outer one decides what is kept
         if _KEY in current_meta.get("custom", {}):
             return function(*args, **kwargs)
-        with annotate({_KEY: Region(next(numbers), keeps_outputs)}):
+        with annotate({_KEY: RecomputedRegion(next(numbers), keeps_outputs)}):
             return function(*args, **kwargs)
 
     def checkpoint(function: Callable[..., Any], distribute: Any, *args: Any) -> Any:

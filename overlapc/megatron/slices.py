@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_unflatten
 from overlapc.core.errors import OptionError
 from overlapc.core.ir import Plan
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, unreduced
-from overlapc.megatron.planned import Call, Planned, Whole, described, names_in, owners_in
+from overlapc.megatron.planned import ChunkCall, Planned, WholeChunk, described, names_in, owners_in
 from overlapc.megatron.tracing import STREAM, draw_in
 from overlapc.passes.draws import Draw, drawing, draws_of, dropped
 from overlapc.passes.emit.parts import Parts, cut
@@ -45,7 +45,7 @@ class Cut:
     what all slices share. `share`: a slice's part of the factor of auxiliary losses."""
 
     module: nn.Module
-    whole: Call
+    whole: ChunkCall
     count: int
     places: tuple[int | None, ...]
     share: float
@@ -53,7 +53,7 @@ class Cut:
     compared: Compared | None = None
 
     @staticmethod
-    def of(module: Any, call: Call, batch: int | None, count: int) -> Cut:
+    def of(module: Any, call: ChunkCall, batch: int | None, count: int) -> Cut:
         """Cut a call whose microbatch has `batch` samples, or as many as its first argument."""
         _, kwargs = tree_unflatten(call.leaves, call.spec)
         experts = getattr(module.config, "num_moe_experts", None)
@@ -76,7 +76,7 @@ class Cut:
         per_token = getattr(module.config, "calculate_per_token_loss", False)
         return Cut(module, call, count, places, 1.0 if per_token else 1 / count)
 
-    def slice(self, k: int) -> Call:
+    def slice(self, k: int) -> ChunkCall:
         """The call of a slice."""
         return replace(self.whole, tensors=self.tensors(self.whole.tensors, k))
 
@@ -122,7 +122,7 @@ class Cut:
         self,
         captured: Captured,
         report: Report,
-        whole: Whole,
+        whole: WholeChunk,
         lasting: Sequence[Tensor],
         ddp: Any,
         actions: Mapping[str, str],
@@ -230,7 +230,7 @@ class _BothWays:
         self.tangent = noise(0, tangent.meta["val"])
 
     def uncut(self) -> dict[str, Any]:
-        run = _Interpreter(self.whole, [*self.cut.draws.values()], self.drawn)
+        run = _SliceInterpreter(self.whole, [*self.cut.draws.values()], self.drawn)
         results, gradients = run.step(self.lasting, self.cut.whole.tensors, self.tangent)
         return self.named(results, gradients)
 
@@ -238,7 +238,7 @@ class _BothWays:
         each: list[Any] = []
         tangents = apart(self.tangent, self.ways[0], self.cut.count)
         for k, tangent in enumerate(tangents):
-            run = _Interpreter(self.captured, [*self.cut.draws.values()], self.drawn, k)
+            run = _SliceInterpreter(self.captured, [*self.cut.draws.values()], self.drawn, k)
             tensors = self.cut.tensors(self.cut.whole.tensors, k)
             each.append(run.step(self.lasting, tensors, tangent))
         results = [
@@ -265,7 +265,7 @@ class _BothWays:
         return found | {f"the gradient of {name}": g for name, g in pairs if g is not None}
 
 
-class _Interpreter(fx.Interpreter):
+class _SliceInterpreter(fx.Interpreter):
     """Runs a joint graph. The whole microbatch notes what it has `drawn`, and slice k reads its
     part of that."""
 
@@ -303,7 +303,7 @@ class _Interpreter(fx.Interpreter):
         return dropped(args[0], part, args[1]) if draw.is_dropout else part
 
 
-def _places(call: Call, samples: int | None) -> tuple[int | None, ...]:
+def _places(call: ChunkCall, samples: int | None) -> tuple[int | None, ...]:
     """The dimension of each tensor that is as large as the microbatch. Of several it is the one
     where Megatron has the batch: of the stage's input dimension 1, of arguments 0."""
     before = call.has_input + call.scales

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.megatron import merged as ticks
 from overlapc.megatron.chunk import Chunk
-from overlapc.megatron.planning import Step
+from overlapc.megatron.planning import ChunkStep
 from overlapc.megatron.refused import reason, slices_of
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.searched import check
@@ -28,7 +28,7 @@ from overlapc.ranks.groups import exchange_of
 from overlapc.ranks.guard import is_broken
 from overlapc.ranks.later import Later
 from overlapc.ranks.pace import pace
-from overlapc.ranks.raised import Raised
+from overlapc.ranks.raised import RaisedRecord
 from overlapc.ranks.roll import Roll, absent
 from overlapc.search.chosen import Chosen
 from overlapc.state.described import forward_as, noticed
@@ -41,7 +41,7 @@ FIRST_STEP_S = 120.0  # ranks may be so far apart before the first step, since t
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This rank's place for some models: `ranks` run the same stage, and `peers` among them the
     same microbatches. If `refused` is not empty, it says why the models are left to Megatron."""
 
@@ -76,10 +76,10 @@ class Steps:
         self._searched = searched
         self._running = threading.Lock()
         self._unjoined: dict[str, int] | None = None  # collectives before a plain step ended
-        self._roll, self._raised = Roll(), Raised()
+        self._roll, self._raised = Roll(), RaisedRecord()
         self.later = Later()
         # By the ids of models, which are kept alive here.
-        self._places: dict[tuple[int, ...], tuple[Place, list[Any]]] = {}
+        self._places: dict[tuple[int, ...], tuple[RankPlace, list[Any]]] = {}
         self.chunks: dict[int, Chunk] = {}
 
     def explain(self) -> str:
@@ -124,7 +124,7 @@ class Steps:
         real: Callable[..., Any],
         given: dict[str, Any],
         models: list[Any],
-        place: Place | None,
+        place: RankPlace | None,
     ) -> Any:
         begins = False
         look = self._raised.look
@@ -199,7 +199,7 @@ class Steps:
         )
         return result
 
-    def _begin(self, models: list[Any], given: dict[str, Any]) -> Place:
+    def _begin(self, models: list[Any], given: dict[str, Any]) -> RankPlace:
         """Before the first step of some models, find this rank's place, and check for refused
         features and differences from a search."""
         groups = given.get("pg_collection")
@@ -241,12 +241,14 @@ class Steps:
             )
         return not why
 
-    def _step(self, name: str, merged: bool, microbatches: int, place: Place, chunks: int) -> Step:
+    def _step(
+        self, name: str, merged: bool, microbatches: int, place: RankPlace, chunks: int
+    ) -> ChunkStep:
         alone = name == NAMES[0]
         behind = place.stages - place.stage  # stages from this one to the last
         in_flight = behind + place.stages * (chunks - 1)
         ahead = ticks.lag(place.stage, place.stages) if merged else 0
-        return Step(
+        return ChunkStep(
             place.ranks,
             place.peers,
             microbatches,
@@ -258,7 +260,7 @@ class Steps:
         )
 
     @contextlib.contextmanager
-    def _in_place(self, chunks: list[Chunk], step: Step) -> Iterator[None]:
+    def _in_place(self, chunks: list[Chunk], step: ChunkStep) -> Iterator[None]:
         """While the block runs, chunks replace the models' innermost `forward`."""
         with contextlib.ExitStack() as stack:
             waits = None
@@ -297,7 +299,7 @@ def innermost(model: Any) -> tuple[Any, Any]:
     return model, ddp
 
 
-def _refused_slices(chunks: list[Chunk], place: Place) -> OptionError | None:
+def _refused_slices(chunks: list[Chunk], place: RankPlace) -> OptionError | None:
     """The first OptionError that was found on any rank, whose chunk has run as plain Megatron. All
     ranks call this together, when nobody waits for a rank any more."""
     found = [f"stage {place.stage}: {chunk.refused}" for chunk in chunks if chunk.refused]
@@ -329,7 +331,7 @@ def _joined(before: Mapping[Any, int], ranks: Iterable[int]) -> bool:
     return any(not set(ranks).isdisjoint(dist.get_process_group_ranks(g)) for g in moved)
 
 
-def _where(groups: Any, why: str, alike: dict[str, Any]) -> Place:
+def _where(groups: Any, why: str, alike: dict[str, Any]) -> RankPlace:
     """Find this rank's stage and the ranks that run the same, and why any rank is refused. All
     ranks call this together, with `alike` options: on them depend the order of transfers and what
     ranks ask each other."""
@@ -337,10 +339,10 @@ def _where(groups: Any, why: str, alike: dict[str, Any]) -> Place:
 
     pp = getattr(groups, "pp", None) or parallel_state.get_pipeline_model_parallel_group()
     if not dist.is_initialized():
-        return Place(0, 1, refused=why)
+        return RankPlace(0, 1, refused=why)
     with exchange_of(range(dist.get_world_size()), FIRST_STEP_S) as exchange:
         if exchange is None:
-            return Place(pp.rank(), pp.size(), refused=why)
+            return RankPlace(pp.rank(), pp.size(), refused=why)
         told = exchange.gather("stages", json.dumps([pp.rank(), why]).encode())
         for name, value in alike.items():
             exchange.agree(name, f"{name}={value!r}", "pass the same options on every rank")
@@ -351,4 +353,4 @@ def _where(groups: Any, why: str, alike: dict[str, Any]) -> Place:
     refused = [f"{why} (on rank {rank})" for rank, why in enumerate(reasons) if why]
     if set(reasons) != {why}:
         why = next(iter(refused), "")
-    return Place(pp.rank(), pp.size(), ranks, peers, why)
+    return RankPlace(pp.rank(), pp.size(), ranks, peers, why)

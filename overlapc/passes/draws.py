@@ -41,7 +41,7 @@ _OF_SIZES = (
 
 
 @dataclass(frozen=True)
-class Like:
+class LikeTensor:
     """A tensor of whose values nothing depends."""
 
     size: tuple[int, ...]
@@ -50,8 +50,8 @@ class Like:
     device: torch.device
 
     @staticmethod
-    def of(tensor: Tensor) -> Like:
-        return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    def of(tensor: Tensor) -> LikeTensor:
+        return LikeTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
@@ -65,7 +65,7 @@ class Draw:
     args: Any  # tensors as Like
     kwargs: dict[str, Any]
     axis: int | None
-    part: Like
+    part: LikeTensor
     through: tuple[Any, ...] = ()  # what calls the target, and its first arguments
 
     @property
@@ -73,7 +73,7 @@ class Draw:
         return str(self.target) == _DROPOUT
 
     def whole(self) -> Tensor:
-        made = self.made(tree_map_only(Like, Like.empty, self.args), self.kwargs)
+        made = self.made(tree_map_only(LikeTensor, LikeTensor.empty, self.args), self.kwargs)
         found: Tensor = made[1] if self.is_dropout else made
         return found
 
@@ -88,11 +88,11 @@ class Draw:
     def nodes(self, graph: fx.Graph) -> fx.Node:
         """Put the draw into a graph."""
 
-        def empty(like: Like) -> fx.Node:
+        def empty(like: LikeTensor) -> fx.Node:
             given = {"dtype": like.dtype, "device": like.device}
             return graph.call_function(torch.empty_strided, (like.size, like.stride), given)
 
-        args = tree_map_only(Like, empty, self.args)
+        args = tree_map_only(LikeTensor, empty, self.args)
         call, *given = *self.through, self.target
         made = graph.call_function(call, (*given, *args), self.kwargs)
         return graph.call_function(second, (made,)) if self.is_dropout else made
@@ -177,9 +177,9 @@ def _draw(node: fx.Node, whole: fx.Node, captured: Captured, count: int) -> Draw
     fits = part.dim() == full.dim() and len(differ) < 2
     if not fits or any(full.shape[d] != count * part.shape[d] for d in differ):
         raise _refusal(node, count, f"of shapes {tuple(part.shape)} and {tuple(full.shape)}")
-    args = tree_map_only(fx.Node, lambda given: Like.of(given.meta["val"]), whole.args)
+    args = tree_map_only(fx.Node, lambda given: LikeTensor.of(given.meta["val"]), whole.args)
     axis = differ[0] if differ else None
-    return Draw(whole.target, args, dict(whole.kwargs), axis, Like.of(part))
+    return Draw(whole.target, args, dict(whole.kwargs), axis, LikeTensor.of(part))
 
 
 def _made(node: fx.Node) -> Tensor:

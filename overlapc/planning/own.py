@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEPT = -1  # full parameters that eager keeps for the backward
 
 
-class Region(NamedTuple):
+class RecomputedRegion(NamedTuple):
     """Ops that a model runs again in its backward."""
 
     number: Any
@@ -36,7 +36,7 @@ def checkpointed(captured: Captured) -> Callable[[Problem], Plan] | None:
     for node in captured.joint.graph.nodes:
         policy = node.meta.get("recompute")
         if policy is not None and node.name in captured.trace.op:
-            regions[node.name] = Region(node.meta.get("ac_graph_id", 0))
+            regions[node.name] = RecomputedRegion(node.meta.get("ac_graph_id", 0))
             if policy.name in ("MUST_SAVE", "PREFER_SAVE"):
                 saved.add(node.name)
     return partial(plan_of_regions, regions, saved=saved) if regions else None
@@ -63,9 +63,9 @@ def gathered_bytes(captured: Captured) -> int:
     return sums.pop(_KEPT, 0) + sum(sorted(sums.values())[-2:])
 
 
-def _gathers(captured: Captured) -> dict[str, Region]:
+def _gathers(captured: Captured) -> dict[str, RecomputedRegion]:
     return {
-        name: Region(("gather", number), keeps_outputs=False)
+        name: RecomputedRegion(("gather", number), keeps_outputs=False)
         for name, number in _group_of(captured).items()
         if number != _KEPT
     }
@@ -84,13 +84,13 @@ def _group_of(captured: Captured) -> dict[str, int]:
 
 
 def plan_of_regions(
-    regions: Mapping[str, Region], problem: Problem, saved: Collection[str] = ()
+    regions: Mapping[str, RecomputedRegion], problem: Problem, saved: Collection[str] = ()
 ) -> Plan:
     """The plan that keeps the values that the backward reads, except those made inside regions, and
     the inputs of regions. What the ops of `saved` make is kept inside regions, too."""
     trace = problem.trace
     # storage -> the region that makes it
-    made_in: dict[str, Region | None] = dict.fromkeys(trace.resident)
+    made_in: dict[str, RecomputedRegion | None] = dict.fromkeys(trace.resident)
     taken_in: set[str] = set()
     seen_outside: set[str] = set()
     for op in trace.ops:

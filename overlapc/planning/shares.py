@@ -127,7 +127,7 @@ def _beats(one: Takes, other: Takes) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class GraphsOfStep:
     """The graphs of a step in the order of their forwards; one may come several times.
 
     `flows` are (place, place, bytes): a tensor that the graph at the first place makes and the
@@ -173,7 +173,9 @@ class Run:
         )
 
 
-def divide(shares: Sequence[Share], runs: Sequence[Run], budgets: Sequence[int]) -> list[Takes]:
+def divide(
+    shares: Sequence[Share], runs: Sequence[GraphsOfStep], budgets: Sequence[int]
+) -> list[Takes]:
     """Return a plan for every graph so that each run fits its budget: the fastest combination
     found.
 
@@ -196,7 +198,9 @@ def divide(shares: Sequence[Share], runs: Sequence[Run], budgets: Sequence[int])
     return best
 
 
-def _fill(shares: Sequence[Share], runs: Sequence[Run], limits: Sequence[int]) -> list[Takes]:
+def _fill(
+    shares: Sequence[Share], runs: Sequence[GraphsOfStep], limits: Sequence[int]
+) -> list[Takes]:
     """Start from the frugal plans and give one graph after the other a faster plan, always the one
     that saves most time for its memory, as long as all fits."""
     each = max(6, _PLANS // len(shares))
@@ -228,7 +232,10 @@ def _thinned(plans: list[Takes], count: int) -> list[Takes]:
 
 
 def fits(
-    shares: Sequence[Share], runs: Sequence[Run], chosen: Sequence[Takes], limits: Sequence[int]
+    shares: Sequence[Share],
+    runs: Sequence[GraphsOfStep],
+    chosen: Sequence[Takes],
+    limits: Sequence[int],
 ) -> bool:
     """Does every run fit its limit with these plans?"""
     return all(
@@ -236,7 +243,7 @@ def fits(
     )
 
 
-def _time(runs: Sequence[Run], chosen: Sequence[Takes]) -> int:
+def _time(runs: Sequence[GraphsOfStep], chosen: Sequence[Takes]) -> int:
     return sum(chosen[graph].step_ns for run in runs for graph in run.graphs)
 
 
@@ -261,7 +268,7 @@ def plan_frugally(
 def plan_shares(
     found: Sequence[Report],
     shares: Sequence[Share],
-    runs: Sequence[Run],
+    runs: Sequence[GraphsOfStep],
     options: Options,
     exchange: Exchange | None,
 ) -> list[Report]:
@@ -297,7 +304,7 @@ def plan_shares(
     return reports
 
 
-def budget_of(run: Run, shares: Sequence[Share], budget: Budget) -> int:
+def budget_of(run: GraphsOfStep, shares: Sequence[Share], budget: Budget) -> int:
     """The budget in bytes for the peak of a step of several graphs, by the rules of
     `parse_budget`."""
     eager = run.peak_bytes(shares, [share.eager for share in shares])

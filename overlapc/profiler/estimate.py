@@ -25,7 +25,7 @@ from overlapc.profiler.cache import Cache, cache_key
 from overlapc.profiler.clock import section_of
 from overlapc.profiler.hardware import Hardware
 from overlapc.profiler.links import collective_of, hinted_bytes, tensors
-from overlapc.profiler.work import Attention, Product, Work, work_ns
+from overlapc.profiler.work import AttentionWork, OpWork, Product, work_ns
 
 __all__ = ["Described", "describe", "estimate", "forward_flops", "priced", "works_of"]
 
@@ -56,7 +56,7 @@ class Described:
     """All of a captured graph that its costs follow from, on any machine: it needs no graph."""
 
     trace: Trace
-    works: Mapping[str, Work]
+    works: Mapping[str, OpWork]
     ranks: Mapping[str, Sequence[int]]  # of each process group
     section: str  # of a cache of measured op times, in which the graph's device is
 
@@ -108,7 +108,7 @@ def priced(
     if not pytorch_kernels:
         hardware = replace(hardware, streams={})
     groups = described.groups(hardware)
-    found: dict[tuple[str, str, Work], Cost] = {}
+    found: dict[tuple[str, str, OpWork], Cost] = {}
     costs: dict[str, Cost] = {}
     for op in described.trace.ops:
         work = described.works[op.name]
@@ -162,20 +162,20 @@ def _ranks(name: str, group_sizes: Mapping[str, int] | None) -> Sequence[int]:
         ) from error
 
 
-def works_of(captured: Captured) -> dict[str, Work]:
+def works_of(captured: Captured) -> dict[str, OpWork]:
     """What each op of the graph has to do, by its name. Ops of equal signature have the same."""
     nodes = {node.name: node for node in captured.joint.graph.nodes}
-    found: dict[tuple[str, str, bool], Work] = {}
-    works: dict[str, Work] = {}
+    found: dict[tuple[str, str, bool], OpWork] = {}
+    works: dict[str, OpWork] = {}
     for op in captured.trace.ops:
         key = (op.signature, op.lane, _is_view(captured.trace, op))
         if key not in found:
             node = nodes[op.name]
             if op.role == "start":
                 call = collective_of(node)
-                found[key] = Work("collective", traffic=(call.kind, call.bytes))
+                found[key] = OpWork("collective", traffic=(call.kind, call.bytes))
             elif op.role == "wait" or key[2]:
-                found[key] = Work("free")
+                found[key] = OpWork("free")
             else:
                 found[key] = _work(node)
         works[op.name] = found[key]
@@ -192,11 +192,11 @@ def _is_view(trace: Trace, op: Op) -> bool:
     )
 
 
-def _work(node: fx.Node) -> Work:
+def _work(node: fx.Node) -> OpWork:
     flops, moved, name = float(_flops(node)), _moved_bytes(node), _name(node)
     if not flops:
-        return Work("stream", moved_bytes=moved, stream=_STREAMS.get(name, ""))
-    work = Work("matmul", flops, _dtype(node), moved)
+        return OpWork("stream", moved_bytes=moved, stream=_STREAMS.get(name, ""))
+    work = OpWork("matmul", flops, _dtype(node), moved)
     shapes = [
         [hint(n) for n in t.shape]
         for given in node.all_input_nodes
@@ -220,7 +220,7 @@ def _moved_bytes(node: fx.Node) -> int:
     return made + sum(map(_read_bytes, given))
 
 
-def _attention(node: fx.Node) -> Attention:
+def _attention(node: fx.Node) -> AttentionWork:
     name = _name(node)
     backward = "backward" in name
     (query, *_) = tensors(node.all_input_nodes[int(backward)].meta.get("val"))
@@ -228,14 +228,14 @@ def _attention(node: fx.Node) -> Attention:
     if name.startswith("ring"):  # of a step behind the first one, to half of the keys
         beside = "diagonal" not in name
         keys = rows // 2 if beside else rows
-        return Attention(heads, rows, not beside, backward, keys, beside)
+        return AttentionWork(heads, rows, not beside, backward, keys, beside)
     schema = getattr(node.target, "_schema", None)  # flex_attention has none
     names = [] if schema is None else [argument.name for argument in schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     causal = given.get("is_causal", False) is True
     key = node.args[int(backward) + 1]
     keys = hint(key.meta["val"].shape[-2]) if isinstance(key, fx.Node) else rows
-    return Attention(heads, rows, causal, backward, keys)
+    return AttentionWork(heads, rows, causal, backward, keys)
 
 
 def _dtype(node: fx.Node) -> str:

@@ -28,7 +28,7 @@ from overlapc.profiler.cache import Cache, cache_key
 from overlapc.profiler.clock import Clock, conditions_of, section_of
 from overlapc.profiler.link_model import LinkModel
 from overlapc.profiler.links import agree_sizes, behind_launches, measure_links, tensors
-from overlapc.profiler.replay import Replay, Step
+from overlapc.profiler.replay import Replay, ReplayStep
 from overlapc.profiler.together import agree
 from overlapc.tools.timing import now_ns
 
@@ -190,12 +190,12 @@ class _Stopwatch:
     names: list[str] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
 
-    def before(self, step: Step) -> None:
+    def before(self, step: ReplayStep) -> None:
         if step.is_op:
             self.names.append(step.node.name)
             self.marks.append(self.clock.mark())
 
-    def after(self, step: Step, result: Any) -> None:
+    def after(self, step: ReplayStep, result: Any) -> None:
         if step.is_op:
             self.marks.append(self.clock.mark())
 
@@ -305,7 +305,7 @@ class _Memory:
             threads = torch._C._autograd._disable_profiler_legacy()
         return {name: peak for events in threads for name, peak in _peaks(events)}
 
-    def before(self, step: Step) -> None:
+    def before(self, step: ReplayStep) -> None:
         if self.on_cuda:
             self.level = torch.cuda.memory_allocated(self.replay.device)
             torch.cuda.reset_peak_memory_stats(self.replay.device)
@@ -313,7 +313,7 @@ class _Memory:
             self.range = torch.profiler.record_function(_LABEL + step.node.name)
             self.range.__enter__()
 
-    def after(self, step: Step, result: Any) -> None:
+    def after(self, step: ReplayStep, result: Any) -> None:
         name = step.node.name
         if self.on_cuda:
             highest = torch.cuda.max_memory_allocated(self.replay.device)

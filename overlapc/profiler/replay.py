@@ -30,13 +30,13 @@ from overlapc.profiler.link_model import Collective
 from overlapc.profiler.links import collective_of, tensors
 from overlapc.profiler.memory import available_bytes
 
-__all__ = ["Replay", "Step", "Watcher"]
+__all__ = ["Replay", "ReplayStep", "Watcher"]
 
 _MOST = 0.8  # of the available memory, for what the forward keeps
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayStep:
     """One node to call. `is_op` is false for getitems, which count with their producer."""
 
     node: fx.Node
@@ -50,9 +50,9 @@ class Step:
 class Watcher(Protocol):
     """Sees each node of a replay before and after it runs."""
 
-    def before(self, step: Step) -> None: ...
+    def before(self, step: ReplayStep) -> None: ...
 
-    def after(self, step: Step, result: Any) -> None:
+    def after(self, step: ReplayStep, result: Any) -> None:
         """Called when the node has run, and values that die with it are freed."""
 
 
@@ -286,7 +286,7 @@ class Replay:
                 found[node] = max([node, *early], key=place.__getitem__)
         return found
 
-    def _steps(self) -> tuple[Step, ...]:
+    def _steps(self) -> tuple[ReplayStep, ...]:
         graph, trace = self.captured.joint.graph, self.captured.trace
         drops: dict[fx.Node, list[fx.Node]] = {}
         for node, reader in self._dropped.items():
@@ -301,7 +301,7 @@ class Replay:
             if node.op == "call_function" or node in self.lacking:
                 dying.setdefault(reader, []).append(node)
         return tuple(
-            Step(
+            ReplayStep(
                 node,
                 is_op=node.name in trace.op,
                 is_start=is_start(node),

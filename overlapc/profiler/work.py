@@ -1,4 +1,4 @@
-"""`Work` says what an op has to do, whatever machine does it; `work_ns` how long one takes for it.
+"""`OpWork` is what an op has to do, whatever machine does it; `work_ns` how long one takes for it.
 
 time of an op = launch + the longer of: flops / reachable flops · bytes moved / reachable rate
 
@@ -33,7 +33,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionWork:
     """Fused attention of so many queries in each of all sequences' heads, to so many keys (0: as
     many). `beside` the diagonal: a part of causal attention all of whose scores are made."""
 
@@ -46,7 +46,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Work:
+class OpWork:
     """What an op has to do. `smallest` is the smallest of the matrices' dimensions, for machines
     whose kernels nobody measured."""
 
@@ -56,12 +56,12 @@ class Work:
     moved_bytes: int = 0
     smallest: int = 1
     product: Product | None = None
-    attention: Attention | None = None
+    attention: AttentionWork | None = None
     traffic: tuple[Kind, int] | None = None  # of a collective: its kind and its bytes
     stream: str = ""  # the kernel that streams its bytes, where it has a rate of its own
 
 
-def work_ns(machine: Hardware, work: Work, attention: float = 1.0) -> int:
+def work_ns(machine: Hardware, work: OpWork, attention: float = 1.0) -> int:
     """How long the op occupies the device. Fused attention takes `attention` times as long as the
     machine's best kernels. A collective only has to be launched."""
     if work.kind == "free":
@@ -73,7 +73,7 @@ def work_ns(machine: Hardware, work: Work, attention: float = 1.0) -> int:
     return round(machine.launch_ns + max(flops_ns, moves_ns))
 
 
-def _flops_ns(machine: Hardware, work: Work, attention: float) -> float:
+def _flops_ns(machine: Hardware, work: OpWork, attention: float) -> float:
     flops, kernels, mixed, product = work.flops, machine.kernels, work.attention, work.product
     dtype = work.dtype
     if dtype == "tf32" and dtype not in machine.peak_flops:

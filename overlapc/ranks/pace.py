@@ -1,4 +1,4 @@
-"""`Pace` finds ranks that run the same step differently: planned before, or planned anew.
+"""`StepPace` finds ranks that run the same step differently: planned before, or planned anew.
 
 A rank that calls `patch()` again, or trains other models, plans in its next step, together with all
 others. If it is alone with that, the others run planned graphs meanwhile, and it would wait for
@@ -24,7 +24,7 @@ from overlapc.ranks.roll import are_all_patched
 _APART = "megatron/apart"
 
 
-class Pace:
+class StepPace:
     """How far this process is; all of its `Steps` share one."""
 
     def __init__(self) -> None:
@@ -74,4 +74,4 @@ class Pace:
         return None
 
 
-pace = Pace()
+pace = StepPace()

@@ -1,4 +1,4 @@
-"""`Raised` tells all ranks what one of them raised within a training step, or that it ended.
+"""`RaisedRecord` tells all ranks what one of them raised within a training step, or that it ended.
 
 That rank alone has its error. The others wait for it in collectives, which fail when its process
 ends, with an error that names an address. So the rank writes what it raised into the store before
@@ -27,7 +27,7 @@ from overlapc.ranks.pace import pace
 _GRACE_S = 2.0
 
 
-class Raised:
+class RaisedRecord:
     """What a rank raised in the step that runs, under a key of this step's own."""
 
     def __init__(self) -> None:

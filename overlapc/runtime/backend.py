@@ -48,7 +48,7 @@ from overlapc.ranks.board import has_peers
 from overlapc.ranks.exchange import Exchange, busy, naming_the_dead
 from overlapc.ranks.groups import Attempts, ranks_of
 from overlapc.ranks.seeds import warn_of_seeds
-from overlapc.runtime.graphs import Calls, Graph
+from overlapc.runtime.graphs import Calls, CompiledGraph
 from overlapc.tools.flags import log
 
 # What PyTorch says of sizes that vary, where it takes numbers alone.
@@ -81,9 +81,9 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.check(gm, example_inputs)
-        graph = Graph(gm, self.steps)
+        graph = CompiledGraph(gm, self.steps)
         traced = example_inputs if are_fake(example_inputs) else ()
-        partition = Partition(self, graph, example_inputs)
+        partition = PlanningPartition(self, graph, example_inputs)
         self.differences += differences(gm) + _kept_otherwise(example_inputs)
         self.left_out += left_out(gm)
         self.views += views_handed_on(gm) + self._cast_again(example_inputs)
@@ -97,7 +97,7 @@ class Backend:
                 self._warn_of_breaks(graph)
                 return graph.run
             graph.compile = lambda inputs, plan: self._counted(
-                self._compile(gm, inputs, Partition(self, graph, (), plan), traced)
+                self._compile(gm, inputs, PlanningPartition(self, graph, (), plan), traced)
             )
             return graph
         except CaptureError as error:
@@ -118,7 +118,7 @@ class Backend:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        partition: Partition,
+        partition: PlanningPartition,
         traced: Sequence[Any],
     ) -> Callable[..., Any]:
         """`traced` are the fake inputs with which the graph was first compiled."""
@@ -131,7 +131,7 @@ class Backend:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        partition: Partition,
+        partition: PlanningPartition,
         traced: Sequence[Any],
     ) -> Callable[..., Any]:
         if self.options.backend == "inductor":
@@ -191,7 +191,7 @@ class Backend:
         finally:
             self._mode = before
 
-    def _warn_of_breaks(self, graph: Graph) -> None:
+    def _warn_of_breaks(self, graph: CompiledGraph) -> None:
         """Without `optimize` the begin of a step is unknown."""
         if not graph.alone and self.options.memory_budget is not None and not self._warned:
             self._warned = True
@@ -249,7 +249,7 @@ class Backend:
         warnings.warn(f"overlapc: {what}", RuntimeWarning, stacklevel=3)
 
 
-class Alone(RankError):
+class CapturedAlone(RankError):
     """A graph that the other ranks run cannot be captured on this one."""
 
     def __init__(self, reason: str) -> None:
@@ -267,13 +267,13 @@ class Shapes:
     def __init__(self) -> None:
         self.version: Callable[[], int] | None = None  # of what graphs read; None: of no such model
         self.count = 0  # of graphs that have taken a plan
-        self._graphs: dict[tuple[int, str], Graph] = {}
+        self._graphs: dict[tuple[int, str], CompiledGraph] = {}
         self._forms: set[tuple[str, ...]] = set()
 
     def may_differ(self, captured: Captured) -> bool:
         return self.version is not None and len(ranks_of(captured.trace.lanes)) > 1
 
-    def planned(self, captured: Captured, graph: Graph) -> None:
+    def planned(self, captured: Captured, graph: CompiledGraph) -> None:
         self._forms.add(graph.form)
         self._graphs[self._key(captured)] = graph
 
@@ -286,24 +286,24 @@ class Shapes:
         self.count += 1
         return report
 
-    def refuse_alone(self, graph: Graph, error: Exception) -> None:
+    def refuse_alone(self, graph: CompiledGraph, error: Exception) -> None:
         """Raise for a graph that ranks run for other shapes, and that cannot be captured for these:
         this rank must not leave the others."""
         if graph.form in self._forms:
-            raise Alone(str(error)) from error
+            raise CapturedAlone(str(error)) from error
 
     def _key(self, captured: Captured) -> tuple[int, str]:
         assert self.version is not None
         return self.version(), collectives(captured)
 
 
-class Partition:
+class PlanningPartition:
     """AOTAutograd's partition function: plan the joint graph, and emit it in the plan's order."""
 
     def __init__(
         self,
         backend: Backend,
-        graph: Graph,
+        graph: CompiledGraph,
         example_inputs: Sequence[Any],
         plan: Plan | None = None,
     ) -> None:

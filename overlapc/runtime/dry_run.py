@@ -19,7 +19,7 @@ from overlapc.core.errors import OptionError, RankError
 from overlapc.core.schedule import Schedule
 from overlapc.ranks.exchange import Exchange, busy
 from overlapc.ranks.groups import exchange_for, ranks_of
-from overlapc.runtime.executor import Links, Run
+from overlapc.runtime.executor import Links, RowRun
 from overlapc.runtime.restored import as_it_was
 from overlapc.runtime.stage import Shapes, Stage, blank, leaves_of
 
@@ -175,7 +175,7 @@ def _handed_on(
     sends = links.rank == source
     how, peer = (dist.isend, target) if sends else (dist.irecv, source)
     each = results if sends else [tuple(blank(s).detach() for s in shapes) for _ in range(count)]
-    run = Run(schedule, (), {}, {}, links)
+    run = RowRun(schedule, (), {}, {}, links)
     run.at = what = f"results of stage {stage} by eager"
     try:
         for microbatch, tensors in enumerate(each):

@@ -1,4 +1,4 @@
-"""`Run` runs one rank's row of a pipeline: the parts of its stages, and transfers between ranks.
+"""`RowRun` runs one rank's row of a pipeline: the parts of its stages, and transfers between ranks.
 
 Results for another rank are sent as soon as they are made, while the rank goes on; receives are
 posted a few steps ahead. A late rank is waited for, as long as the process group would; one that
@@ -84,7 +84,7 @@ class Sent:
         self._waiter.close()
 
 
-class Run:
+class RowRun:
     """One call of a pipeline."""
 
     def __init__(

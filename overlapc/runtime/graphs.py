@@ -24,7 +24,7 @@ from overlapc.passes.capture.model_files import is_models
 from overlapc.passes.exact.differences import used_several_times
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
-from overlapc.planning.shares import Run, Share, plan_shares
+from overlapc.planning.shares import GraphsOfStep, Share, plan_shares
 from overlapc.ranks.exchange import busy
 from overlapc.ranks.groups import exchange_for
 from overlapc.tools.flags import log
@@ -32,7 +32,7 @@ from overlapc.tools.flags import log
 Compile = Callable[[Sequence[Any], Plan], Callable[..., Any]]
 
 
-class Graph:
+class CompiledGraph:
     """A compiled graph that runs when called, and can be compiled again for another plan."""
 
     def __init__(self, gm: fx.GraphModule, calls: Calls) -> None:
@@ -108,18 +108,18 @@ def form_of(gm: fx.GraphModule) -> tuple[str, ...]:
     )
 
 
-class Call:
+class ModelCall:
     """The graphs that one call of the model has run so far."""
 
     def __init__(self, code: CodeType) -> None:
         self.code = code
         self.compiled = 0
-        self.graphs: list[Graph] = []
+        self.graphs: list[CompiledGraph] = []
         self.flows: list[tuple[int, int, int]] = []
         self._made: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = {}
         self.sums: dict[int, tuple[Callable[[], torch.Tensor | None], str]] = {}
 
-    def begin(self, graph: Graph, args: Sequence[Any]) -> int:
+    def begin(self, graph: CompiledGraph, args: Sequence[Any]) -> int:
         place = len(self.graphs)
         self.graphs.append(graph)
         for arg in args if self._made else ():
@@ -140,18 +140,18 @@ class Calls:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.running: Call | None = None
+        self.running: ModelCall | None = None
         self.reports: list[Report] = []
         self.differences: dict[str, None] = {}  # differences from eager that several graphs make
         self._depth = 0
-        self._graphs: list[Graph] = []  # graphs that share the budget
-        self._runs: list[Run] = []
-        self._known: set[tuple[Graph, ...]] = set()
+        self._graphs: list[CompiledGraph] = []  # graphs that share the budget
+        self._runs: list[GraphsOfStep] = []
+        self._known: set[tuple[CompiledGraph, ...]] = set()
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            self.running = Call(sys._getframe(1).f_code)
+            self.running = ModelCall(sys._getframe(1).f_code)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._depth -= 1
@@ -183,7 +183,7 @@ class Calls:
         call.compiled += 1
         return not broken and call.compiled == 1 and not call.graphs and not _inside(call.code)
 
-    def _finish(self, call: Call) -> None:
+    def _finish(self, call: ModelCall) -> None:
         """When a call has run other graphs than any before, divide the budget among all."""
         key = tuple(call.graphs)
         if not key or key in self._known or self.options.plan is not None:
@@ -193,12 +193,12 @@ class Calls:
             return
         graphs = list(dict.fromkeys([*self._graphs, *key]))
         place = {graph: i for i, graph in enumerate(graphs)}
-        runs = [*self._runs, Run(tuple(place[graph] for graph in key), tuple(call.flows))]
+        runs = [*self._runs, GraphsOfStep(tuple(place[graph] for graph in key), tuple(call.flows))]
         self._divide(graphs, runs)
         self._graphs, self._runs = graphs, runs
         self._known.add(key)
 
-    def _divide(self, graphs: Sequence[Graph], runs: Sequence[Run]) -> None:
+    def _divide(self, graphs: Sequence[CompiledGraph], runs: Sequence[GraphsOfStep]) -> None:
         shares = [graph.share for graph in graphs if graph.share is not None]
         lanes = dict.fromkeys(lane for share in shares for lane in share.problem.trace.lanes)
         found = [graph.report for graph in graphs if graph.report is not None]

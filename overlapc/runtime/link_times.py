@@ -14,7 +14,7 @@ from overlapc.planning.options import Options
 from overlapc.profiler.hardware import load_hardware
 from overlapc.ranks.exchange import Exchange
 from overlapc.ranks.groups import exchange_for
-from overlapc.runtime.executor import Links, Run
+from overlapc.runtime.executor import Links, RowRun
 from overlapc.tools.timing import now_ns
 
 _PINGS = 5
@@ -33,7 +33,7 @@ def sent_ns(schedule: Schedule, stage: int, size: int, links: Links, options: Op
     if links.rank not in (here, there):
         return 0
     peer = there if links.rank == here else here
-    run = Run(schedule, (), {}, {}, links)
+    run = RowRun(schedule, (), {}, {}, links)
     run.at = f"measuring the link to rank {peer}"
     tensor = torch.zeros(size, dtype=torch.uint8)
 
@@ -56,7 +56,7 @@ def averaging_ns(
         machine = load_hardware(options.hardware)
         sizes = [parameter.nbytes for parameter in trained]
         return machine.average_ns(sizes, len(ranks), machine.most_in_a_node(ranks))
-    run = Run(schedule, (), {}, {}, links)
+    run = RowRun(schedule, (), {}, {}, links)
     run.at = "measuring the link to the replicas"
     gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in trained]
 

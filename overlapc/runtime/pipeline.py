@@ -35,7 +35,7 @@ from overlapc.ranks.groups import exchange_for
 from overlapc.ranks.seeds import warn_of_seeds
 from overlapc.runtime.call import Given, alike
 from overlapc.runtime.dry_run import walked
-from overlapc.runtime.executor import Links, Run
+from overlapc.runtime.executor import Links, RowRun
 from overlapc.runtime.foreign import (
     refuse_foreign,
     refuse_unmade,
@@ -162,7 +162,7 @@ class Pipeline:
             elif self._anywhere(self._changed(first, behind)):
                 self._prepare(first, behind, like)
             row = self.schedule.rows[self.rank]
-            run = Run(self.schedule, row, self._stages, self.modules, self._links)
+            run = RowRun(self.schedule, row, self._stages, self.modules, self._links)
             return run.run(first, behind)
 
     def explain(self) -> str:
@@ -194,7 +194,7 @@ class Pipeline:
         if dist.get_world_size(self.group) == 1:
             return changed
         flag = torch.tensor([int(changed)])
-        run = Run(self.schedule, (), {}, {}, self._links)
+        run = RowRun(self.schedule, (), {}, {}, self._links)
         run.at = "the beginning of a step"
         what = "whether stages have changed"
         work = run.guarded(

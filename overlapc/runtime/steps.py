@@ -22,7 +22,7 @@ from overlapc.runtime.program import Flight, Program, State, begin_pair, end_pai
 
 
 @dataclass
-class Step:
+class RunningStep:
     """A running step: `pending` are microbatches whose backwards have not run, the oldest first."""
 
     each: Sequence[Given]

@@ -59,7 +59,7 @@ from overlapc.runtime.slicing.compare import (
     refuse_whole,
 )
 from overlapc.runtime.slicing.slices import SlicedProgram, Slices, marked
-from overlapc.runtime.steps import Step
+from overlapc.runtime.steps import RunningStep
 from overlapc.sharded.lowered import Lowered
 from overlapc.state.objects import detached
 
@@ -145,7 +145,7 @@ class TrainStep:
         self._replicas, self._lowered, self._inexact = Replicas(model), Lowered(model), Inexact()
         self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
-        self._step: Step | Slices | None = None  # the running step
+        self._step: RunningStep | Slices | None = None  # the running step
         self._given: Given | None = None  # the batch that is in slices
         self._all: Sequence[Given] = ()  # microbatches of the step
         self._compared: dict[tuple[Any, str], Compared] = {}  # slices with their batch, by digest
@@ -174,7 +174,7 @@ class TrainStep:
             return self._replicas.in_turn(each, lambda one: self._in_slices(one, len(each)))
         ready = self._replicas.before_last
         runs = [
-            (self._key(kind), Step(run, gathers=len(run) > 1, before_last=ready))
+            (self._key(kind), RunningStep(run, gathers=len(run) > 1, before_last=ready))
             for kind, run in self._runs(each)
         ]
         turns = [(key, step, given) for key, step in runs for given in step.each]
@@ -202,9 +202,9 @@ class TrainStep:
         if self._reduce == "last":
             self._lowered.reduce(now)
 
-    def _turn(self, key: Any, step: Step, given: Given) -> Any:
+    def _turn(self, key: Any, step: RunningStep, given: Given) -> Any:
         """Run the forward of a microbatch; what is left of those of another kind runs before."""
-        if isinstance(self._step, Step) and self._step is not step:
+        if isinstance(self._step, RunningStep) and self._step is not step:
             self._step.finish()
         self._step = step
         self._reduces(key[1])
@@ -283,7 +283,9 @@ class TrainStep:
         slices = self._options.slices
         self._given = each[0]
         count, each = len(each), each[0].cut(slices) if slices > 1 else each
-        self._step = Slices(count, runs=False, each=each) if slices > 1 else Step(each, runs=False)
+        self._step = (
+            Slices(count, runs=False, each=each) if slices > 1 else RunningStep(each, runs=False)
+        )
         key = self._key(kind if slices == 1 else (kind_of(each[0]), True))
         self._reduces(key[1])
         try:
@@ -350,7 +352,7 @@ class TrainStep:
     def _forward(self, given: Given, key: Any) -> Any:
         """Run the forward of a microbatch, and the backward that is due with it."""
         step = self._step
-        assert isinstance(step, Step)
+        assert isinstance(step, RunningStep)
         if key in self._plain:
             step.finish()
             return self._plainly(given)
@@ -374,7 +376,7 @@ class TrainStep:
         step.finish_alone()
         return detached(result)
 
-    def _called(self, traced: Traced, step: Step, given: Given) -> Any:
+    def _called(self, traced: Traced, step: RunningStep, given: Given) -> Any:
         try:
             return traced(*given.args, **given.kwargs)
         except Stop:  # the first forward runs with the second
@@ -428,7 +430,7 @@ class TrainStep:
             assert step is not None
             refuse_owners(joint, state, self.model)
             self._lowered.refuse_read(state[owner_of(name)].tensor for name in joint.leaves)
-            if joint.captured.trace.lanes and isinstance(step, Step):
+            if joint.captured.trace.lanes and isinstance(step, RunningStep):
                 alike(self._all)  # ranks may have others, and so merge others
             if step.count not in programs:
                 programs[step.count] = self._program(joint, state, step)
@@ -437,13 +439,17 @@ class TrainStep:
                 self.report = program.report  # of those that are merged
             if not step.runs:
                 raise Stop
-            at = (0, 1) if isinstance(step, Step) else (len(step.states), self._options.slices)
+            at = (
+                (0, 1)
+                if isinstance(step, RunningStep)
+                else (len(step.states), self._options.slices)
+            )
             self._replicas.around(joint, state, at)
             return step.forward(program, state)
 
         return run
 
-    def _program(self, joint: Joint, state: State, running: Step | Slices) -> Program:
+    def _program(self, joint: Joint, state: State, running: RunningStep | Slices) -> Program:
         """Make the program of a graph: plan it, or use the plan of an equal graph."""
         captured, slices, count = joint.captured, self._options.slices, running.count
         key = count, captured.trace.digest

@@ -18,7 +18,7 @@ from overlapc.search.models.transformer import Model
 VERSION = 14
 
 
-class Cache:
+class PlannedLayouts:
     """Planned layouts: a folder for each question, with a file for each layout, so searches that
     run at the same time lose nothing."""
 

@@ -25,7 +25,7 @@ from overlapc.search.layouts import (
 )
 from overlapc.search.memory import run_bytes, tensor_bytes
 from overlapc.search.models.transformer import Model
-from overlapc.search.place import Place, Stage, merging, planned, sent_between
+from overlapc.search.place import Place, PlacedStage, merging, planned, sent_between
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows, least_ns, placed, waited
 from overlapc.search.units import Part, Unit
@@ -125,11 +125,11 @@ class Outcome:
 
     found: Found
     timeline: PipelineTimeline | None = None  # of few microbatches
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[PlacedStage, ...] = ()
     costs: tuple[StageCost, ...] = ()  # by stage of the pipeline
 
     @property
-    def slowest(self) -> Stage:
+    def slowest(self) -> PlacedStage:
         return max(self.stages, key=lambda stage: stage.microbatch_ns)
 
 
@@ -229,7 +229,7 @@ def evaluate(
     layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
     where = model, cluster, layout, unit, Rows.of(layout, count).few
     places = [Place.of(*where, rank, layers) for rank in range(layout.pp)]
-    ranks: list[Stage] = []
+    ranks: list[PlacedStage] = []
     for place in places:
         try:
             ranks.append(planned(place, unit, solver, time_limit_s))
@@ -251,7 +251,7 @@ def evaluate(
     static = held_bytes(model, cluster, layout, layers)
     placing = finish and layout.pp > 1
     how = placing, known, pinned, is_of_field(solver)
-    ran = Ran.of(cluster, layout, unit, ranks, count, static, *how)
+    ran = RanPipeline.of(cluster, layout, unit, ranks, count, static, *how)
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
     gap = gap_of(ranks, [p.parts(unit)[-1][1].bound_ns for p in places]) if bounded else 0.0
     found = replace(found, bound_ns=bound, layers=layers, gap=gap, launching=unit.launching)
@@ -264,7 +264,7 @@ def evaluate(
     return Outcome(found, reduced(ran.timeline, update.reduce_ns), tuple(ranks), ran.costs)
 
 
-def _by_stage(layout: Layout, ranks: Sequence[Stage]) -> tuple[StageCost, ...]:
+def _by_stage(layout: Layout, ranks: Sequence[PlacedStage]) -> tuple[StageCost, ...]:
     """The costs of all stages of the pipeline, in their order."""
     costs = {
         stage: cost
@@ -275,7 +275,7 @@ def _by_stage(layout: Layout, ranks: Sequence[Stage]) -> tuple[StageCost, ...]:
 
 
 @dataclass(frozen=True)
-class Ran:
+class RanPipeline:
     """The pipeline of planned ranks in a step, up to its last gradient."""
 
     costs: tuple[StageCost, ...]  # by stage
@@ -291,14 +291,14 @@ class Ran:
         cluster: Cluster,
         layout: Layout,
         unit: Unit,
-        ranks: Sequence[Stage],
+        ranks: Sequence[PlacedStage],
         count: int,
         static: Sequence[int],
         place: bool,
         known: str,
         pinned: bool = False,
         waits: bool = False,
-    ) -> Ran:
+    ) -> RanPipeline:
         """Simulate the pipeline. `place`: place its rows; `known` are rows placed before; `pinned`
         ones take no more memory than plain ones. `waits`: ranks wait for transfers as those of the
         framework do."""
@@ -324,14 +324,14 @@ class Ran:
         if ranks[0].report.merged is not None:
             timeline = _merged(ranks[0], min(count, _SHOWN), static[0])
             took_ns = slowest_ns + (count - 1) * ranks[0].merged_ns
-            return Ran(costs, rows, timeline, (ranks[0].peak_bytes,), took_ns, took_ns, 0)
+            return RanPipeline(costs, rows, timeline, (ranks[0].peak_bytes,), took_ns, took_ns, 0)
         peaks = tuple(
             rank.peak_bytes + new - bytes - old
             for rank, new, bytes, old in zip(ranks, timeline.peak_bytes, static, given, strict=True)
         )
         took_ns = rows.last(costs, count, slowest_ns)
         p2p_ns = took_ns - rows.last(silent, count, busy_ns) if layout.pp > 1 else 0
-        return Ran(costs, rows, timeline, peaks, took_ns, count * busy_ns, max(0, p2p_ns))
+        return RanPipeline(costs, rows, timeline, peaks, took_ns, count * busy_ns, max(0, p2p_ns))
 
 
 def _slowest_ns(layout: Layout, costs: Sequence[StageCost]) -> int:
@@ -340,7 +340,7 @@ def _slowest_ns(layout: Layout, costs: Sequence[StageCost]) -> int:
     return max(sum(each[stage] for stage in layout.stages_of(r)) for r in range(layout.pp))
 
 
-def _attention_lanes(stages: Sequence[Stage]) -> set[str]:
+def _attention_lanes(stages: Sequence[PlacedStage]) -> set[str]:
     """The process groups that communicate within attention."""
     every = [*stages, *(stage.first for stage in stages if stage.first is not None)]
     return {
@@ -356,9 +356,9 @@ def figures_of(
     cluster: Cluster,
     layout: Layout,
     solver: str,
-    ranks: Sequence[Sequence[Stage]],
+    ranks: Sequence[Sequence[PlacedStage]],
     count: int,
-    ran: Ran,
+    ran: RanPipeline,
     update: Update,
 ) -> Found:
     """The figures of a step from its planned ranks."""
@@ -406,14 +406,14 @@ def figures_of(
     )
 
 
-def gap_of(stages: Sequence[Stage], bounds: Sequence[Callable[[Problem], int]]) -> float:
+def gap_of(stages: Sequence[PlacedStage], bounds: Sequence[Callable[[Problem], int]]) -> float:
     """How far the stages' plans are above their bounds."""
     planned_ns = sum(stage.timeline.step_ns for stage in stages)
     both = zip(stages, bounds, strict=True)
     return planned_ns / max(1, sum(stage.report.bounded_by(bound) for stage, bound in both)) - 1
 
 
-def _merged(stage: Stage, count: int, static: int) -> PipelineTimeline:
+def _merged(stage: PlacedStage, count: int, static: int) -> PipelineTimeline:
     """The timeline of so many merged microbatches. Forward and backward fill and free the same
     memory."""
     ran = simulate_pipeline(

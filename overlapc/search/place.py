@@ -144,7 +144,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlacedStage:
     """A rank's planned stages: a few of its blocks stand for all of them."""
 
     report: Report  # of the captured blocks; merged where that pays
@@ -152,7 +152,7 @@ class Stage:
     costs: tuple[StageCost, ...]
     times: float  # the stage is so many times the captured blocks
     peak_bytes: int
-    first: Stage | None = None  # first layers without experts, if others have them
+    first: PlacedStage | None = None  # first layers without experts, if others have them
     sharding_ns: int = 0  # of a microbatch, that gathering weights and summing gradients adds
 
     @property
@@ -188,10 +188,10 @@ class Stage:
         return forwards_ns if step[0].kind == "F" else pair.timeline.step_ns - forwards_ns
 
 
-def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage:
+def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> PlacedStage:
     """Plan a rank's stages: their blocks in the memory that is left, and embedding and head."""
 
-    def stage(part: Place, of: Unit) -> Stage:
+    def stage(part: Place, of: Unit) -> PlacedStage:
         problem = part.problem(of)
         if has_one_plan(solver):
             return _blocks(part, of, _planned_once(problem, of, solver, part.head is not None))
@@ -210,15 +210,15 @@ def planned(place: Place, unit: Unit, solver: str, time_limit_s: float) -> Stage
 
 
 def _both(
-    place: Place, parts: list[tuple[Place, Unit]], stage: Callable[[Place, Unit], Stage]
-) -> tuple[Stage, Stage]:
+    place: Place, parts: list[tuple[Place, Unit]], stage: Callable[[Place, Unit], PlacedStage]
+) -> tuple[PlacedStage, PlacedStage]:
     """Plan two kinds of blocks in the memory of their rank. The first gets a part of it as large as
     its part of all that they would keep, and the second what the first leaves; unless that is too
     little for one of them."""
     room, beside = place.room, place.static_bytes + place.boundary_bytes
     first, second = (part.in_flight * _kept(of) for part, of in parts)
 
-    def within(at: int, room: int) -> Stage:
+    def within(at: int, room: int) -> PlacedStage:
         part, of = parts[at]
         return stage(replace(part, within=max(1, room)), of)
 
@@ -272,7 +272,7 @@ def _judged_alone(problem: Problem, solver: str) -> Report:
     return judged(_NAME, alone, solve(alone, solver))
 
 
-def merging(place: Place, unit: Unit, stage: Stage, solver: str, count: int) -> Stage:
+def merging(place: Place, unit: Unit, stage: PlacedStage, solver: str, count: int) -> PlacedStage:
     """Merge each forward with the backward of the microbatch before, where `TrainStep` would."""
     problem = stage.report.problem
     known = stage.report.plan
@@ -285,7 +285,7 @@ def merging(place: Place, unit: Unit, stage: Stage, solver: str, count: int) -> 
     return _with_ends(place, unit, made if stage.first is None else _joined(stage.first, made))
 
 
-def _blocks(place: Place, unit: Unit, report: Report) -> Stage:
+def _blocks(place: Place, unit: Unit, report: Report) -> PlacedStage:
     """The stages of blocks of one kind."""
     cluster, layout = place.cluster, place.layout
     machine = load_hardware(cluster.hardware)
@@ -303,10 +303,10 @@ def _blocks(place: Place, unit: Unit, report: Report) -> Stage:
         cost = replace(cost, sent_ns=_sent_ns(cluster, layout, unit, machine, across))
     costs = [_of_layers(cost, count / unit.blocks) for count in place.counts]
     peak = place.static_bytes + place.boundary_bytes + report.peak_bytes
-    return Stage(report, ran, tuple(costs), place.layers / unit.blocks, peak)
+    return PlacedStage(report, ran, tuple(costs), place.layers / unit.blocks, peak)
 
 
-def _joined(first: Stage, last: Stage) -> Stage:
+def _joined(first: PlacedStage, last: PlacedStage) -> PlacedStage:
     """The stages of one rank, with blocks of two kinds."""
     both = zip(first.costs, last.costs, strict=True)
     costs = tuple(_one_behind(one, other) for one, other in both)
@@ -335,7 +335,7 @@ def _one_behind(first: StageCost, last: StageCost) -> StageCost:
     )
 
 
-def _with_ends(place: Place, unit: Unit, stage: Stage) -> Stage:
+def _with_ends(place: Place, unit: Unit, stage: PlacedStage) -> PlacedStage:
     """The rank's stages with embedding and head, where it has them."""
     costs = list(stage.costs)
     if place.rank == 0:

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, replace
 from typing import Any
 
-from overlapc.search.cache import Cache
+from overlapc.search.cache import PlannedLayouts
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, Outcome, first_bound, lower_bound
 from overlapc.search.layouts import Cluster, Layout
@@ -82,7 +82,7 @@ class Running:
     be one of them, or if None, always."""
 
     def __init__(
-        self, model: Model, cluster: Cluster, solver: str, known: Cache, shown: int | None
+        self, model: Model, cluster: Cluster, solver: str, known: PlannedLayouts, shown: int | None
     ) -> None:
         self.model, self.cluster, self.solver = model, cluster, solver
         self.known, self.shown = known, shown

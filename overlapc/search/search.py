@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from overlapc.core.errors import OptionError, OverlapcError
-from overlapc.search.cache import Cache
+from overlapc.search.cache import PlannedLayouts
 from overlapc.search.evaluate import Found, Outcome
 from overlapc.search.in_slices import InSlices
 from overlapc.search.layouts import ANY, Cluster, Fixed, Layout, layouts, stage_layers
@@ -91,7 +91,7 @@ def search(
         raise _none(model, cluster, fixed)
 
     def running(name: str, most: int | None = 1) -> Running:
-        return Running(model, cluster, name, Cache(cache, model, cluster, name), most)
+        return Running(model, cluster, name, PlannedLayouts(cache, model, cluster, name), most)
 
     first, *others = [running(name, shown if prune else None) for name in alone or (solver,)]
     ours = [running(solver, shown)] if alone and solver not in alone else []

@@ -27,7 +27,7 @@ from overlapc.search.frameworks.scores import kept_by_callers
 from overlapc.search.models.transformer import Transformer
 from overlapc.solvers import bound_ns, has_one_plan, solve
 from overlapc.solvers.bound.bounds import phase_bounds_ns
-from overlapc.solvers.bound.program import Program
+from overlapc.solvers.bound.program import IntegerProgram
 
 _T = TypeVar("_T")
 Part = Literal["whole", "forward", "inputs", "merged"]
@@ -36,7 +36,7 @@ BLOCKS = 4  # so many are captured, or one period; a longer stage is a multiple
 
 
 @dataclass(frozen=True)
-class Least:
+class LeastTimes:
     """The least nanoseconds of the blocks, under any plan and memory: of a microbatch, of its
     forward, and of its backward without weight gradients."""
 
@@ -46,11 +46,11 @@ class Least:
     merged: int  # a backward merged with the forward of another microbatch
 
     @staticmethod
-    def of(problem: Problem) -> Least:
+    def of(problem: Problem) -> LeastTimes:
         forward, inputs, _ = phase_bounds_ns(replace(problem, phases=("F", "I", "W")))
         whole = bound_ns(problem)
         merged = bound_ns(merge(problem)) if problem.trace.lanes else whole
-        return Least(whole, forward, inputs, merged)
+        return LeastTimes(whole, forward, inputs, merged)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Unit(Record):
     head: Problem
     boundary_bytes: int
     table_bytes: int  # bytes of a rank's part of the embedding
-    least: Least
+    least: LeastTimes
     head_ran: Timeline
     launching: float = 0.0  # of the blocks' time, that their host takes to launch them
     first: Unit | None = None  # of the model's first layers, if they alone have no experts
@@ -100,7 +100,7 @@ class Unit(Record):
         """A bound on one of the unit's problems, in its memory and with so many microbatches in
         flight as it has. If `silent`, all its collectives take no time."""
         which = _HEAD in problem.trace.op, silent
-        program = self.once(("program", *which), lambda: Program(problem))
+        program = self.once(("program", *which), lambda: IntegerProgram(problem))
         where = problem.in_flight, problem.budget_bytes
         return self.once(("bound", which, where), lambda: bound_ns(problem, program))
 
@@ -114,7 +114,9 @@ class Unit(Record):
         whole, head = (sum(phase_bounds_ns(each, cut=True)) for each in (self.problem, self.head))
         ran = replace(self.head_ran, step_ns=min(head, self.head_ran.step_ns))
         first = self.first and self.first.cut
-        return replace(self, least=Least(whole, forward, inputs, whole), head_ran=ran, first=first)
+        return replace(
+            self, least=LeastTimes(whole, forward, inputs, whole), head_ran=ran, first=first
+        )
 
     @cached_property
     def with_head(self) -> Problem:
@@ -164,7 +166,7 @@ def _unit(key: UnitKey, of: Captures, bounded: bool, first: Unit | None) -> Unit
     head_ran = simulate(head, solve(head, "none"))
     at_loss = framework.loss_bytes * key.microbatch * model.seq * model.vocab
     head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
-    least = Least.of(problem) if bounded else Least(0, 0, 0, 0)
+    least = LeastTimes.of(problem) if bounded else LeastTimes(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * of.element_bytes
     figures = of.boundary_bytes, table, least, head_ran, launching
     return Unit(of.count, problem, received, head, *figures, first)

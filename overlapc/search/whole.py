@@ -20,9 +20,9 @@ from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.planning.stage import beside_bytes, plan_stage, stage_figures
 from overlapc.profiler.hardware import load_hardware
 from overlapc.search.chosen import memory_budgets
-from overlapc.search.evaluate import Found, Outcome, Ran, figures_of, gap_of
+from overlapc.search.evaluate import Found, Outcome, RanPipeline, figures_of, gap_of
 from overlapc.search.layouts import Cluster, Layout, expert_ranks
-from overlapc.search.place import Stage
+from overlapc.search.place import PlacedStage
 from overlapc.search.replicas import Update
 from overlapc.search.rows import Rows
 from overlapc.search.weights import held_bytes
@@ -196,7 +196,7 @@ def _outcome(
         max(peak, *(beside + stage.peak_bytes for stage in mine))
         for peak, beside, mine in zip(timeline.peak_bytes, static, ranks, strict=True)
     ]
-    ran = Ran(
+    ran = RanPipeline(
         costs,
         Rows(rows),
         timeline,
@@ -224,10 +224,10 @@ def _outcome(
     return Outcome(told, reduced(timeline, update.reduce_ns), tuple(stages), costs)
 
 
-def _stage(report: Report, figure: StageFigures) -> Stage:
+def _stage(report: Report, figure: StageFigures) -> PlacedStage:
     """Convert a planned stage to the search's `Stage`. Its peak is that of its merged graphs and
     pairs, without what its rank holds throughout."""
     peak_bytes = 0
     if report.merged or report.pair:
         peak_bytes = report.peak_bytes - report.problem.resident_bytes
-    return Stage(report, report.timeline, (figure.cost,), 1, peak_bytes)
+    return PlacedStage(report, report.timeline, (figure.cost,), 1, peak_bytes)

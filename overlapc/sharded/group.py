@@ -45,7 +45,7 @@ class Group:
             for each in params
         ]
         self.full: list[Tensor] | None = None
-        self._layout = Layout.of(group, number)
+        self._layout = FlatLayout.of(group, number)
         self._mine = [i for i, leaf in enumerate(self.leaves) if leaf.requires_grad]
         self._ops: dict[Any, Any] = {}  # by which gradients wait for a reduction; None: all do
         self._given: list[Tensor] = []  # what the op of this call is given
@@ -182,7 +182,7 @@ def _take_over(param: Any) -> None:
         param.unsharded_accumulated_grad, full.grad = full.grad, None
 
 
-def _slot(layout: Layout, i: int) -> nn.Parameter:
+def _slot(layout: FlatLayout, i: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros((), dtype=layout.dtypes[i]).expand(layout.whole[i]))
 
 
@@ -200,7 +200,7 @@ def _modules_of(param: Any) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """How a group's parameters lie in its flat tensors, and how these travel. Plain data alone, as
     Dynamo wants it in a closure."""
 
@@ -223,7 +223,7 @@ class Layout:
     reduce_op: str
 
     @staticmethod
-    def of(group: Any, number: int) -> Layout:
+    def of(group: Any, number: int) -> FlatLayout:
         params, info = group.fsdp_params, group.mesh_info
         dtypes = [each.param_dtype or each.orig_dtype for each in params]
         trained = [each.sharded_param.requires_grad for each in params]
@@ -243,7 +243,7 @@ class Layout:
                 f"FSDP2 divides gradients of {named(group)} within its reduction (PREMUL_SUM); "
                 "expected set_force_sum_reduction_for_comms(True)"
             )
-        return Layout(
+        return FlatLayout(
             number=number if group.post_forward_mesh_info is not None else -1,
             ranks=info.shard_mesh_size,
             gathers=info.shard_process_group.group_name,
@@ -264,7 +264,7 @@ class Layout:
         )
 
 
-def op_of(layout: Layout, waiting: Sequence[int] | None) -> Callable[..., tuple[Tensor, ...]]:
+def op_of(layout: FlatLayout, waiting: Sequence[int] | None) -> Callable[..., tuple[Tensor, ...]]:
     """A group's op of autograd: a gather, with the reduction in its backward: of earlier gradients,
     too, of parameters that are `waiting`. None: it hands gradients to slots. Dynamo takes it as it
     is, without a look inside, which would take seconds for each group."""
@@ -296,7 +296,7 @@ def op_of(layout: Layout, waiting: Sequence[int] | None) -> Callable[..., tuple[
     return torch._dynamo.allow_in_graph(gathered)
 
 
-def _gather_of(layout: Layout) -> Callable[..., tuple[Tensor, ...]]:
+def _gather_of(layout: FlatLayout) -> Callable[..., tuple[Tensor, ...]]:
     """The gather alone: from shards to full parameters."""
     ranks, dims, whole, shards = layout.ranks, layout.dims, layout.whole, layout.shards
     dtypes, gathers, number = layout.dtypes, layout.gathers, layout.number
@@ -327,7 +327,7 @@ def _gather_of(layout: Layout) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _reduction_of(
-    layout: Layout, mine: Sequence[int], held: Sequence[int]
+    layout: FlatLayout, mine: Sequence[int], held: Sequence[int]
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """From gradients of full parameters, and earlier ones of those that are `held`, to those of
     shards."""

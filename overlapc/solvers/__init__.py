@@ -28,7 +28,7 @@ from overlapc.solvers.bound.bounds import Least, Within, bound_ns, simple_bound_
 from overlapc.solvers.choose.choice import Choice, Needs, choice_of, plan_on_demand
 from overlapc.solvers.choose.heu import heu_plans, ordered
 from overlapc.solvers.choose.keep import keep_sets
-from overlapc.solvers.choose.opt import Progress, opt
+from overlapc.solvers.choose.opt import SolverProgress, opt
 from overlapc.solvers.choose.overlap import overlap_plans, steady_plans
 from overlapc.solvers.choose.period import Periodic
 from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
@@ -101,7 +101,7 @@ def solve(
     *,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[SolverProgress], None] = lambda _: None,
 ) -> Plan:
     """Return the best plan of this solver (or baseline) that fits the problem's budget.
 

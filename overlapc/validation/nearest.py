@@ -2,7 +2,7 @@
 
 Both are in `public_runs.csv` beside this file, which every installed package has. After a change of
 costs it is written anew, within minutes: `overlapc validate --write
-overlapc/search/public_runs.csv`.
+overlapc/validation/public_runs.csv`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPERTS = 2.0  # octaves between a model with experts and one without
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run, or a layout to compare with them (without a step)."""
 
     table: str
@@ -55,11 +55,11 @@ class Run:
     predicted_ns: int = 0
 
     @staticmethod
-    def of(model: Model, cluster: Cluster, layout: Layout) -> Run:
+    def of(model: Model, cluster: Cluster, layout: Layout) -> PublishedRun:
         """The question's own run."""
         machine = load_hardware(cluster.hardware)
         experts = model.experts if isinstance(model, Transformer) else 0
-        return Run(
+        return PublishedRun(
             "",
             "",
             machine.name,
@@ -101,7 +101,7 @@ class Run:
         by = f"{self.framework}, {self.recompute}" + ", FP8" * self.fp8
         return f"{size} on {where.strip()} microbatch={self.microbatch} of {self.seq} tokens, {by}"
 
-    def apart(self, other: Run) -> float:
+    def apart(self, other: PublishedRun) -> float:
         """How far two runs are apart, in octaves."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in _ALIKE)
         far = sum(abs(math.log2(max(1, a) / max(1, b))) for a, b in pairs)
@@ -112,12 +112,12 @@ class Run:
 class Nearest:
     """The published runs that are nearest to a question, the nearest first."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[PublishedRun, ...]
     octaves: tuple[float, ...]  # how far each is from the question
     known: int  # number of all published runs
 
     @staticmethod
-    def to(asked: Run, runs: Sequence[Run], count: int = 20) -> Nearest:
+    def to(asked: PublishedRun, runs: Sequence[PublishedRun], count: int = 20) -> Nearest:
         """Find the nearest, in FP8 only if the question is; of equally near ones, those that are
         held out come first."""
         found = sorted(
@@ -140,7 +140,7 @@ class Nearest:
         """Read the result of `as_json`."""
         runs = [dict(each) for each in found["runs"]]
         octaves = tuple(each.pop("octaves") for each in runs)
-        return Nearest(tuple(Run(**each) for each in runs), octaves, found["known"])
+        return Nearest(tuple(PublishedRun(**each) for each in runs), octaves, found["known"])
 
     @property
     def middle(self) -> float:
@@ -156,7 +156,7 @@ def as_csv(judged: Iterable[tuple[Table, Sequence[Predicted]]]) -> str:
     """Write the predicted rows that have a measured step, in their tables' order; none that is
     composed."""
     text = io.StringIO()
-    names = [each.name for each in fields(Run)]
+    names = [each.name for each in fields(PublishedRun)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for table, found in judged:
@@ -167,10 +167,10 @@ def as_csv(judged: Iterable[tuple[Table, Sequence[Predicted]]]) -> str:
     return text.getvalue()
 
 
-def _published(table: Table, found: Predicted) -> Run:
+def _published(table: Table, found: Predicted) -> PublishedRun:
     row = found.row
     return replace(
-        Run.of(row.model, row.cluster, row.layout),
+        PublishedRun.of(row.model, row.cluster, row.layout),
         table=table.name,
         role="calibrates" if table.calibrates else "held out",
         recompute=row.recompute,
@@ -180,10 +180,10 @@ def _published(table: Table, found: Predicted) -> Run:
 
 
 @cache
-def load_runs(path: StrPath = SHIPPED) -> tuple[Run, ...]:
+def load_runs(path: StrPath = SHIPPED) -> tuple[PublishedRun, ...]:
     """Read what `as_csv` wrote."""
     text = read_text(path, "published runs")
-    kinds = {each.name: each.type for each in fields(Run)}
+    kinds = {each.name: each.type for each in fields(PublishedRun)}
     runs = []
     try:
         for row in csv.DictReader(io.StringIO(text)):
@@ -192,7 +192,7 @@ def load_runs(path: StrPath = SHIPPED) -> tuple[Run, ...]:
             cells: dict[str, Any] = {
                 name: int(cell) if kinds[name] == "int" else cell for name, cell in row.items()
             }
-            runs.append(Run(**cells))
+            runs.append(PublishedRun(**cells))
             if min(runs[-1].measured_ns, runs[-1].predicted_ns) <= 0:
                 raise ValueError(f"row {len(runs)} has no step")
     except ValueError as error:

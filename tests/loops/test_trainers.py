@@ -85,10 +85,10 @@ class _Interrupts:
 
 def test_losses_of_an_interrupted_accumulation_are_dropped() -> None:
     pytest.importorskip("transformers", reason="install the extra: pip install -e '.[zoo]'")
-    from overlapc.integrations.transformers import Merged, Overlap
+    from overlapc.integrations.transformers import MergedAccumulation, Overlap
 
     trainer: Any = _Interrupts()
-    merged = Merged(trainer, Overlap())
+    merged = MergedAccumulation(trainer, Overlap())
     merged._losses = iter([torch.tensor(-1.0)])
     batches, _ = trainer.get_batch_samples()
     assert trainer.training_step(None, batches[0]) == len("first")

@@ -13,7 +13,7 @@ from overlapc.core.check import check
 from overlapc.core.errors import Infeasible
 from overlapc.core.simulate import simulate
 from overlapc.solvers import SOLVERS, bound_ns, solve
-from overlapc.solvers.bound.program import Program
+from overlapc.solvers.bound.program import IntegerProgram
 from overlapc.solvers.choose.exact import exact, must_follow
 from overlapc.solvers.choose.opt import opt
 from tests.plain.brute_force import TooMany, brute_force
@@ -31,7 +31,7 @@ def test_no_legal_plan_beats_the_bound(seeds):
         plan = random_plan(problem, rng)
         timeline = simulate(problem, plan)
         limited = replace(problem, budget_bytes=timeline.peak_bytes)
-        programs = [Program(limited), Program(limited, fine=True)]
+        programs = [IntegerProgram(limited), IntegerProgram(limited, fine=True)]
         for bound in (bound_ns(limited), *(p.solve(5.0, 0.0).bound_ns for p in programs)):
             assert bound <= timeline.step_ns, seed
 
@@ -41,10 +41,10 @@ def test_a_program_serves_other_budgets_and_microbatches_in_flight(seeds):
     for seed in seeds:
         rng = Random(seed)
         problem = random_problem(rng, rng.randint(1, 7))
-        known = Program(replace(problem, budget_bytes=rng.randint(1, 1 << 20)))
+        known = IntegerProgram(replace(problem, budget_bytes=rng.randint(1, 1 << 20)))
         for in_flight in (1, 3, 5):
             asked = replace(problem, budget_bytes=rng.randint(1, 1 << 16), in_flight=in_flight)
-            made, served = Program(asked), known.of(asked)
+            made, served = IntegerProgram(asked), known.of(asked)
             assert served.model == made.model, seed
             assert bound_ns(asked, known) == bound_ns(asked), seed
 

@@ -10,7 +10,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.report.answer import Answer
 from overlapc.report.verdict import counted
 from overlapc.search.alone import alone, unplanned
-from overlapc.search.cache import Cache
+from overlapc.search.cache import PlannedLayouts
 from overlapc.search.evaluate import Found
 from overlapc.search.frameworks.known import find_framework
 from overlapc.search.layouts import ANY, Cluster, Layout, layouts
@@ -179,7 +179,7 @@ def test_layouts_have_the_schedules_of_the_framework() -> None:
 
 def test_a_search_that_is_stopped_judges_no_layout_that_it_has_not_looked_at() -> None:
     every = list(layouts(DENSE, CLUSTER))
-    run = Running(DENSE, CLUSTER, "megatron-none", Cache(None, DENSE, CLUSTER, ""), 5)
+    run = Running(DENSE, CLUSTER, "megatron-none", PlannedLayouts(None, DENSE, CLUSTER, ""), 5)
     run.add_all(every)
     seen = every[0]
     run.heap = [(bound, layout) for bound, layout in run.heap if layout != seen]

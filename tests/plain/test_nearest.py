@@ -11,18 +11,18 @@ import pytest
 from overlapc.core.errors import FileError
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.presets import find_model
-from overlapc.validation.nearest import SHIPPED, Nearest, Run, as_csv, load_runs
+from overlapc.validation.nearest import SHIPPED, Nearest, PublishedRun, as_csv, load_runs
 from overlapc.validation.public import Predicted, load_table
 
 TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "public").glob("*.toml"))
 
 
-def asked() -> Run:
+def asked() -> PublishedRun:
     cluster = Cluster("a100-sxm-80", 16, 8, 80_000_000_000, 128)
-    return Run.of(find_model("gpt-7b"), cluster, Layout(4, 2, 2, 2))
+    return PublishedRun.of(find_model("gpt-7b"), cluster, Layout(4, 2, 2, 2))
 
 
-def ran(**change: object) -> Run:
+def ran(**change: object) -> PublishedRun:
     run = replace(asked(), table="one", role="held out", measured_ns=100, predicted_ns=110)
     return replace(run, **change)  # type: ignore[arg-type]
 

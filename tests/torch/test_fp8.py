@@ -9,7 +9,7 @@ import pytest
 
 from overlapc.core.errors import OptionError
 from overlapc.profiler.hardware import load_hardware
-from overlapc.profiler.work import Attention, Product, Work, work_ns
+from overlapc.profiler.work import AttentionWork, OpWork, Product, work_ns
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, first_bound
 from overlapc.search.frameworks.fp8 import fp8_ns, runs_in_fp8
@@ -23,7 +23,7 @@ from overlapc.validation.interval import interval
 
 M, N, K = 8192, 4096, 2048
 SIZE = 2 * (M * K + K * N + M * N)
-WORK = Work("matmul", 2.0 * M * N * K, "bfloat16", SIZE, K, Product(M, N, K, "tn"))
+WORK = OpWork("matmul", 2.0 * M * N * K, "bfloat16", SIZE, K, Product(M, N, K, "tn"))
 H100 = load_hardware("h100-sxm")
 MODEL = Transformer(
     "wide", layers=2, width=4096, heads=32, ffn=16384, vocab=32000, seq=4096, experts=8, top_k=2,
@@ -54,7 +54,9 @@ def test_what_runs_in_fp8() -> None:
     assert not runs_in_fp8(WORK, N)  # a router of so many experts
     assert not runs_in_fp8(replace(WORK, product=Product(M, N, 2044, "tn")), 0)
     assert not runs_in_fp8(replace(WORK, dtype="float32"), 0)
-    mixed = replace(WORK, kind="attention", product=None, attention=Attention(8, 64, True, False))
+    mixed = replace(
+        WORK, kind="attention", product=None, attention=AttentionWork(8, 64, True, False)
+    )
     assert not runs_in_fp8(mixed, 0)
 
 

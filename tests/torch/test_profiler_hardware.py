@@ -22,7 +22,7 @@ from overlapc.profiler.hardware import (
     load_hardware,
 )
 from overlapc.profiler.known import FOLDER
-from overlapc.profiler.work import Product, Work, work_ns
+from overlapc.profiler.work import OpWork, Product, work_ns
 
 EXPECTED = {
     "a100-pcie-40", "a100-pcie-80", "a100-sxm-40", "a100-sxm-80", "a800-sxm-80", "ascend-910b",
@@ -333,7 +333,7 @@ def test_products_take_what_was_measured(
     machine = load_hardware("a100-sxm-40")
     moved = 2 * batch * (m * k + k * n + m * n)
     product = Product(m, n, k, "nn", batch)
-    work = Work("matmul", 2 * batch * m * n * k, "float16", moved, min(m, n, k), product)
+    work = OpWork("matmul", 2 * batch * m * n * k, "float16", moved, min(m, n, k), product)
     assert work_ns(machine, work) / 1e3 == pytest.approx(measured, rel=0.15)
 
 
@@ -349,7 +349,7 @@ def test_awkward_products_take_what_was_measured(what: str) -> None:
         batch, m, n, k = (int(row[key]) for key in ("batch", "m", "n", "k"))
         moved = 2 * batch * (m * k + k * n + m * n)
         product = Product(m, n, k, row["layout"], batch)
-        work = Work("matmul", 2 * batch * m * n * k, row["dtype"], moved, min(m, n, k), product)
+        work = OpWork("matmul", 2 * batch * m * n * k, row["dtype"], moved, min(m, n, k), product)
         ratios.append(work_ns(machine, work) / 1e3 / float(row["us"]))
     assert len(ratios) > 10
     assert all(0.75 < ratio < 1.3 for ratio in ratios), ratios
@@ -361,7 +361,7 @@ def test_awkward_products_take_what_was_measured(what: str) -> None:
 def test_a_matrix_and_a_vector_take_what_they_move(m: int, n: int, dtype: str) -> None:
     machine = load_hardware("a100-sxm-80")
     moved = 4 * 4096 * 4096
-    work = Work("matmul", 2 * m * n * 4096, dtype, moved, 1, Product(m, n, 4096, "tn"))
+    work = OpWork("matmul", 2 * m * n * 4096, dtype, moved, 1, Product(m, n, 4096, "tn"))
     assert work_ns(machine, work) == round(machine.launch_ns + machine.memory_ns(moved))
 
 
@@ -371,10 +371,10 @@ def test_products_of_float32_lose_nothing_and_fp8_writes_half_precision() -> Non
     assert machine.kernels is not None
     plain = replace(machine, kernels=replace(machine.kernels, aligned=()))
     for dtype, loses in (("float32", False), ("float64", False), ("tf32", True), ("float16", True)):
-        work = Work("matmul", 2 * 4096 * 4097 * 4096, dtype, 1, 4096, odd)
+        work = OpWork("matmul", 2 * 4096 * 4097 * 4096, dtype, 1, 4096, odd)
         assert (work_ns(machine, work) > work_ns(plain, work)) == loses, dtype
     h100 = load_hardware("h100-sxm")
-    work = Work("matmul", 2 * 8192 * 8192 * 16, "float8", 1, 16, Product(8192, 8192, 16, "tn"))
+    work = OpWork("matmul", 2 * 8192 * 8192 * 16, "float8", 1, 16, Product(8192, 8192, 16, "tn"))
     writes_ns = h100.memory_ns(2 * 8192 * 8192)
     assert work_ns(h100, work) == pytest.approx(h100.launch_ns + writes_ns, rel=0.01)
 

@@ -24,7 +24,7 @@ from overlapc.core.schedule import format_schedule
 from overlapc.core.simulate import saved_bytes, simulate
 from overlapc.planning.rows import StageFigures, plan_rows
 from overlapc.profiler.hardware import load_hardware
-from overlapc.search.cache import Cache
+from overlapc.search.cache import PlannedLayouts
 from overlapc.search.captures import UnitKey
 from overlapc.search.chosen import load_search, memory_budgets
 from overlapc.search.evaluate import Found, evaluate, first_bound, lower_bound, memory_bound
@@ -303,11 +303,11 @@ def test_a_search_says_what_it_does_when_all_layouts_are_planned():
 @pytest.mark.usefixtures("in_this_process")
 def test_searches_at_the_same_time_lose_nothing(tmp_path):
     """Each knows of the cache what was there when it began, and adds what it plans."""
-    both = [Cache(tmp_path, TINY, PAIR, "heu") for _ in range(2)]
+    both = [PlannedLayouts(tmp_path, TINY, PAIR, "heu") for _ in range(2)]
     layouts = [Layout(1, 1, 2, m) for m in (1, 2)]
     for each, layout in zip(both, layouts, strict=True):
         each.put(Found(layout, "heu", step_ns=layout.microbatch))
-    for each in [*both, Cache(tmp_path, TINY, PAIR, "heu")]:
+    for each in [*both, PlannedLayouts(tmp_path, TINY, PAIR, "heu")]:
         assert [each.get(layout).step_ns for layout in layouts] == [1, 2]
 
 

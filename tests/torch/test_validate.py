@@ -211,7 +211,7 @@ def test_the_package_has_what_these_costs_predict(name: str) -> None:
     row = next(row for row in load_table(PUBLIC / f"{name}.toml").rows if row.step_ns)
     (found,) = predict_alike([row])
     kept = next(run for run in load_runs() if run.table == name)
-    again = "overlapc validate --write overlapc/search/public_runs.csv"
+    again = "overlapc validate --write overlapc/validation/public_runs.csv"
     assert kept.measured_ns == row.step_ns
     assert kept.predicted_ns == pytest.approx(found.step_ns, rel=1e-3), again
 

@@ -40,7 +40,7 @@ functional = torch.ops._c10d_functional
 
 
 @dataclass(eq=False)
-class Flight:
+class StartedCollective:
     """A collective that was started. Its result has the new values of its targets, in order."""
 
     name: str
@@ -60,10 +60,10 @@ class Flight:
                 _write(target, _shaped(part, target.shape), len(parts) == 1)
 
 
-class Work:
+class AsyncWork:
     """What an asynchronous call returns in place of `torch.distributed.Work`."""
 
-    def __init__(self, raw: Raw, flight: Flight) -> None:
+    def __init__(self, raw: Raw, flight: StartedCollective) -> None:
         self._raw = raw
         self._flight = flight
 
@@ -88,7 +88,7 @@ class Raw(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._flights: list[Flight] = []
+        self._flights: list[StartedCollective] = []
 
     def __enter__(self) -> Raw:
         _asks.__enter__()
@@ -110,7 +110,7 @@ class Raw(TorchDispatchMode):
                 flight.line,
             )
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncWork | None:
         """Trace a call of a function of `torch.distributed`."""
         waits = not kwargs.pop("async_op", False)
         if name not in STARTS:
@@ -126,16 +126,18 @@ class Raw(TorchDispatchMode):
         del given["group"]
         flight = self.start(name, group, given, _line())
         if not waits:
-            return Work(self, flight)
+            return AsyncWork(self, flight)
         self.land(flight)
         return None
 
-    def start(self, name: str, group: Any, given: Mapping[str, Any], line: str) -> Flight:
+    def start(
+        self, name: str, group: Any, given: Mapping[str, Any], line: str
+    ) -> StartedCollective:
         flight = start(name, group, given, line)
         self._flights.append(flight)
         return flight
 
-    def land(self, flight: Flight) -> None:
+    def land(self, flight: StartedCollective) -> None:
         if flight in self._flights:  # else it has been waited for
             self._flights.remove(flight)
             flight.land()
@@ -272,10 +274,10 @@ STARTS: dict[str, Callable[..., _Start]] = {
 }
 
 
-def start(name: str, group: Any, given: Mapping[str, Any], line: str) -> Flight:
+def start(name: str, group: Any, given: Mapping[str, Any], line: str) -> StartedCollective:
     """Start a collective of `torch.distributed` with these arguments."""
     with torch._C._AutoDispatchBelowAutograd():
-        return Flight(name, line, *STARTS[name](group, **given))
+        return StartedCollective(name, line, *STARTS[name](group, **given))
 
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")

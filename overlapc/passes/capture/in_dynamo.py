@@ -24,7 +24,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._guards import TracingContext
 from torch.distributed import distributed_c10d as c10d
 
-from overlapc.passes.capture.collectives import STARTS, Flight, current, reduction, start
+from overlapc.passes.capture.collectives import STARTS, StartedCollective, current, reduction, start
 from overlapc.tools.shared_changes import Shared, replaced
 
 _OTHER_NAMES = {
@@ -56,7 +56,7 @@ def begun(name: str, group: str, line: str, given: dict[str, Any]) -> Tensor:
 @torch._dynamo.allow_in_graph
 def landed(result: Tensor) -> Tensor:
     """Wait for a collective and write its result into its targets."""
-    flight: Flight = result.__dict__.pop("overlapc_flight")
+    flight: StartedCollective = result.__dict__.pop("overlapc_flight")
     raw = current()
     if raw is None:
         flight.land()

@@ -14,7 +14,7 @@ from statistics import mean
 
 from overlapc.core.ir import COMPUTE, Plan, Problem, parse_issue
 from overlapc.core.simulate import simulate
-from overlapc.report.recordings.kineto import Run
+from overlapc.report.recordings.kineto import RecordedRun
 
 _HALF = 0.5  # of a plan's ops, at least, that a step of the run must have
 
@@ -48,7 +48,7 @@ class Beside:
         return sum(pair.measured_ns for pair in self.ops)
 
 
-def beside(run: Run, problem: Problem, plan: Plan) -> Beside:
+def beside(run: RecordedRun, problem: Problem, plan: Plan) -> Beside:
     """Match the run's ops with the plan's issues."""
     trace = problem.trace
     timed, starts = [], []
@@ -81,7 +81,7 @@ def beside(run: Run, problem: Problem, plan: Plan) -> Beside:
 
 
 def _collectives(
-    run: Run, problem: Problem, plan: Plan, starts: Sequence[str], names: dict[str, str]
+    run: RecordedRun, problem: Problem, plan: Plan, starts: Sequence[str], names: dict[str, str]
 ) -> tuple[tuple[Pair, ...], tuple[tuple[int, float], ...]]:
     """The plan's collectives, each with those of the run at its place in the order."""
     predicted = {one.issue: one for one in simulate(problem, plan).exposures}

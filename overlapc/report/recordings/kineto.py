@@ -57,7 +57,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Exposure:
+class RecordedExposure:
     """A collective of the run: how long it was exposed, what hid it, and why the rest was not
     hidden."""
 
@@ -68,7 +68,7 @@ class Exposure:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The times of one rank, in microseconds."""
 
     name: str
@@ -78,7 +78,7 @@ class Run:
     traffic: float  # time in which a collective ran
     both: float
     lanes: tuple[tuple[str, float], ...]  # name, busy time
-    collectives: tuple[Exposure, ...]
+    collectives: tuple[RecordedExposure, ...]
     stalls: tuple[tuple[float, float, str], ...]  # (from, how long, next event) while neither ran
     longest: tuple[tuple[str, float, int], ...]  # compute: name, time, number
     ops: tuple[Event, ...] = ()  # PyTorch's, as long as their kernels take, in order
@@ -108,7 +108,7 @@ class Recording:
         return [event for event in self.marked if event.name.startswith(STEP)]
 
 
-def read_run(path: StrPath) -> Run:
+def read_run(path: StrPath) -> RecordedRun:
     """Read a trace file, compressed or not."""
     found = read_recording(path)
     run = _run(found.name, max(1, len(found.steps)), found.compute, found.traffic)
@@ -150,7 +150,7 @@ def _is_traffic(event: Event) -> bool:
     return any(word in name for word in _TRAFFIC)
 
 
-def _run(name: str, steps: int, compute: list[Event], traffic: list[Event]) -> Run:
+def _run(name: str, steps: int, compute: list[Event], traffic: list[Event]) -> RecordedRun:
     compute.sort(key=lambda event: event.start)
     traffic.sort(key=lambda event: event.start)
     busy, sent = (union((e.start, e.end) for e in each) for each in (compute, traffic))
@@ -171,7 +171,7 @@ def _run(name: str, steps: int, compute: list[Event], traffic: list[Event]) -> R
     longest = sorted(
         ((n, sum(took), len(took)) for n, took in by_name.items()), key=lambda r: -r[1]
     )
-    return Run(
+    return RecordedRun(
         name,
         steps,
         end - begin,
@@ -187,7 +187,7 @@ def _run(name: str, steps: int, compute: list[Event], traffic: list[Event]) -> R
 
 def _exposure(
     event: Event, compute: Sequence[Event], starts: Sequence[float], busy: Sequence[Interval]
-) -> Exposure:
+) -> RecordedExposure:
     hidden = overlap([(event.start, event.end)], busy)
     beside: dict[str, float] = {}
     last = bisect_left(starts, event.end)
@@ -206,7 +206,7 @@ def _exposure(
     else:
         why = f"{following.name} waits for it"
     found = sorted(beside.items(), key=lambda item: -item[1])
-    return Exposure(event, exposed, tuple(found), why)
+    return RecordedExposure(event, exposed, tuple(found), why)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from overlapc.core.ir import Op, Profile, Trace
 from overlapc.profiler.hardware import Hardware
 from overlapc.profiler.shapes import filled
-from overlapc.profiler.work import Product, Work
+from overlapc.profiler.work import OpWork, Product
 
 _SPLITS, _SCATTERING = 4, 16  # num_splits; num_sm is 8 to 24
 _TOGETHER = 2  # parts that are multiplied at once
@@ -30,7 +30,7 @@ _MULTIPROCESSORS = 132  # of H100, where a machine's file names none
 
 
 def beside_products(
-    trace: Trace, profile: Profile, works: Mapping[str, Work], machine: Hardware, ranks: int
+    trace: Trace, profile: Profile, works: Mapping[str, OpWork], machine: Hardware, ranks: int
 ) -> Profile:
     """The profile, in which the traffic of so many ranks takes what its products leave of it, and
     these what they take in parts."""
@@ -66,7 +66,7 @@ def _in_parts(product: Product, parts: int, count: int, lacks: int) -> float:
     return max(1.0, whole / part) * count / (count - lacks)
 
 
-def product_behind(trace: Trace, works: Mapping[str, Work], op: Op) -> Op | None:
+def product_behind(trace: Trace, works: Mapping[str, OpWork], op: Op) -> Op | None:
     """The first product that takes what a collective brings, through its wait and through views."""
     reached = {op.name}
     for each in trace.ops:
@@ -80,7 +80,7 @@ def product_behind(trace: Trace, works: Mapping[str, Work], op: Op) -> Op | None
     return None
 
 
-def product_before(trace: Trace, works: Mapping[str, Work], op: Op) -> Op | None:
+def product_before(trace: Trace, works: Mapping[str, OpWork], op: Op) -> Op | None:
     """The product whose result a collective takes, through views."""
     while op.inputs and (producer := trace.value[op.inputs[0]].producer):
         op = trace.op[producer]

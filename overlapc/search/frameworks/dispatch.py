@@ -16,7 +16,7 @@ from math import comb
 
 from overlapc.core.ir import Op, Profile, Trace
 from overlapc.profiler.hardware import Hardware
-from overlapc.profiler.work import Work
+from overlapc.profiler.work import OpWork
 
 _LINKS, _CARDS = 153 / 200, 43 / 50  # of their rates, that it reaches
 # Ops around experts that move tokens, and weigh what comes back, in the search's own module.
@@ -45,7 +45,7 @@ def _sent(trace: Trace, groups: Mapping[str, tuple[int, int]]) -> list[Op]:
 def sent_once(
     trace: Trace,
     profile: Profile,
-    works: Mapping[str, Work],
+    works: Mapping[str, OpWork],
     groups: Mapping[str, tuple[int, int]],
     machine: Hardware,
     experts: tuple[int, int],

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from overlapc.core.ir import Profile
 from overlapc.profiler.hardware import FP8, Hardware
-from overlapc.profiler.work import Work, work_ns
+from overlapc.profiler.work import OpWork, work_ns
 from overlapc.search.frameworks.beside import product_behind
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def kept_in_fp8(described: Described, experts: int) -> Described:
     return replace(described, trace=replace(trace, values=values))
 
 
-def runs_in_fp8(work: Work, experts: int) -> bool:
+def runs_in_fp8(work: OpWork, experts: int) -> bool:
     """Is it a product of a layer, with dimensions that FP8's kernels take?"""
     product = work.product
     if work.kind != "matmul" or product is None or work.dtype not in ("bfloat16", "float16"):
@@ -87,7 +87,7 @@ def runs_in_fp8(work: Work, experts: int) -> bool:
     return not any(side % _MULTIPLE for side in sides) and experts not in sides
 
 
-def fp8_ns(machine: Hardware, work: Work, letter: str, delayed: bool = False) -> int:
+def fp8_ns(machine: Hardware, work: OpWork, letter: str, delayed: bool = False) -> int:
     """How long the product takes, with what makes its first operand FP8, an activation in the
     forward and a gradient in the backward; a product for a weight's gradient finds both."""
     product = work.product

@@ -10,18 +10,18 @@ from math import ceil, inf
 from overlapc.core.errors import Infeasible
 from overlapc.core.ir import Problem
 from overlapc.core.simulate import saved_bytes
-from overlapc.solvers.bound.program import Program
+from overlapc.solvers.bound.program import IntegerProgram
 from overlapc.solvers.choose.choice import Choice
 
 
-def bound_ns(problem: Problem, program: Program | None = None) -> int:
+def bound_ns(problem: Problem, program: IntegerProgram | None = None) -> int:
     """The better of the simple bound and the optimum of the relaxed program, which counts windows
     and the recompute that memory forces. It takes some hundredths of a second. `program` is
     one that was made of the problem with another budget or other microbatches in flight."""
     if problem.trace.ahead:  # the program has windows only where a backward follows its own forward
         return simple_bound_ns(problem)
     try:
-        made = Program(problem) if program is None else program.of(problem)
+        made = IntegerProgram(problem) if program is None else program.of(problem)
         return max(simple_bound_ns(problem), made.relaxed().bound_ns)
     except Infeasible:  # no plan fits, so any bound is right
         return simple_bound_ns(problem)
@@ -72,7 +72,7 @@ class Within:
 
     def __init__(self, problem: Problem) -> None:
         self.simple_ns = simple_bound_ns(problem)
-        self._program = Program(replace(problem, budget_bytes=0))
+        self._program = IntegerProgram(replace(problem, budget_bytes=0))
         self._highs = self._program.model.highs(whole=False)
 
     def ns(self, budget_bytes: int) -> float:

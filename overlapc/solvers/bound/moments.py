@@ -24,7 +24,7 @@ from overlapc.solvers.bound.slots import Slots
 from overlapc.solvers.constants import RUNGS
 
 if TYPE_CHECKING:
-    from overlapc.solvers.bound.program import Program
+    from overlapc.solvers.bound.program import IntegerProgram
 
 Terms = dict[int, float]  # column -> factor
 _ONE = -1  # stands for the constant of a sum
@@ -39,7 +39,7 @@ class Moments:
 
     def __init__(
         self,
-        program: Program,
+        program: IntegerProgram,
         slots: Slots,
         lasting: frozenset[str],
         during: Mapping[int, Mapping[int, int]] | None,

@@ -88,7 +88,7 @@ class Model:
         return highs
 
 
-class Program:
+class IntegerProgram:
     """The program of one problem. Only the budget may change between solves."""
 
     def __init__(self, problem: Problem, needs: Needs | None = None, fine: bool = False) -> None:
@@ -118,7 +118,7 @@ class Program:
         self.rows_of_memory: list[tuple[int, dict[int, float], int]] = []
         self._memory()
 
-    def of(self, problem: Problem) -> Program:
+    def of(self, problem: Problem) -> IntegerProgram:
         """The program of a problem that differs from this one in its budget and in how many
         microbatches are in flight, as it would be made anew. Both have a budget, or none."""
         other = copy(self)

@@ -23,7 +23,7 @@ from overlapc.core.errors import Infeasible
 from overlapc.core.ir import Plan, Problem
 from overlapc.core.simulate import peak_bytes, step_ns
 from overlapc.solvers.bound.bounds import simple_bound_ns
-from overlapc.solvers.bound.program import Program
+from overlapc.solvers.bound.program import IntegerProgram
 from overlapc.solvers.choose.choice import Choice, Needs, choice_of, plan_of
 from overlapc.solvers.choose.exact import TooLarge, exact
 from overlapc.solvers.choose.heu import heu_plans
@@ -42,7 +42,7 @@ _SEEDS, _IDLE = 2 * FEW, 80
 
 
 @dataclass(frozen=True)
-class Progress:
+class SolverProgress:
     """The state of a search. `step_ns` is that of the best plan so far, 0 if there is none."""
 
     seconds: float
@@ -64,7 +64,7 @@ def opt(
     *,
     time_limit_s: float = 60.0,
     gap: float = 0.001,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[SolverProgress], None] = lambda _: None,
 ) -> Plan:
     """The best plan found until the gap is closed or time is up, with the proven bound in it.
 
@@ -94,7 +94,9 @@ def opt(
 class _Proof(threading.Thread):
     """Raises `bound_ns` in the background until `stop` is set or time is up."""
 
-    def __init__(self, programs: Iterable[Callable[[], Program]], gap: float, until: float) -> None:
+    def __init__(
+        self, programs: Iterable[Callable[[], IntegerProgram]], gap: float, until: float
+    ) -> None:
         super().__init__(name="overlapc-proof", daemon=True)
         self.programs, self.gap, self.until = programs, gap, until
         self.bound_ns = 0
@@ -123,7 +125,7 @@ class _OptSearch:
         problem: Problem,
         time_limit_s: float,
         gap: float,
-        progress: Callable[[Progress], None],
+        progress: Callable[[SolverProgress], None],
     ) -> None:
         self.problem, self.gap, self.progress = problem, gap, progress
         self.began = time.monotonic()
@@ -164,7 +166,7 @@ class _OptSearch:
 
     def tell(self, doing: str) -> None:
         seconds = time.monotonic() - self.began
-        self.progress(Progress(seconds, self.step, self.bound, doing))
+        self.progress(SolverProgress(seconds, self.step, self.bound, doing))
 
     def offer(self, plan: Plan) -> bool:
         """Take the plan if it fits and is better; return whether it fits."""
@@ -192,18 +194,18 @@ class _OptSearch:
         if len(self.problem.trace.ops) <= SEARCHED and self.small():
             return
         needs = Needs(self.problem.trace)
-        program = Program(self.problem, needs)
+        program = IntegerProgram(self.problem, needs)
         self.least = program.relaxed().bound_ns
         self.tell("relaxed bound")
         if self.done():
             return
         makers = [lambda: program]
         if len(self.problem.trace.ops) <= LARGE:
-            makers.append(lambda: Program(self.problem, needs, fine=True))
+            makers.append(lambda: IntegerProgram(self.problem, needs, fine=True))
         self.proof = _Proof(makers, self.gap / 2, self.until)
         try:
             self.proof.start()
-            search = Program(self.problem, needs)
+            search = IntegerProgram(self.problem, needs)
             for n, margin in enumerate(_MARGINS):
                 self.sweep(needs, search, (margin,))
                 if n % 2:
@@ -229,7 +231,7 @@ class _OptSearch:
             if self.done():
                 break
 
-    def sweep(self, needs: Needs, program: Program, margins: Iterable[float]) -> None:
+    def sweep(self, needs: Needs, program: IntegerProgram, margins: Iterable[float]) -> None:
         """Schedule the program's choices that leave these shares of the budget free."""
         for margin in margins:
             if self.done() or (self.budget >= NEVER and margin):

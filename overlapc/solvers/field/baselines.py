@@ -41,7 +41,7 @@ from itertools import product
 from overlapc.core.errors import Infeasible
 from overlapc.core.ir import Op, Plan, Problem, Slowdown, Trace, issue, parse_issue
 from overlapc.core.simulate import memory_curve, peak_bytes, simulate
-from overlapc.solvers.bound.program import Program
+from overlapc.solvers.bound.program import IntegerProgram
 from overlapc.solvers.choose.blocks import layers, made_inside
 from overlapc.solvers.choose.choice import Choice, Needs, plan_on_demand
 from overlapc.solvers.choose.heu import heu_plans
@@ -310,7 +310,7 @@ def checkmate(problem: Problem) -> Plan:
         for name, cost in problem.profile.costs.items()
     }
     silent = replace(problem, profile=replace(problem.profile, costs=costs, slowdown=Slowdown()))
-    program = Program(silent, needs)
+    program = IntegerProgram(silent, needs)
     budget = problem.budget_bytes
     for percent in range(0, 60, 4) if budget is not None else (0,):
         limit = budget * (100 - percent) // 100 if budget is not None else 1 << 60

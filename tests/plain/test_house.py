@@ -1,0 +1,43 @@
+"""One word, one thing; one idea, one room: what of that can be counted."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = sorted((ROOT / "overlapc").rglob("*.py"))
+
+# Classes of one name in two modules, and why.
+TWICE = {
+    "TrainStep": "a front door of `overlapc` and one of `overlapc.megatron`: people import either",
+    "Exchange": "`nn.layers` has an op of people's models, `ranks.exchange` a round of planning",
+    "_BothWays": "slices of a batch and of Megatron's microbatch are compared apart so far",
+}
+# Names that a folder takes from others, core and tools left out: no more than now, fewer later.
+TAKEN = {"megatron": 111, "search": 63}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    rooms = defaultdict(set)
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                rooms[node.name].add(str(path.relative_to(ROOT)))
+    assert {name for name, places in rooms.items() if len(places) > 1} == set(TWICE)
+
+
+@pytest.mark.parametrize("folder", TAKEN)
+def test_a_folder_takes_few_names_from_others(folder: str) -> None:
+    taken = set()
+    for path in (ROOT / "overlapc" / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.startswith("overlapc."):
+                if module.split(".")[1] not in (folder, "core", "tools"):
+                    taken |= {f"{module}.{alias.name}" for alias in node.names}
+    print(folder, len(taken))
+    assert len(taken) <= TAKEN[folder]
