@@ -91,8 +91,6 @@ class Case:
             case = replace(case, ragged=False)
         if case.ragged:  # the first batch may be the shortest
             case = replace(case, budget=None)
-        if case.policy == "out" and case.groups != "root":  # eager's norms take one type
-            case = replace(case, policy="bf16")
         if case.layers == 1:  # gathers take more than activations
             case = replace(case, budget=None)
         if case.groups == "rows":  # FSDP2 takes sizes that divide there
@@ -102,6 +100,8 @@ class Case:
             case = replace(case, clip=False)  # eager adds no norms of two meshes
         if case.tied:
             case = replace(case, groups=pick(("root", "end")))
+        if case.policy == "out" and case.groups != "root":  # eager's norms take one type
+            case = replace(case, policy="bf16")
         return case
 
 
