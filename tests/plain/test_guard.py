@@ -200,7 +200,7 @@ def test_a_thread_within_a_call_of_c_is_interrupted_in_the_end() -> None:
 
 _PROFILED = """
 import cProfile, time
-from overlapc.errors import RankError
+from overlapc.core.errors import RankError
 from overlapc.ranks import guard
 
 guard.LOOK_S = 0.02

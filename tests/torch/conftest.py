@@ -17,7 +17,7 @@ from tests.slow import slow_hardware
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer orders of slices and of merged microbatches are tried."""
     for module in ("slices", "merging"):
-        monkeypatch.setattr(f"overlapc.solvers.{module}.MERGED", MERGED // 20)
+        monkeypatch.setattr(f"overlapc.solvers.order.{module}.MERGED", MERGED // 20)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 _AROUND = tuple(str(Path(m.__file__).parent) for m in (torch, contextlib) if m.__file__)
-_AROUND += (str(Path(__file__).parents[1]), "<")
+_AROUND += (str(Path(__file__).parents[2]), "<")
 
 
 def is_models(file: str) -> bool:
