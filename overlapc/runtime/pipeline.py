@@ -5,7 +5,7 @@
     losses = pipeline(inputs, targets)                                       # on both
 
 This file plans: it captures the stages, gives each its plan, and places recompute and weight
-gradients in the rows. `row.py` runs them.
+gradients in the rows. `executor.py` runs them.
 """
 
 from __future__ import annotations

@@ -42,3 +42,18 @@ def test_a_folder_takes_few_names_from_others(folder: str) -> None:
                 taken |= {f"{module}.{alias.name}" for alias in node.names}
     print(folder, len(taken))
     assert len(taken) <= TAKEN[folder]
+
+
+def test_the_list_of_long_tests_names_tests() -> None:
+    listed = (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines()
+    assert listed == sorted(set(listed))
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in map(file_of, listed)}
+    assert [i for i in listed if f"def {function_of(i)}(" not in texts[file_of(i)]] == []
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def function_of(test: str) -> str:
+    return test.partition("::")[2].partition("[")[0]

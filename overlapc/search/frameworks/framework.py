@@ -1,5 +1,5 @@
 """`Framework` is how a model is run: which kernels are fused, what becomes of gradients and of the
-optimizer, and what the host takes to launch an op. `frameworks.py` has those that are known."""
+optimizer, and what the host takes to launch an op. `known.py` has those that are known."""
 
 from __future__ import annotations
 
