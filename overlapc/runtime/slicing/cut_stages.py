@@ -1,7 +1,7 @@
 """`CutStages` cuts the stages of a rank in slices, and compares these with a whole microbatch.
 
-Before, the first microbatch goes through the pipeline once (`dry_run.py`). So stages see real inputs
-before anything runs in slices, and a refusal is an error on every rank.
+Before, the first microbatch goes through the pipeline once (`dry_run.py`). So stages see real
+inputs before anything runs in slices, and a refusal is an error on every rank.
 """
 
 from __future__ import annotations
