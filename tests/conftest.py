@@ -35,13 +35,14 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
-PATIENCE = 6
 LONG = Path(__file__).with_name("long.txt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that take long, and whose ground others cover, are slow. A test hangs if it takes many
     times as long as on a machine of its own."""
+    from tests.multiprocess.spawn import PATIENCE
+
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in long:

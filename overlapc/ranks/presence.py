@@ -123,7 +123,7 @@ class Presence:
         self._begun.wait(within_s)
 
     def once_begun(self, do: Callable[[], object]) -> None:
-        """Do this when others can find this rank: what it says before it ends is no riddle."""
+        """Run `do` once other ranks can find this one, and so see its end."""
         self._do(do)
 
     def meets(self, records: Records) -> None:

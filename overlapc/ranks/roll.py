@@ -65,7 +65,7 @@ def tell(word: str = PATCHED) -> None:
         sent.wait(_SAID_S)
         with contextlib.suppress(RankError):  # the store has ended, and so has the run
             board.call(write, _SAID_S)
-    else:  # who has said its word can be seen to end
+    else:  # behind its presence record: a rank whose word is there can be seen to end
         board.presence.once_begun(lambda: board.send(write))
 
 
