@@ -31,7 +31,7 @@ from overlapc.solvers.choose.keep import keep_sets
 from overlapc.solvers.choose.opt import SolverProgress, opt
 from overlapc.solvers.choose.overlap import overlap_plans, steady_plans
 from overlapc.solvers.choose.period import Periodic
-from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
+from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, MANY, RUNGS, SMALL
 from overlapc.solvers.field import baselines
 from overlapc.solvers.field.modules import PREFIX, by_module, modules_of
 from overlapc.solvers.order.merging import merged_plans
@@ -249,7 +249,8 @@ def _ladder(
     far. `quick`: its programs are solved in half the time, and may find others of equal worth."""
     peaks = [peak_bytes(problem, plan) for plan in steady]
     least, most = min(peaks), max(peaks)
-    rungs = max(FEW, min(RUNGS, LADDER // max(1, len(problem.trace.ops))))
+    ops, limit = len(problem.trace.ops), problem.budget_bytes or most
+    rungs = max(FEW, min(RUNGS, LADDER // max(1, ops)))
     periodic = Periodic(replace(problem, budget_bytes=most), quick=quick, reuses=quick)
 
     def budget_of(rung: float) -> int:
@@ -259,7 +260,10 @@ def _ladder(
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
             return
-        tight = rung <= 1 and len(problem.trace.ops) <= LARGE
+        found = best is not None and best.found is not None
+        if quick and rung <= 1 and found and ops > MANY and limit >= budget_of(2):
+            return  # they take longer than all others, and are for budgets that hold little else
+        tight = rung <= 1 and ops <= LARGE
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
         if rung == 0 and quick:  # of what is as good there, little fits once it is in order
             periodic = Periodic(replace(problem, budget_bytes=most))
