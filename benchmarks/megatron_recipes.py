@@ -5,8 +5,8 @@
 FOLDER holds Megatron-Bridge's sources (`src/megatron/bridge` in it, or in what pip has unpacked).
 Nothing of Megatron is run, and no model is loaded: the recipes' own functions run, and whatever
 they import stands for itself as a `Settings`, which remembers what is set. `reason` of the product
-judges a model's and DDP's settings. What it cannot see there is judged here: packed sequences, and
-models that overlapc has not been tried with. So "planned" is what no rule refuses.
+judges a model's and DDP's settings. What it cannot see there is judged here: models that overlapc
+has not been tried with. So "planned" is what no rule refuses.
 """
 
 from __future__ import annotations
@@ -189,16 +189,15 @@ def judged(path: str, cfg: Any) -> tuple[str, str]:
     inner = nn.Module()
     inner.config = SimpleNamespace(**model)
     why = reason(Wrapper(inner, SimpleNamespace(**_set(cfg.ddp)))).partition(" (")[0]
-    data = _set(cfg.dataset)
-    if not why and (data.get("enable_offline_packing") or data.get("enable_in_batch_packing")):
-        why = "packed sequences"
+    data, local = _set(cfg.dataset), model.get("transformer_impl") == "local"
+    packed = data.get("enable_offline_packing") or data.get("enable_in_batch_packing")
+    was = why or ("packed sequences" if packed else "")
     for kind, words in NOT_TRIED.items():
         if not why and any(word in path for word in words):
             why = f"not tried: {kind}"
     if not why and isinstance(vars(cfg).get("peft"), Settings):
         why = "not tried: adapters (PEFT)"
-    local = model.get("transformer_impl") == "local"
-    return why or ("" if local else "layers of Transformer Engine"), why
+    return was or why or ("" if local else "layers of Transformer Engine"), why
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from overlapc.core.errors import CaptureError
-from overlapc.megatron import changes, recompute, tracing
+from overlapc.megatron import changes, packed, recompute, tracing
 from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
 from overlapc.megatron.outside import left_outside
 from overlapc.passes.capture.front import capture
@@ -61,11 +61,15 @@ class ChunkCall:
         kwargs: Any,
     ) -> ChunkCall:
         leaves, spec = tree_flatten((args, kwargs))
-        leaves = [_laid_out(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         came = []
         if not getattr(module, "pre_process", True):
             given = (getattr(each, "input_tensor", None) for each in module.children())
             came = [each for each in given if isinstance(each, Tensor)]
+        if any(map(packed.is_served, leaves)):
+            rows = packed.tokens_of(module, leaves, came)
+            stood = [packed.standing_for(v, rows) if packed.is_served(v) else v for v in leaves]
+            leaves, spec = tree_flatten(tree_unflatten(stood, spec))
+        leaves = [_laid_out(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += [owner[name] for [(owner, name), *_] in attributes]
         flat = [*came, *scales.values(), *tensors]
@@ -116,7 +120,7 @@ class ChunkCall:
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 kind = type(leaf).__name__
-                what = "packed sequences, a PackedSeqParams" * (kind == "PackedSeqParams")
+                what = "packed sequences with a process group" * (kind == packed.NAME)
                 raise CaptureError(
                     f"forward is given {what or f'a {kind}'}, expected tensors and plain values"
                 )

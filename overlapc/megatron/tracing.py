@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
 
 from overlapc.core.errors import CaptureError
-from overlapc.megatron import fused, recompute
+from overlapc.megatron import fused, packed, recompute
 from overlapc.megatron.changes import DATA, restored
 from overlapc.megatron.outside import modules_of
 from overlapc.passes.emit.parts import Part
@@ -62,7 +62,7 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(restored(model))
         stack.enter_context(_swapped(FunctionalTensor, "data", DATA))
-        for make in (_memory, _recompute, _linear, _caches, _scatter):
+        for make in (_memory, _recompute, _linear, _caches, _scatter, _packed):
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
         stack.enter_context(fused.one_op_each(model, modules_of(model)))
@@ -143,6 +143,11 @@ def _recompute() -> Iterator[Change]:
     """Switch off Megatron's own recompute: constructors have read the flags, so functions are
     replaced."""
     for module, name, new in recompute.stand_ins():
+        yield from _everywhere(module, name, new)
+
+
+def _packed() -> Iterator[Change]:
+    for module, name, new in packed.stand_ins():
         yield from _everywhere(module, name, new)
 
 

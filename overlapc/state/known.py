@@ -34,7 +34,8 @@ _OF_ALL = {
     *("fp8_initialized", "fp8_meta", "fp8_meta_tensors_initialized", "_fp8_workspaces"),
     *("debug_last_iteration", "debug_enabled_in_this_iteration", "_is_fsdp2", "name"),
 }
-_OF_ATTENTION = {"attention_type", "current_max_attn_logits"}  # the second is Megatron's
+# All but the first are Megatron's.
+_OF_ATTENTION = {"attention_type", "current_max_attn_logits", "kept_packed_seq_params"}
 _OF_OPS = {"_fp8_metas", "_quantizers"}
 
 

@@ -8,6 +8,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Layout:
     position: str = "rope"
     model: str = "gpt"  # or "bert", "t5"
     te: bool = False  # with Transformer Engine's layers
+    packed: bool = False  # sequences of other lengths in each microbatch, one behind the other
     scale: float = 0.0  # of the loss
     tokens: bool = False  # loss per token
     ddp: dict[str, Any] | None = field(default_factory=dict)  # None: without Megatron's DDP
@@ -195,17 +197,19 @@ class Trained:
         seed = number * replicas + replica
         shape = self.layout.batch, self.sequence
         each = [*batches(seed, self.microbatches, shape)]
+        if self.layout.packed:
+            shape = 1, self.layout.batch * self.sequence
         data = [iter(each) for _ in self.models]
         several = len(self.models) > 1
-        step = STEPS[self.layout.model]
+        step = packed_step if self.layout.packed else STEPS[self.layout.model]
         return {
             "forward_step_func": functools.partial(step, self.layout.tokens),
             "data_iterator": data if several else data[0],
             "model": self.models if several else self.models[0],
             "num_microbatches": self.microbatches,
-            "seq_length": self.sequence,
-            "micro_batch_size": self.layout.batch,
-            "decoder_seq_length": self.sequence,
+            "seq_length": shape[1],
+            "micro_batch_size": shape[0],
+            "decoder_seq_length": shape[1],
             "forward_only": False,
             **(self._handed_in() if self.layout.hands_in else {}),
         }
@@ -369,6 +373,34 @@ def forward_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any
     whole = torch.ones(sequence, sequence, dtype=torch.bool, device=given.device)
     mask = torch.triu(whole, 1)[None, None]
     out = model(given, places, mask, labels=labels)
+    return out, functools.partial(loss_of, labels % 3 != 0, tokens)
+
+
+def packed_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
+    """As Megatron-Bridge's steps do it: sequences in one row, with padding behind some."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    given, labels = (each.reshape(1, -1) for each in next(data))
+    total = given.shape[1]
+    drawn = torch.Generator().manual_seed(int(given.sum()))
+    starts, lengths = [0], []
+    while starts[-1] < total:
+        place = min(int(torch.randint(1, total // 2, (), generator=drawn)), total - starts[-1])
+        lengths.append(max(1, place - int(torch.randint(0, 2, (), generator=drawn))))
+        starts.append(starts[-1] + place)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    padded, longest = torch.tensor(starts).int(), max(b - a for a, b in pairwise(starts))
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    places = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])[None]
+    out = model(given, places, None, labels=labels, packed_seq_params=packed)
     return out, functools.partial(loss_of, labels % 3 != 0, tokens)
 
 

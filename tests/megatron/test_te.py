@@ -69,6 +69,21 @@ LAYOUTS = {
         config=FUSED | BF16,
         options={"memory_budget": 0.8, "solver": "overlap"},
     ),
+    "packed, tp, fused": Layout(**SHORT, tp=2, layers=1, packed=True, config=FUSED),
+    "packed, pp, sequence, less memory": Layout(
+        te=True,
+        microbatches=3,
+        ranks=2,
+        pp=2,
+        packed=True,
+        dropout=0.1,
+        config=FUSED,
+        options={"memory_budget": 0.8, "solver": "overlap"},
+    ),
+    "packed, tp, sequence, fused kernels": Layout(
+        te=True, tp=2, microbatches=3, packed=True, config=FUSED | KERNELS | SEQUENCE
+    ),
+    "packed, ep": Layout(**SHORT, ep=2, experts=4, layers=1, packed=True, config=FUSED | GROUPED),
     "tied, fused": Layout(**SHORT, tp=2, tied=True, config=FUSED),
     "rms, fused": Layout(
         **SHORT,
@@ -86,7 +101,7 @@ LAYOUTS = {
         ),
     ),
 }
-GATE = ("tp, fused", "ep, grouped, fused")
+GATE = ("tp, fused", "ep, grouped, fused", "packed, tp, fused")
 STEPS = 3
 
 

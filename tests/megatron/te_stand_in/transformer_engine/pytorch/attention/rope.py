@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,5 +42,9 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
+    if tensor_format == "thd":
+        assert cu_seqlens is not None
+        lengths = [b - a for a, b in pairwise(cu_seqlens.tolist())]
+        freqs = torch.cat([freqs[:length, 0] for length in lengths])
     out: Tensor = FusedRoPEFunc.apply(t, freqs)
     return out

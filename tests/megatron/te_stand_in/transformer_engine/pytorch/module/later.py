@@ -215,4 +215,7 @@ class DotProductAttention(TransformerEngineBaseModule, attention.DotProductAtten
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Tensor:
-        return self.attended(query_layer, key_layer, value_layer)
+        layers = query_layer, key_layer, value_layer
+        if qkv_format != "thd":
+            return self.attended(*layers)
+        return self.packed(*layers, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels import AttentionFunction
@@ -69,7 +71,26 @@ class DotProductAttention(TransformerEngineBaseModule):
         pad_between_seqs: bool | None = None,
         fp8_output: bool | None = False,
     ) -> Tensor:
-        return self.attended(query_layer, key_layer, value_layer)
+        layers = query_layer, key_layer, value_layer
+        if qkv_format != "thd":
+            return self.attended(*layers)
+        return self.packed(*layers, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
+
+    def packed(
+        self, q: Tensor, k: Tensor, v: Tensor, ends: Any, padded: Any, longest: Any
+    ) -> Tensor:
+        """Each sequence by itself; what pads is zero, whatever is there."""
+        lengths = [b - a for a, b in pairwise(ends.tolist())]
+        starts = (ends if padded is None else padded).tolist()
+        assert max(lengths) <= longest, "max_seqlen_q is not that of these sequences"
+        out = q.new_zeros(q.shape[0], q.shape[1] * v.shape[2])
+        for start, length in zip(starts, lengths, strict=False):
+            rows = slice(start, start + length)
+            alone = [each[rows].unsqueeze(1) for each in (q, k, v)]
+            out = out.index_copy(
+                0, torch.arange(start, start + length), self.attended(*alone).squeeze(1)
+            )
+        return out
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.enter(q)
