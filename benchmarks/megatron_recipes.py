@@ -195,8 +195,11 @@ def judged(path: str, cfg: Any) -> tuple[str, str]:
     for kind, words in NOT_TRIED.items():
         if not why and any(word in path for word in words):
             why = f"not tried: {kind}"
-    if not why and isinstance(vars(cfg).get("peft"), Settings):
-        why = "not tried: adapters (PEFT)"
+    if isinstance(vars(cfg).get("peft"), Settings):
+        was = was or why or "not tried: adapters (PEFT)"
+        parallel = model.get("expert_model_parallel_size")
+        if not why and isinstance(parallel, int) and parallel > 1:
+            why = "adapters of experts, whose gradients a hook reduces"
     return was or why or ("" if local else "layers of Transformer Engine"), why
 
 

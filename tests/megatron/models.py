@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.megatron import adapters
 from tests.megatron.cpu import device
 
 
@@ -37,6 +38,7 @@ class Layout:
     microbatches: int = 4
     dropout: float = 0.0
     tied: bool = False
+    adapters: bool = False  # of low rank, on a frozen model
     position: str = "rope"
     model: str = "gpt"  # or "bert", "t5"
     te: bool = False  # with Transformer Engine's layers
@@ -310,6 +312,8 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
             **({"vp_stage": chunk} if layout.vpp else {}),
             **further,
         )
+        if layout.adapters:
+            adapters.adapt(model, config, layout.dropout)
         yield _initialized(model, chunk)
 
 

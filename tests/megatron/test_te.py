@@ -84,6 +84,18 @@ LAYOUTS = {
         te=True, tp=2, microbatches=3, packed=True, config=FUSED | KERNELS | SEQUENCE
     ),
     "packed, ep": Layout(**SHORT, ep=2, experts=4, layers=1, packed=True, config=FUSED | GROUPED),
+    "adapters, tp, fused": Layout(**SHORT, tp=2, adapters=True, dropout=0.1, config=FUSED),
+    "adapters, packed, tp, sequence": Layout(
+        te=True, tp=2, microbatches=3, packed=True, adapters=True, config=FUSED | SEQUENCE
+    ),
+    "adapters, pp, less memory": Layout(
+        te=True,
+        microbatches=3,
+        pp=2,
+        adapters=True,
+        config=FUSED,
+        options={"memory_budget": 0.8, "solver": "overlap"},
+    ),
     "tied, fused": Layout(**SHORT, tp=2, tied=True, config=FUSED),
     "rms, fused": Layout(
         **SHORT,

@@ -121,6 +121,20 @@ class LinearFunction(torch.autograd.Function):
         return of_weight, back, of_bias, None
 
 
+class GatherFunction(torch.autograd.Function):
+    """Of the ranks' parts of a sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        kernel(part)
+        ctx.group = group
+        return gathered(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return scattered(grad, ctx.group), None
+
+
 class GroupedFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -144,7 +158,9 @@ class GroupedFunction(torch.autograd.Function):
         grads, pieces = grad.split(ctx.splits), given.split(ctx.splits)
         back = torch.cat([g @ w for g, w in zip(grads, weights, strict=True)])
         triples = zip(origins, grads, pieces, strict=True)
-        of_weights = [weight_gradient(w, g, x, ctx.fuses) for w, g, x in triples]
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        if ctx.needs_input_grad[4]:
+            of_weights = [weight_gradient(w, g, x, ctx.fuses) for w, g, x in triples]
         of_biases = [g.sum(0) for g in grads] if ctx.biased else []
         return back, None, None, None, *of_weights, *of_biases
 

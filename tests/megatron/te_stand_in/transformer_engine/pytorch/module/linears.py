@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import GroupedFunction, How, LinearFunction, NormFunction
+from ..kernels import GatherFunction, GroupedFunction, How, LinearFunction, NormFunction
 from ._common import WeightGradStore
 from .base import TransformerEngineBaseModule
 
@@ -140,6 +140,7 @@ class LayerNormLinear(Linear):
         )
         self.eps, self.normalization = eps, normalization
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.zero_centered_gamma = zero_centered_gamma
         centred = normalization == "LayerNorm"
         self.layer_norm_weight: Any = nn.Parameter(torch.ones(in_features, dtype=params_dtype))
@@ -158,7 +159,12 @@ class LayerNormLinear(Linear):
     ) -> Any:
         given = self.enter(inp)
         normal = NormFunction.apply(given, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return self.multiplied(normal)
+        out = self.multiplied(normal)
+        if not self.return_layernorm_output:
+            return out
+        if self.return_layernorm_output_gathered and self.sequence_parallel:
+            normal = GatherFunction.apply(normal, self.tp_group)
+        return (*out, normal) if self.return_bias else (out, normal)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
