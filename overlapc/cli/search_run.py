@@ -105,8 +105,17 @@ def _cluster(
 ) -> Cluster:
     """The GPUs, and what is asked of them."""
     batch = args.batch or 8 * args.gpus
-    where = hardware_name(args.hardware), args.gpus, machine.gpus_per_node, usable, batch
-    return Cluster(*where, _costs(args.costs), framework.name, args.fp8, of_run=True)
+    return Cluster(
+        hardware_name(args.hardware),
+        args.gpus,
+        machine.gpus_per_node,
+        usable,
+        batch,
+        _costs(args.costs),
+        framework.name,
+        args.fp8,
+        of_run=True,
+    )
 
 
 def _usable(machine: Hardware, memory: int | str | None) -> int:
@@ -203,8 +212,15 @@ def _judged(
     try:
         with doing(f"comparing {', '.join(compared) or 'nothing'}"), stoppable():
             if best is not None and unit is not None and not result.interrupted:
-                where = model, cluster, best.layout, unit, best.solver
-                outcome = result.outcome or evaluate(*where, layers=best.layers, known=best.rows)
+                outcome = result.outcome or evaluate(
+                    model,
+                    cluster,
+                    best.layout,
+                    unit,
+                    best.solver,
+                    layers=best.layers,
+                    known=best.rows,
+                )
                 rows = compare(model, cluster, outcome.found, unit, compared, result.planned)
     except KeyboardInterrupt:
         result.interrupted = True  # report the results so far

@@ -75,11 +75,14 @@ class _Ring(torch.autograd.Function):
         for step in reversed(range(ranks)):
             flight = None if step == 0 else _send(kv, -1, rank, ranks, group)
             flight_of_gradient = None if dkv is None else _send(dkv, -1, rank, ranks, group)
-            given = grad, q, out, sums, *pair.views(kv)
             if step == 0:
-                parts = torch.ops.overlapc.ring_attention_diagonal_backward(*given)
+                parts = torch.ops.overlapc.ring_attention_diagonal_backward(
+                    grad, q, out, sums, *pair.views(kv)
+                )
             else:
-                parts = torch.ops.overlapc.ring_attention_backward(*given, rank, step)
+                parts = torch.ops.overlapc.ring_attention_backward(
+                    grad, q, out, sums, *pair.views(kv), rank, step
+                )
             dq_part, *dkv_part = parts
             dq = torch.ops.overlapc.ring_add(dq, [dq_part], order)
             if flight_of_gradient is not None:

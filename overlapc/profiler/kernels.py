@@ -193,10 +193,22 @@ def time_streams(time_ns: Timer, device: Any) -> dict[str, float]:
     _, mean, deviation = aten.native_layer_norm(x, width, scale, shift, 1e-5)
     words = _random(device, *_SCORES).float()
     scores = torch.log_softmax(words, 1)
-    normed = x, width, mean, deviation, scale, shift, [True] * 3
     runs: dict[str, tuple[Callable[[], Any], int]] = {
         "norm": (partial(aten.native_layer_norm, x, width, scale, shift, 1e-5), 2 * x.nbytes),
-        "norm_backward": (partial(aten.native_layer_norm_backward, y, *normed), 3 * x.nbytes),
+        "norm_backward": (
+            partial(
+                aten.native_layer_norm_backward,
+                y,
+                x,
+                width,
+                mean,
+                deviation,
+                scale,
+                shift,
+                [True] * 3,
+            ),
+            3 * x.nbytes,
+        ),
         "softmax": (partial(torch.log_softmax, words, 1), 2 * words.nbytes),
         "softmax_backward": (
             partial(aten._log_softmax_backward_data, words, scores, 1, words.dtype),

@@ -85,16 +85,17 @@ def _flops_ns(machine: Hardware, work: OpWork, attention: float) -> float:
             # Formulas count all scores.
             flops /= 2 if mixed.causal else 1
             kind = "attention_backward" if mixed.backward else "attention_forward"
-            size = mixed.heads, mixed.seq, mixed.keys or mixed.seq
-            part = kernels.attention_part(*size, kind, mixed.causal)
+            keys = mixed.keys or mixed.seq
+            part = kernels.attention_part(mixed.heads, mixed.seq, keys, kind, mixed.causal)
         elif mixed.beside:
             flops *= 2  # the figure is of causal attention, half of whose scores are made
     elif kernels is not None and product is not None:
         if 1 in (product.m, product.n):
             return 0.0  # a matrix and a vector: memory decides
-        size = product.m, product.n, product.k
         loaded = _LOADED.get(dtype, 2)
-        part = kernels.matmul_part(*size, product.layout, product.batch, loaded)
+        part = kernels.matmul_part(
+            product.m, product.n, product.k, product.layout, product.batch, loaded
+        )
         made = product.batch * product.m * product.n
         writes_ns = machine.memory_ns(_WRITTEN.get(dtype, 2) * made)
         return kernels.product_ns(machine.flops_ns(flops, dtype, part), writes_ns)

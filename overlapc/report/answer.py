@@ -77,7 +77,7 @@ class Answer:
                 f"with overlapc: {other.layout}, step {milliseconds(other.step_ns)} ms ({much}), "
                 f"{told.memory(other)}"
             )
-            ours = said, *told.start(other, False)[:2]
+            ours = (said, *told.start(other, False)[:2])
         return Answer(
             f"{kept}{by}: {best.layout}",
             recomputed(best),

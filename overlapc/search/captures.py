@@ -136,8 +136,7 @@ def _groups(key: UnitKey) -> Iterator[Any]:
         torch.set_default_dtype(dtype)
     try:
         node = load_hardware(key.hardware).gpus_per_node
-        divided = key.tp, key.expert_ranks, key.cp, key.expert_step, node
-        groups = fake_groups(key.gpus, *divided)
+        groups = fake_groups(key.gpus, key.tp, key.expert_ranks, key.cp, key.expert_step, node)
         with groups as found, FakeTensorMode():
             yield found
     finally:
@@ -174,8 +173,9 @@ class _Captured:
             shape = (model.seq, key.microbatch)
         x = torch.zeros(*shape, model.width, requires_grad=True)
         how = Context(context, key.cp_comm_type) if key.cp > 1 else None
-        divided = key.sequence, how, key.shares_experts
-        blocks = capture(model.blocks(count, tensor, expert, *divided), x)
+        blocks = capture(
+            model.blocks(count, tensor, expert, key.sequence, how, key.shares_experts), x
+        )
         head = capture(Head(model, tensor, key.sequence), x)
         each = x.nbytes // key.microbatch
         return _Captured(count, blocks, head, each, x.element_size(), key.microbatch)

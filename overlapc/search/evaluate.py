@@ -227,8 +227,10 @@ def evaluate(
     Rows that are `pinned` take no more memory than the schedule's plain ones."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
-    where = model, cluster, layout, unit, Rows.of(layout, count).few
-    places = [Place.of(*where, rank, layers) for rank in range(layout.pp)]
+    places = [
+        Place.of(model, cluster, layout, unit, Rows.of(layout, count).few, rank, layers)
+        for rank in range(layout.pp)
+    ]
     ranks: list[PlacedStage] = []
     for place in places:
         try:
@@ -250,8 +252,9 @@ def evaluate(
         ranks[0] = merging(places[0], unit, ranks[0], solver, count)
     static = held_bytes(model, cluster, layout, layers)
     placing = finish and layout.pp > 1
-    how = placing, known, pinned, is_of_field(solver)
-    ran = RanPipeline.of(cluster, layout, unit, ranks, count, static, *how)
+    ran = RanPipeline.of(
+        cluster, layout, unit, ranks, count, static, placing, known, pinned, is_of_field(solver)
+    )
     found = figures_of(model, cluster, layout, solver, [[r] for r in ranks], count, ran, update)
     gap = gap_of(ranks, [p.parts(unit)[-1][1].bound_ns for p in places]) if bounded else 0.0
     found = replace(found, bound_ns=bound, layers=layers, gap=gap, launching=unit.launching)

@@ -60,8 +60,15 @@ class InSlices:
                 bound, count, layout = heapq.heappop(self.heap)
                 if self.may_win(bound, layout) and not self.put_back(bound, count, layout):
                     self.run.bounds_in_slices.append(bound)
-                    where = self.run.model, self.run.cluster, self.uncut(layout), count
-                    running[self.pool.submit(as_it_runs_or_none, *where)] = layout
+                    running[
+                        self.pool.submit(
+                            as_it_runs_or_none,
+                            self.run.model,
+                            self.run.cluster,
+                            self.uncut(layout),
+                            count,
+                        )
+                    ] = layout
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for task in done:
                 layout, outcome = running.pop(task), task.result()

@@ -221,8 +221,19 @@ def layouts(model: Model, cluster: Cluster, fixed: Fixed = ANY) -> Iterator[Layo
                 for (schedule, chunks), kind in product(
                     _schedules(model, pp, fixed, framework), kinds
                 ):
-                    where = tp, pp, dp, microbatch, schedule, sequence, chunks, cp, shares
-                    layout = Layout(*where, *fixed.ends, kind)
+                    layout = Layout(
+                        tp,
+                        pp,
+                        dp,
+                        microbatch,
+                        schedule,
+                        sequence,
+                        chunks,
+                        cp,
+                        shares,
+                        *fixed.ends,
+                        kind,
+                    )
                     if layout.stages * model.period > model.layers:
                         continue
                     if any(fixed.ends) and not _has_ends(model, layout):

@@ -74,8 +74,9 @@ def partitioned(
 
     with ThreadPoolExecutor(TOGETHER) as threads:
         split = even(periods, layout.pp, by_plan, threads.map)
-        ways = by_plan, by_blocks, by_memory
-        return split, best_partition(periods, layout.pp, *ways, run=threads.map)
+        return split, best_partition(
+            periods, layout.pp, by_plan, by_blocks, by_memory, run=threads.map
+        )
 
 
 def stage_counts(model: Model, partition: Partition) -> tuple[int, ...]:

@@ -352,12 +352,15 @@ def _with_ends(place: Place, unit: Unit, stage: PlacedStage) -> PlacedStage:
     if place.shards is None:
         return replace(stage, costs=tuple(costs))
     (alone,), (cost,), (forward, backward) = stage.costs, costs, unit.head_ran.phase_ns
-    layers = alone.forward_ns / place.layers, alone.takes("B") / place.layers
+    forward_of_one = alone.forward_ns / place.layers
+    backward_of_one = alone.takes("B") / place.layers
     before = (
         cost.forward_ns - alone.forward_ns - forward,
         cost.takes("B") - alone.takes("B") - backward,
     )
-    more = place.shards.more_ns(Times(place.layers, *layers, before, (forward, backward)))
+    more = place.shards.more_ns(
+        Times(place.layers, forward_of_one, backward_of_one, before, (forward, backward))
+    )
     cost = replace(
         cost,
         forward_ns=cost.forward_ns + more[0],

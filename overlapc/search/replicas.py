@@ -116,8 +116,9 @@ class Update:
             # Megatron starts all of a stage's buckets at once (--no-align-grad-reduce is not the
             # default) when the last microbatch has passed it (grad_sync_func in its schedules.py).
             bucket, passing = max(bucket, 1 / stages), layout.pp
-        under = late_ns, gather_ns, bucket, passing
-        return Update(tuple(sums), optimizer_ns, 0, 0, *under, shared_ns)
+        return Update(
+            tuple(sums), optimizer_ns, 0, 0, late_ns, gather_ns, bucket, passing, shared_ns
+        )
 
 
 def _moved(

@@ -164,12 +164,15 @@ class Running:
         if finer > bound:
             heapq.heappush(self.heap, (finer, layout))
             return
-        where = self.model, self.cluster, layout, self.pack(key), self.solver
+        model, cluster, packed = self.model, self.cluster, self.pack(key)
+        task: Future[Any]
         if self.in_order and layout not in self.bounded:
             self.bounded.add(layout)
-            self.running[pool.submit(bounded, *where[:4], placed)] = bound, layout
-            return
-        self.running[pool.submit(tried, *where, below_ns=self.worth_ns)] = bound, layout
+            task = pool.submit(bounded, model, cluster, layout, packed, placed)
+        else:
+            worth_ns, solver = self.worth_ns, self.solver
+            task = pool.submit(tried, model, cluster, layout, packed, solver, below_ns=worth_ns)
+        self.running[task] = bound, layout
 
     @property
     def in_order(self) -> bool:
@@ -203,10 +206,15 @@ class Running:
         """Plan the next layouts by bound until as many fit as are shown beside the winner."""
         count = (self.shown or 0) - sum(found.fits for found in self.tried)
         close = sorted(p for p in self.passed if self.key(p[1]) in self.units)[: max(0, count)]
-        where = self.model, self.cluster
         tasks = [
             pool.submit(
-                evaluated, *where, layout, self.pack(self.key(layout)), self.solver, below_ns=0
+                evaluated,
+                self.model,
+                self.cluster,
+                layout,
+                self.pack(self.key(layout)),
+                self.solver,
+                below_ns=0,
             )
             for _, layout in close
         ]
@@ -219,12 +227,13 @@ class Running:
         even = self.best
         assert even is not None
         unit = self.unit(key := self.key(even.layout), pool)
-        where = self.model, self.cluster, even.layout
-        _, division = partitioned(*where, unit, pool, self.quick)
+        model, cluster, layout = self.model, self.cluster, even.layout
+        _, division = partitioned(model, cluster, layout, unit, pool, self.quick)
         layers = stage_counts(self.model, division)
         if division.slowest_ns is None or layers == even.layers:
             return
-        found, outcome = pool.submit(tried, *where, self.pack(key), self.solver, layers).result()
+        task = pool.submit(tried, model, cluster, layout, self.pack(key), self.solver, layers)
+        found, outcome = task.result()
         if outcome is not None and found.fits and found.step_ns < even.step_ns:
             found = replace(found, bound_ns=min(found.bound_ns, even.bound_ns))
             self.improve(replace(outcome, found=found))
@@ -269,8 +278,9 @@ class Running:
                 cluster = replace(self.cluster, memory_bytes=size)
                 self.unit(key := self.key(best.layout), pool)
                 packed = self.pack(key)
-                where = self.model, cluster, best.layout, packed, self.quick
-                task = pool.submit(evaluated, *where, best.layers)
+                task = pool.submit(
+                    evaluated, self.model, cluster, best.layout, packed, self.quick, best.layers
+                )
             tasks[size] = task
         return tasks
 

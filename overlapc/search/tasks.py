@@ -51,8 +51,9 @@ def evaluated(
     time_limit_s: float = 10.0,
     below_ns: float = math.inf,
 ) -> Found:
-    where = model, cluster, layout, packed.unit, solver
-    return evaluate(*where, time_limit_s, layers, below_ns=below_ns).found
+    return evaluate(
+        model, cluster, layout, packed.unit, solver, time_limit_s, layers, below_ns=below_ns
+    ).found
 
 
 def tried(
@@ -66,8 +67,9 @@ def tried(
 ) -> tuple[Found, Outcome | None]:
     """Plan a layout in a worker. Its plans are sent back only if its step is below that time, since
     they are large."""
-    where = model, cluster, layout, packed.unit, solver
-    outcome = evaluate(*where, layers=layers, below_ns=below_ns)
+    outcome = evaluate(
+        model, cluster, layout, packed.unit, solver, layers=layers, below_ns=below_ns
+    )
     return outcome.found, outcome if outcome.found.step_ns < below_ns else None
 
 

@@ -168,8 +168,18 @@ def _unit(key: UnitKey, of: Captures, bounded: bool, first: Unit | None) -> Unit
     head_ran = replace(head_ran, peak_bytes=max(at_loss, head_ran.peak_bytes))
     least = LeastTimes.of(problem) if bounded else LeastTimes(0, 0, 0, 0)
     table = model.vocab * model.width // key.tp * of.element_bytes
-    figures = of.boundary_bytes, table, least, head_ran, launching
-    return Unit(of.count, problem, received, head, *figures, first)
+    return Unit(
+        of.count,
+        problem,
+        received,
+        head,
+        of.boundary_bytes,
+        table,
+        least,
+        head_ran,
+        launching,
+        first,
+    )
 
 
 def in_place(head: Module) -> Module:

@@ -149,9 +149,17 @@ def predict(row: Row, unit: Unit) -> Predicted:
     cluster = replace(row.cluster, memory_bytes=_ENOUGH)
     framework = find_framework(cluster.framework)
     layers = framework.layers_of(row.model.layers, row.layout.stages)
-    where = row.model, cluster, row.layout, unit, row.recompute
     try:
-        found = evaluate(*where, layers=layers, bounded=False, pinned=True).found
+        found = evaluate(
+            row.model,
+            cluster,
+            row.layout,
+            unit,
+            row.recompute,
+            layers=layers,
+            bounded=False,
+            pinned=True,
+        ).found
     except OverlapcError as error:
         return Predicted(row, refused=str(error))
     static = held_bytes(row.model, cluster, row.layout, found.layers)
@@ -195,8 +203,7 @@ def load_table(path: StrPath, skipped: list[str] | None = None) -> Table:
         raise FileError(
             f"table {shown}: composed is {composed!r}, expected how that is known, a text"
         )
-    about = data["source"], data["conditions"], calibrates
-    return Table(path.stem, *about, rows, composed.strip())
+    return Table(path.stem, data["source"], data["conditions"], calibrates, rows, composed.strip())
 
 
 def _rows(
@@ -260,9 +267,15 @@ def _row(path: Path, given: Mapping[str, str], same: Mapping[str, str]) -> Row:
     if hardware.endswith(".toml"):
         hardware = str(path.parent / hardware)
     machine = load_hardware(hardware)
-    where = machine.gpus_per_node, machine.memory_bytes, batch
-    fp8 = _flag(cells, "fp8")
-    cluster = Cluster(hardware, gpus, *where, framework=framework.name, fp8=fp8)
+    cluster = Cluster(
+        hardware,
+        gpus,
+        machine.gpus_per_node,
+        machine.memory_bytes,
+        batch,
+        framework=framework.name,
+        fp8=_flag(cells, "fp8"),
+    )
     check_framework(model, cluster)
     return Row(
         ",".join(given.values()),

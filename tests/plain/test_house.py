@@ -44,6 +44,42 @@ def test_a_folder_takes_few_names_from_others(folder: str) -> None:
     assert len(taken) <= TAKEN[folder]
 
 
+def test_no_call_spreads_a_tuple_that_was_packed_for_it() -> None:
+    """`what = a, b` and then `f(*what)` hides which argument is which."""
+    found = []
+    for path in CODE:
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                spread = {
+                    arg.value.id
+                    for call in ast.walk(function)
+                    if isinstance(call, ast.Call)
+                    for arg in call.args
+                    if isinstance(arg, ast.Starred) and isinstance(arg.value, ast.Name)
+                }
+                found += [f"{path.name}: {name}" for name in spread & packed_in(function)]
+    assert found == []
+
+
+def packed_in(function: ast.FunctionDef) -> set[str]:
+    """Names that are a tuple of several expressions throughout the function: no menus of
+    constants, no results that are put together."""
+    values = defaultdict(list)
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
+                if isinstance(target, ast.Name):
+                    values[target.id].append(node.value)
+    return {name for name, (one, *more) in values.items() if not more and is_packed(one)}
+
+
+def is_packed(value: ast.expr) -> bool:
+    if not isinstance(value, ast.Tuple):
+        return False
+    kinds = (ast.Constant, ast.Starred)
+    return not any(isinstance(part, kinds) for part in value.elts) and len(value.elts) > 1
+
+
 def test_the_list_of_long_tests_names_tests() -> None:
     listed = (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines()
     assert listed == sorted(set(listed))

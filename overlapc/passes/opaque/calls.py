@@ -60,8 +60,9 @@ class Like:
 
     @staticmethod
     def of(tensor: Tensor) -> Like:
-        kind = tensor.dtype, tensor.device, tensor.requires_grad
-        return Like(tuple(tensor.shape), tensor.stride(), *kind)
+        return Like(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        )
 
     def shape(self, size: Any) -> tuple[Any, ...]:
         return tuple(size if each is None else each for each in self.sizes)

@@ -315,8 +315,22 @@ def called(
     key = _trace, function, *given
     calls = _known.setdefault(module, {})
     if key not in calls:
-        what = places, splits, [*named], needs, autocast, modes, whole, has_ties(module), known
-        call = Call(weakref.ref(module), function, spec, plain, *what, opened)
+        call = Call(
+            weakref.ref(module),
+            function,
+            spec,
+            plain,
+            places,
+            splits,
+            [*named],
+            needs,
+            autocast,
+            modes,
+            whole,
+            has_ties(module),
+            known,
+            opened,
+        )
         reached = Reached([module, forward] if whole and known is None else [])
         calls[key] = Opaque(call, learn(call, tensors, lasting, reached))
         _by_number[call.number] = calls[key]

@@ -313,6 +313,14 @@ def _event(each: dict[str, Any], shown: str) -> Event | None:
         for key, default in (("In msg nelems", 0), ("External id", -1), ("correlation", -1))
     )
     sequence, forward = args.get("Sequence number"), args.get("Fwd thread id")
-    made = sequence if isinstance(sequence, int) else -1, forward not in (None, 0)
-    where = printable(str(name)), printable(lane), start, start + took
-    return Event(*where, size, external, correlation, *made)
+    return Event(
+        printable(str(name)),
+        printable(lane),
+        start,
+        start + took,
+        size,
+        external,
+        correlation,
+        sequence if isinstance(sequence, int) else -1,
+        forward not in (None, 0),
+    )

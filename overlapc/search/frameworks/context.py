@@ -30,9 +30,8 @@ class Context:
         if self.kind == "p2p":
             mixed = ring_attention(q, k, v, self.rank, self.count, self.name)
         elif self.kind == "a2a":
-            where = self.count, self.name, rows_first
-            whole = ToSequences.apply(*where, q, k, v)
-            (mixed,) = ToPieces.apply(*where, _attention(*whole))
+            whole = ToSequences.apply(self.count, self.name, rows_first, q, k, v)
+            (mixed,) = ToPieces.apply(self.count, self.name, rows_first, _attention(*whole))
         else:
             mixed = _attention(q, k, v)
         return mixed.permute((2, 0, 1, 3) if rows_first else (0, 2, 1, 3)).flatten(2)

@@ -251,8 +251,14 @@ class _Config:
         }
 
     def experts(self) -> dict[str, Any]:
-        names = "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"
-        experts = self.number("experts", *names, default=0)
+        experts = self.number(
+            "experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "num_experts",
+            "moe_num_experts",
+            default=0,
+        )
         if not experts:
             self.refuse_other_experts()
             return {}
@@ -260,8 +266,13 @@ class _Config:
         of_one = self.number("expert width", "moe_intermediate_size", default=0)
         if not of_one:
             of_one = self.number("expert width", "intermediate_size", default=ffn)
-        beside = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
-        each = self.number("shared experts", *beside, default=0)
+        each = self.number(
+            "shared experts",
+            "n_shared_experts",
+            "num_shared_experts",
+            "moe_num_shared_experts",
+            default=0,
+        )
         shared = self.number("shared", "shared_expert_intermediate_size", default=each * of_one)
         step = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
         without = self.found.get("mlp_only_layers")
@@ -297,8 +308,13 @@ class _Config:
                 f"{self.shown}: moe_layer_end_index is {last!r}, which the search has no model of; "
                 f"expected the last of {layers} layers, -1"
             )
-        names = "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
-        first = self.number("first layers", *names, default=default)
+        first = self.number(
+            "first layers",
+            "first_k_dense_replace",
+            "num_dense_layers",
+            "moe_layer_start_index",
+            default=default,
+        )
         kinds = self.found.get("mlp_layer_types")
         if not isinstance(kinds, list):
             return first

@@ -265,9 +265,15 @@ class Blocks(nn.Module):
     ) -> None:
         super().__init__()
         period, ranks, held = model.period, Ranks(tensor, sequence), Ranks(expert)
-        divided = context, shares_experts
         self.blocks = nn.ModuleList(
-            Block(model, ranks, held, bool(model.experts) and i % period == period - 1, *divided)
+            Block(
+                model,
+                ranks,
+                held,
+                bool(model.experts) and i % period == period - 1,
+                context,
+                shares_experts,
+            )
             for i in range(count)
         )
 
