@@ -30,6 +30,7 @@ from overlapc.passes.nodes import is_random
 from overlapc.state import known
 from overlapc.state.module_state import classes_of, contents, members_of
 from overlapc.state.snapshot import CONTAINERS, held_in, is_a, is_looked_into, value_of
+from overlapc.state.walk import walk
 
 # Nothing that a model caches is in these.
 _OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton", known.PACKAGE}
@@ -94,32 +95,39 @@ class _Outside:
     def of(model: nn.Module) -> _Outside:
         found = _Outside()
         own = [id(each) for each in (*model.parameters(), *model.buffers(), *model.modules())]
-        seen = set(own)
-        left: list[Any] = []
+        roots: list[Any] = []
         for namespace in _namespaces(model):
             found.namespaces.append(namespace)
-            seen.add(id(namespace))
-            left += namespace.values()
+            own.append(id(namespace))
+            roots += namespace.values()
             for kind in [each for each in namespace.values() if is_a(each, type)]:
                 is_own = kind.__module__ == namespace.get("__name__")
-                left += vars(kind).values() if is_own else ()
+                roots += vars(kind).values() if is_own else ()
         for method in _methods(model):
-            left += map(contents, method.__closure__ or ())
-        while left and len(seen) < _MOST + len(own):
-            each = left.pop()
-            if id(each) in seen or (is_a(each, _LOOKED) and len(each) >= _MOST):
-                continue
-            if is_a(each, _LOOKED):
-                seen.add(id(each))
-                left += each.values() if is_a(each, dict) else each
-                found.containers += [] if is_a(each, tuple) else [each]
-            elif type(each) is Tensor:
-                seen.add(id(each))
-                found.tensors += [each] if each.numel() < _MOST else []
-            elif _is_scripts(each):
-                seen.add(id(each))
-                left.append(vars(each))
+            roots += map(contents, method.__closure__ or ())
+        tensors: dict[int, Tensor] = {}
+        count = 0
+        for _, each, is_opened in walk([("", root) for root in roots], _held, set(own)):
+            if type(each) is Tensor:
+                tensors[id(each)] = each
+            elif is_opened and is_a(each, CONTAINERS):
+                found.containers.append(each)
+            count += is_opened
+            if count + len(tensors) >= _MOST:
+                break
+        found.tensors = [each for each in tensors.values() if each.numel() < _MOST]
         return found
+
+
+def _held(value: Any) -> list[tuple[str, Any]] | None:
+    """What a container that is no data holds, or an object or function of the script."""
+    if is_a(value, _LOOKED):
+        return _items(value) if len(value) < _MOST else None
+    return [("", vars(value))] if type(value) is not Tensor and _is_scripts(value) else None
+
+
+def _items(container: Any) -> list[tuple[str, Any]]:
+    return [("", part) for part in (container.values() if is_a(container, dict) else container)]
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
@@ -186,16 +194,13 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 
 def _traced_in(container: Any) -> list[Any]:
     """The tensors of a trace in this container or cache."""
-    left, seen, found = [(container, 0)], set(), []
-    while left:
-        value, depth = left.pop()
-        is_container = depth == 0 or (is_a(value, _LOOKED) and len(value) < _MOST)
-        if is_a(value, _TRACED):
-            found.append(value)
-        elif is_container and depth < _DEEPEST and id(value) not in seen:
-            seen.add(id(value))
-            left += [(each, depth + 1) for each in gc.get_referents(value)]
-    return found
+
+    def referents(value: Any) -> list[tuple[str, Any]] | None:
+        looked = value is container or (is_a(value, _LOOKED) and len(value) < _MOST)
+        return [("", each) for each in gc.get_referents(value)] if looked else None
+
+    visited = walk([("", container)], referents, deepest=_DEEPEST)
+    return [value for _, value, _ in visited if is_a(value, _TRACED)]
 
 
 def _is_constant(tensor: Any) -> bool:

@@ -28,7 +28,7 @@ from overlapc.core.errors import CaptureError, OverlapcError
 from overlapc.passes.opaque.op import called
 from overlapc.state.module_state import PLAIN
 
-NAME = "PackedSeqParams"
+_NAME = "PackedSeqParams"
 _MOST = 4096  # microbatches whose lengths are kept: more than are in flight
 _OTHER = "a tensor"  # in the place of what differs between microbatches
 _LONGEST = ("max_seqlen_q", "max_seqlen_kv")
@@ -111,11 +111,15 @@ register_pytree_node(Sequences, lambda s: ([s.ticket], (s.known, s.rows)), _of_s
 register_pytree_node(_Lengths, lambda s: ([s.ticket], s.name), _of_lengths)
 
 
-def is_served(value: Any) -> bool:
-    """Is it a PackedSeqParams that a graph can have: of tensors and plain values?"""
-    return type(value).__name__ == NAME and all(
-        isinstance(part, (Tensor, *PLAIN)) for part in _fields(value).values()
-    )
+def is_packed(value: Any) -> bool:
+    return type(value).__name__ == _NAME
+
+
+def unserved(packed: Any) -> str:
+    """What a PackedSeqParams has beside tensors and plain values, which no graph has; or ""."""
+    strange = {k: v for k, v in _fields(packed).items() if not isinstance(v, (Tensor, *PLAIN))}
+    found = ", ".join(f"a {type(value).__name__} as {name}" for name, value in strange.items())
+    return found and f"packed sequences with {found}"
 
 
 def _fields(packed: Any) -> dict[str, Any]:
@@ -158,14 +162,15 @@ def _longest(packed: Any) -> int:
 
 def tokens_of(module: Any, leaves: Sequence[Any], came: Sequence[Tensor]) -> int:
     """How many tokens the microbatch has on all ranks together."""
-    config = module.config
+    config = getattr(module, "config", None)
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 2]
     if shapes:
         rows = max(shape[1] for shape in shapes)
     else:
-        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        rows = max((each.shape[0] for each in came), default=1) * split
-    return int(rows) * int(config.context_parallel_size)
+        in_parts = getattr(config, "sequence_parallel", False)
+        parts = getattr(config, "tensor_model_parallel_size", 1) if in_parts else 1
+        rows = max((each.shape[0] for each in came), default=1) * parts
+    return int(rows) * int(getattr(config, "context_parallel_size", 1))
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:

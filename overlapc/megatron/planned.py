@@ -65,10 +65,11 @@ class ChunkCall:
         if not getattr(module, "pre_process", True):
             given = (getattr(each, "input_tensor", None) for each in module.children())
             came = [each for each in given if isinstance(each, Tensor)]
-        if any(map(packed.is_served, leaves)):
+        if served := [v for v in leaves if packed.is_packed(v) and not packed.unserved(v)]:
             rows = packed.tokens_of(module, leaves, came)
-            stood = [packed.standing_for(v, rows) if packed.is_served(v) else v for v in leaves]
-            leaves, spec = tree_flatten(tree_unflatten(stood, spec))
+            standing = {id(value): packed.standing_for(value, rows) for value in served}
+            leaves = [standing.get(id(leaf), leaf) for leaf in leaves]
+            leaves, spec = tree_flatten(tree_unflatten(leaves, spec))
         leaves = [_laid_out(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += [owner[name] for [(owner, name), *_] in attributes]
@@ -120,10 +121,8 @@ class ChunkCall:
         for leaf in self.leaves:
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 kind = type(leaf).__name__
-                what = "packed sequences with a process group" * (kind == packed.NAME)
-                raise CaptureError(
-                    f"forward is given {what or f'a {kind}'}, expected tensors and plain values"
-                )
+                what = packed.unserved(leaf) if packed.is_packed(leaf) else f"a {kind}"
+                raise CaptureError(f"forward is given {what}, expected tensors and plain values")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from overlapc.core.errors import OptionError
 from overlapc.state.snapshot import is_looked_into
+from overlapc.state.walk import walk
 
 
 def is_held(leaf: Any) -> bool:
@@ -29,17 +30,8 @@ def objects_in(values: Any) -> list[Any]:
 def inside(name: str, value: Any) -> dict[str, Any]:
     """What an object holds: all that is neither a container nor such an object, each with the way
     to it, `result 1.layers[0].keys`."""
-    found: dict[str, Any] = {}
-    seen: dict[int, Any] = {}
-    left = [(name, value)]
-    while left:
-        where, what = left.pop()
-        if (parts := _parts(what)) is None:
-            found[where] = what
-        elif id(what) not in seen:
-            seen[id(what)] = what
-            left += [(where + step, part) for step, part in parts]
-    return found
+    visited = walk([(name, value)], _parts)
+    return {way: what for way, what, is_opened in visited if not is_opened}
 
 
 def rebuilt(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

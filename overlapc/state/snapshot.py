@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from overlapc.state.walk import walk
+
 CONTAINERS = (dict, list, deque, set)
 PLAIN = (str, bytes, int, float, complex, type(None))
 _NONE = object()  # where there is no object
@@ -105,27 +107,27 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def held_by(objects: Iterable[Any]) -> tuple[list[Tensor], list[Restore]]:
     """Find the tensors in these objects' attributes and their containers, and what puts these back
     as they are now."""
-    tensors: list[Tensor] = []
-    restores: list[Restore] = []
-    seen: dict[int, Any] = {}
-    left: list[Any] = [*objects]
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
+    tensors: dict[int, Tensor] = {}
+    restores: dict[int, Restore] = {}
+    for _, value, is_opened in walk([("", each) for each in objects], _contents):
         if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, CONTAINERS):
-            restores.append(held_in(value))
-            left += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, tuple):
-            left += value
-        elif (found := generator(value)) is not None:
-            restores.append(_drawn_from(*found))
-        elif is_looked_into(value):
-            left.append(vars(value))
-    return tensors, restores
+            tensors[id(value)] = value
+        elif is_opened and isinstance(value, CONTAINERS):
+            restores[id(value)] = held_in(value)
+        elif not is_opened and (found := generator(value)) is not None:
+            restores.setdefault(id(value), _drawn_from(*found))
+    return [*tensors.values()], [*restores.values()]
+
+
+def _contents(value: Any) -> list[tuple[str, Any]] | None:
+    """What a container or an object holds; None of anything else."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return [("", part) for part in (value.values() if isinstance(value, dict) else value)]
+    if generator(value) is None and is_looked_into(value):
+        return [("", vars(value))]
+    return None
 
 
 def restore_of(value: Any) -> Restore | None:

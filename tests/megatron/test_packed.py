@@ -82,5 +82,6 @@ def test_lengths_that_are_gone_are_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_group_is_left_to_megatron() -> None:
-    assert packed.is_served(made(0, 16))
-    assert not packed.is_served(PackedSeqParams(cp_group=object()))
+    assert packed.unserved(made(0, 16)) == ""
+    strange = packed.unserved(PackedSeqParams(cp_group=object()))
+    assert strange == "packed sequences with a object as cp_group"
