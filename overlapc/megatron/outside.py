@@ -29,7 +29,7 @@ from overlapc.core.errors import CaptureError
 from overlapc.passes.nodes import is_random
 from overlapc.state import known
 from overlapc.state.module_state import classes_of, contents, members_of
-from overlapc.state.snapshot import CONTAINERS, held_in, is_a, is_looked_into, value_of
+from overlapc.state.snapshot import CONTAINERS, is_a, is_looked_into, restore_of
 from overlapc.state.walk import walk
 
 # Nothing that a model caches is in these.
@@ -53,10 +53,10 @@ def left_outside(model: nn.Module, who: str) -> Iterator[None]:
     traced one that is no constant: made of inputs or random numbers, or changed in place. `who`
     runs in the block: "forward", or "the backward", of whose tensors this is not known."""
     outside = _Outside.of(model)
-    restores = [(each, held_in(each)) for each in outside.containers]
+    restores = [(each, put) for each in outside.containers if (put := restore_of(each))]
     names = [(each, _names_in(each)) for each in outside.namespaces]
     with _disable_current_modes():
-        values = [value_of(tensor) for tensor in outside.tensors]
+        values = [put for tensor in outside.tensors if (put := restore_of(tensor))]
     found: list[Any] = []
     try:
         yield

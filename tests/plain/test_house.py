@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -78,6 +79,18 @@ def is_packed(value: ast.expr) -> bool:
         return False
     kinds = (ast.Constant, ast.Starred)
     return not any(isinstance(part, kinds) for part in value.elts) and len(value.elts) > 1
+
+
+def test_the_glossary_says_where_each_thing_is() -> None:
+    rows = re.findall(
+        r"^\| (.+?) \| .+ \| `(.+?)` \|$", (ROOT / "docs/glossary.md").read_text(), re.M
+    )
+    words = [word for row, _ in rows for word in row.split(", ")]
+    assert len(words) == len(set(words)) > 40
+    for word, place in rows:
+        path, _, name = place.partition("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert not name or f"\nclass {name}" in text, word
 
 
 def test_the_list_of_long_tests_names_tests() -> None:
