@@ -31,7 +31,7 @@ from overlapc.solvers.choose.keep import keep_sets
 from overlapc.solvers.choose.opt import SolverProgress, opt
 from overlapc.solvers.choose.overlap import overlap_plans, steady_plans
 from overlapc.solvers.choose.period import Periodic
-from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, MANY, RUNGS, SMALL
+from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
 from overlapc.solvers.field import baselines
 from overlapc.solvers.field.modules import PREFIX, by_module, modules_of
 from overlapc.solvers.order.merging import merged_plans
@@ -261,7 +261,7 @@ def _ladder(
         if above is not None and best is not None and not best.beaten_within(above):
             return
         found = best is not None and best.found is not None
-        if quick and rung <= 1 and found and ops > MANY and limit >= budget_of(2):
+        if quick and rung <= 1 and found and FEW * ops > LARGE and limit >= budget_of(2):
             return  # they take longer than all others, and are for budgets that hold little else
         tight = rung <= 1 and ops <= LARGE
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it

@@ -13,7 +13,6 @@ MERGED = 1_500_000  # the same for merged microbatches, which have no other sear
 LADDER = 9000  # ops times HEU's budgets; each budget has a program and a few orders
 ACTIONS = 20_000  # about how many actions are simulated to polish a pipeline's rows
 EXACT = 100_000  # issues, or segments of a partition, up to which the search is exhaustive
-MANY = 500  # from so many ops on what is for the smallest budgets waits until nothing else fits
 LARGE = 1500  # from so many ops on fewer plans are tried, since each takes longer
 SMALL = 64  # up to so many ops HEU tries the same budgets for every budget
 SEARCHED = 28  # up to so many ops OPT goes through all plans
