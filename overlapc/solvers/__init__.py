@@ -249,7 +249,7 @@ def _ladder(
     far. `quick`: its programs are solved in half the time, and may find others of equal worth."""
     peaks = [peak_bytes(problem, plan) for plan in steady]
     least, most = min(peaks), max(peaks)
-    ops, limit = len(problem.trace.ops), problem.budget_bytes or most
+    ops = len(problem.trace.ops)
     rungs = max(FEW, min(RUNGS, LADDER // max(1, ops)))
     periodic = Periodic(replace(problem, budget_bytes=most), quick=quick, reuses=quick)
 
@@ -260,10 +260,7 @@ def _ladder(
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
             return
-        found = best is not None and best.found is not None
-        if quick and rung <= 1 and found and FEW * ops > LARGE and limit >= budget_of(2):
-            return  # they take longer than all others, and are for budgets that hold little else
-        tight = rung <= 1 and ops <= LARGE
+        tight = rung <= 1 and ops <= (LARGE // FEW if quick else LARGE)
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
         if rung == 0 and quick:  # of what is as good there, little fits once it is in order
             periodic = Periodic(replace(problem, budget_bytes=most))
