@@ -147,11 +147,11 @@ def _one_sequence(packed: Any, rows: int) -> Any:
     """The like of it with one sequence of so many tokens."""
     made = copy.copy(packed)
     for name, value in _fields(packed).items():
-        if isinstance(value, Tensor):
+        if name in _LONGEST and value is not None:
+            setattr(made, name, rows)
+        elif isinstance(value, Tensor):
             ends = name.startswith("cu_seqlens")
             setattr(made, name, value.new_tensor([0, rows]) if ends else torch.zeros_like(value))
-        elif name in _LONGEST and value is not None:
-            setattr(made, name, rows)
     return made
 
 

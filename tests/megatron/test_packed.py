@@ -56,6 +56,15 @@ def test_ops_are_tried_out_on_one_sequence_of_all_tokens() -> None:
     assert tried.max_seqlen_q == 16
 
 
+def test_a_longest_length_may_be_a_tensor() -> None:
+    longest = torch.tensor(11)
+    one = PackedSeqParams("thd", torch.tensor([0, 5, 16]), None, longest, longest)
+    standing = packed.standing_for(one, 16)
+    assert standing.max_seqlen_q == 16
+    tried = tree_unflatten([torch.tensor(0)], tree_flatten(standing)[1])
+    assert (tried.max_seqlen_q, tried.max_seqlen_kv) == (16, 16)
+
+
 @pytest.mark.parametrize(
     "read",
     [
