@@ -276,7 +276,7 @@ def test_a_rank_that_raises_is_seen_at_once(run: Any) -> None:
         assert kind == "RankError"
         assert "rank 1 failed while planning" in text
         assert "ValueError: odd shape" in text
-        assert took_s < 3
+        assert took_s < BAR_S
 
 
 def test_a_rank_that_raises_last_stops_all(run: Any) -> None:
@@ -291,8 +291,8 @@ def test_a_leader_that_cannot_solve(run: Any) -> None:
     for _, text, took_s, _ in results[1:]:
         assert "rank 0 failed" in text
         assert "memory_budget=20" in text
-        assert took_s < 4
-    assert results[0][2] < 1 + 0.9  # LINGER_S, but not rank 2's second
+        assert took_s < BAR_S
+    assert results[0][2] < results[2][2]  # it does not wait for rank 2's second
 
 
 def test_ranks_at_different_steps(run: Any) -> None:
@@ -323,7 +323,7 @@ def test_a_rank_that_is_later_than_the_timeout(run: Any) -> None:
         assert kind == "RankError"
         assert "rank 2 did not come in 2 s" in text
         assert "give a longer timeout_s" in text
-    assert results[2][2] < 1.5  # it comes late, and is told at once
+    assert results[2][2] < BAR_S  # it comes late, and is told at once
 
 
 def test_a_rank_that_waits_elsewhere_for_the_others(run: Any) -> None:
