@@ -227,9 +227,9 @@ def evaluate(
     Rows that are `pinned` take no more memory than the schedule's plain ones."""
     count = microbatches(cluster, layout)
     layers = tuple(layers or stage_layers(model, layout.stages, layout.ends))
+    few = Rows.of(layout, count).few
     places = [
-        Place.of(model, cluster, layout, unit, Rows.of(layout, count).few, rank, layers)
-        for rank in range(layout.pp)
+        Place.of(model, cluster, layout, unit, few, rank, layers) for rank in range(layout.pp)
     ]
     ranks: list[PlacedStage] = []
     for place in places:

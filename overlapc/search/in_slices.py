@@ -60,15 +60,9 @@ class InSlices:
                 bound, count, layout = heapq.heappop(self.heap)
                 if self.may_win(bound, layout) and not self.put_back(bound, count, layout):
                     self.run.bounds_in_slices.append(bound)
-                    running[
-                        self.pool.submit(
-                            as_it_runs_or_none,
-                            self.run.model,
-                            self.run.cluster,
-                            self.uncut(layout),
-                            count,
-                        )
-                    ] = layout
+                    model, cluster, uncut = self.run.model, self.run.cluster, self.uncut(layout)
+                    task = self.pool.submit(as_it_runs_or_none, model, cluster, uncut, count)
+                    running[task] = layout
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for task in done:
                 layout, outcome = running.pop(task), task.result()

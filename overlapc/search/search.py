@@ -341,9 +341,10 @@ def _by_others(
     """Begin to plan the chosen layout by other solvers, the slowest first, by solver and layers."""
     splits = {chosen.layers, tuple(stage_layers(model, chosen.layout.stages, chosen.layout.ends))}
     limit = _OPT_SECONDS / (chosen.layout.pp * len(splits))
+    layout, packed = chosen.layout, Packed.of(unit)
     return {
         (solver, layers): pool.submit(
-            evaluated, model, cluster, chosen.layout, Packed.of(unit), solver, layers, limit
+            evaluated, model, cluster, layout, packed, solver, layers, limit
         )
         for solver in sorted(solvers, key="opt".__ne__)
         for layers in splits

@@ -109,12 +109,12 @@ def held_by(objects: Iterable[Any]) -> tuple[list[Tensor], list[Restore]]:
     as they are now."""
     tensors: dict[int, Tensor] = {}
     restores: dict[int, Restore] = {}
-    for _, value, is_opened in walk([("", each) for each in objects], _contents):
+    for _, value, _ in walk([("", each) for each in objects], _contents):
         if isinstance(value, Tensor):
             tensors[id(value)] = value
-        elif is_opened and isinstance(value, CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             restores[id(value)] = held_in(value)
-        elif not is_opened and (found := generator(value)) is not None:
+        elif (found := generator(value)) is not None:
             restores.setdefault(id(value), _drawn_from(*found))
     return [*tensors.values()], [*restores.values()]
 

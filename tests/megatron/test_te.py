@@ -70,10 +70,9 @@ LAYOUTS = {
         options={"memory_budget": 0.8, "solver": "overlap"},
     ),
     "packed, tp, fused": Layout(**SHORT, tp=2, layers=1, packed=True, config=FUSED),
-    "packed, pp, sequence, less memory": Layout(
+    "packed, pp, less memory": Layout(
         te=True,
         microbatches=3,
-        ranks=2,
         pp=2,
         packed=True,
         dropout=0.1,

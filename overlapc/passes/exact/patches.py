@@ -1,4 +1,6 @@
-"""`PATCHES`: all that overlapc replaces in PyTorch and in Megatron, where, and why.
+"""`PATCHES`: all that overlapc replaces in PyTorch and in Megatron, where, and why. (What
+`torch.compile` has fused in a model or in Megatron's modules is one op each in a trace, whatever
+its name: `megatron/fused.py`.)
 
 Nothing is replaced for longer than a trace or a call takes, but for Megatron's schedules while it
 is patched. With a new release of either this is the list to go through; `missing` says what a
@@ -70,6 +72,18 @@ PATCHES: tuple[Patch, ...] = (
         f"{_DYNAMO}.variables.torch:tracing_state_functions",
         f"{_DYNAMO}.variables.misc:AutogradFunctionVariable.call_apply",
         f"{_DYNAMO}.variables.functions:WrapperUserFunctionVariable.call_function",
+    ),
+    *_of(
+        "passes/exact/as_eager.py",
+        "functions that Dynamo would take apart, and sum otherwise, are traced as they are",
+        f"{_DYNAMO}.variables.torch:TorchInGraphFunctionVariable._get_handlers",
+    ),
+    # FSDP2
+    *_of(
+        "sharded/lowered.py",
+        "a planned call gathers and reduces in its graph, in the place of FSDP2's hooks",
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward",
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._post_forward",
     ),
     # AOTAutograd, fake tensors and operators
     *_of(
