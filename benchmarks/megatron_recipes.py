@@ -36,7 +36,7 @@ OF_MODEL = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "tp_comm_
 NOT_TRIED = {
     "pictures, sound or diffusion": (
         *("flux", "wan", "_vl", "vl_", "nemotron_omni", "qwen2_audio", "qwen_omni", "gemma4_vl"),
-        *("qwen_vl", "exaone45", "stepfun"),
+        *("qwen_vl", "exaone45", "stepfun", "minimax_m3"),
     ),
     "Mamba layers": ("nemotronh", "nemotron_3", "nemotron_nano"),
     "linear or sparse attention": ("qwen3_next", "qwen35", "deepseek_v4", "glm5", "glm_moe_dsa"),

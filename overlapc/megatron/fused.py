@@ -30,7 +30,7 @@ from overlapc.state.module_state import classes_of, contents, members_of
 from overlapc.state.snapshot import answers, is_a
 from overlapc.tools.shared_changes import replaced
 
-_UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given
+UNFUSED = "_torchdynamo_orig_callable"  # Dynamo's attribute for what it was given
 # Megatron's methods that count tokens: sums of whole numbers are the same however they are made.
 # They are traced, since an op of its own may not write to its module's buffers.
 _COUNTS = {"_apply_expert_bias"}
@@ -89,12 +89,12 @@ def _changes(model: nn.Module, modules: Iterable[ModuleType]) -> Iterator[Change
                     continue
                 if id(value) in shared:  # the same as there: Megatron compares activations
                     yield owner, name, value, _as_one_op(value)
-                elif owner is each and not _holds_module(getattr(value, _UNFUSED)):
+                elif owner is each and not _holds_module(getattr(value, UNFUSED)):
                     yield owner, name, value, _as_one_op_of(each, value)
 
 
 def _is_fused(value: Any) -> bool:
-    if is_a(value, nn.Module) or not answers(value, _UNFUSED):
+    if is_a(value, nn.Module) or not answers(value, UNFUSED):
         return False
     return not getattr(value, "_torchdynamo_disable", False)  # what torch.compiler.disable made
 
@@ -164,7 +164,7 @@ def _stand_in(
     if is_a(value, staticmethod):
         return staticmethod(_as_one_op(value.__func__))
     if name in _COUNTS and kind.__module__.partition(".")[0] == "megatron":
-        return getattr(value, _UNFUSED)
+        return getattr(value, UNFUSED)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in lasting:

@@ -62,10 +62,15 @@ _FEATURES = (
         ("hybrid_context_parallel",),
     ),
     _Feature(
-        "DeepEP, HybridEP and NCCL EP",
-        "their kernels exchange tokens past torch.distributed, where no plan sees it; leave them "
-        "out (--moe-token-dispatcher-type alltoall) to have overlapc hide the all-to-alls",
-        values=(("moe_token_dispatcher_type", "flex"),),
+        "NCCL EP",
+        "its kernels write to buffers that all layers share, and a plan changes the layers' order; "
+        "expected another --moe-flex-dispatcher-backend",
+        values=(("moe_flex_dispatcher_backend", "ncclep"),),
+    ),
+    _Feature(
+        "a budget of tokens for each rank of experts",
+        "what is over it is noted in a tensor of the dispatcher, also when a plan runs it again",
+        ("moe_expert_rank_capacity_factor",),
     ),
     _Feature(
         "the op fuser of Transformer Engine",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
 
 from overlapc.core.errors import CaptureError
-from overlapc.megatron import fused, packed, recompute
+from overlapc.megatron import experts, fused, packed, recompute
 from overlapc.megatron.changes import DATA, restored
 from overlapc.megatron.outside import modules_of
 from overlapc.passes.emit.parts import Part
@@ -66,7 +67,8 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
             for owner, name, new in make():
                 stack.enter_context(_swapped(owner, name, new))
         stack.enter_context(fused.one_op_each(model, modules_of(model)))
-        for owner, name, new in (*_logs(taps, modules_of(model)), *_numbers(model)):
+        logs, numbers = _logs(taps, modules_of(model)), _numbers(model)
+        for owner, name, new in itertools.chain(logs, numbers, experts.stand_ins(model)):
             stack.enter_context(_swapped(owner, name, new))
         for scaler in scalers():
             stack.callback(

@@ -40,6 +40,11 @@ def aside() -> Iterator[None]:
         _aside -= 1
 
 
+def is_aside() -> bool:
+    """Is a module tried out or measured, on values that are made up?"""
+    return _aside > 0
+
+
 @contextlib.contextmanager
 def summing(inputs: Sequence[Any]) -> Iterator[None]:
     """Run a backward in the block: its kernels add to `main_grad` of those parameters whose copies

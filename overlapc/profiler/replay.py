@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from overlapc.core.errors import CaptureError, OverlapcError
 from overlapc.core.ir import Value
 from overlapc.passes.nodes import is_folded_getitem, is_start
+from overlapc.passes.opaque.op import groups_within
 from overlapc.passes.storages import hint
 from overlapc.passes.trace import Captured
 from overlapc.profiler.link_model import Collective
@@ -90,7 +91,9 @@ class Replay:
         self.drops = held > _MOST * available_bytes(self.device) if drops is None else drops
         self._dropped = crossing if self.drops else {}
         self.steps = self._steps()
-        self.groups = list(dict.fromkeys(call.group for call in self.calls().values()))
+        # The process groups whose ranks run it together.
+        groups = [call.group for call in self.calls().values()]
+        self.groups = list(dict.fromkeys([*groups, *groups_within(captured.joint.graph)]))
 
     def calls(self) -> dict[str, Collective]:
         """Start op -> its collective. Unknown sizes are right once the graph has run."""

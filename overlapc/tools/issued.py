@@ -17,5 +17,7 @@ def issued() -> dict[Any, int]:
     return found
 
 
-def issued_since(before: dict[Any, int]) -> int:
-    return sum(count - before.get(group, count) for group, count in issued().items())
+def issued_since(before: dict[Any, int]) -> dict[str, int]:
+    """By the name of each group that issued any."""
+    counts = {group: count - before.get(group, count) for group, count in issued().items()}
+    return {group.group_name: count for group, count in counts.items() if count}

@@ -44,13 +44,14 @@ def need(version: str) -> None:
 def use(version: str, fused: bool = False, te: str = "") -> Any:
     """Import megatron.core of this version, on CPU; what it fuses by `torch.compile` may be
     compiled, to kernels that give other numbers than its ops. `te`: with a stand-in for this
-    release of Transformer Engine."""
+    release of Transformer Engine, and one for DeepEP."""
     path = folder(version)
     assert path is not None, f"megatron-core {version} is not installed"
     sys.path.insert(0, str(path))
     if te:
         os.environ["OVERLAPC_TE"] = te
-        sys.path.insert(0, str(Path(__file__).parent / "te_stand_in"))
+        for name in ("te_stand_in", "ep_stand_in"):
+            sys.path.insert(0, str(Path(__file__).parent / name))
     return stand_in(fused)
 
 

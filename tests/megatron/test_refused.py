@@ -29,7 +29,8 @@ ASKED: list[tuple[str, Any, str]] = [
     ("cpu_offloading", True, "CPU offloading"),
     ("fine_grained_activation_offloading", True, "fine-grained offloading"),
     ("hybrid_context_parallel", True, "hybrid context parallelism"),
-    ("moe_token_dispatcher_type", "flex", "DeepEP, HybridEP and NCCL EP (moe_token_dis"),
+    ("moe_flex_dispatcher_backend", "ncclep", "NCCL EP (moe_flex_dispatcher_backend='ncclep')"),
+    ("moe_expert_rank_capacity_factor", 1.5, "a budget of tokens for each rank of experts"),
     ("use_transformer_engine_op_fuser", True, "the op fuser of Transformer Engine"),
     ("tp_comm_overlap", True, "userbuffers"),
     ("overlap_moe_expert_parallel_comm", True, "combined 1F1B of expert parallelism"),
@@ -38,6 +39,7 @@ ASKED: list[tuple[str, Any, str]] = [
     ("overlap_dispatch_backward_with_experts_wgrad", True, "weight gradients of experts"),
 ]
 ASKED_FROM_0_19 = (
+    "moe_expert_rank_capacity_factor",
     "use_transformer_engine_op_fuser",
     "gtp_weight_remat_size",
     "overlap_dispatch_backward_with_experts_wgrad",

@@ -21,6 +21,8 @@ FUSED = {"gradient_accumulation_fusion": True}
 NO_BIAS = {**FUSED, "add_bias_linear": False}
 SEQUENCE = {"sequence_parallel": True}
 GROUPED = {"moe_grouped_gemm": True}
+DEEPEP = {**GROUPED, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+HYBRIDEP = DEEPEP | {"moe_flex_dispatcher_backend": "hybridep"}
 KERNELS = {
     "apply_rope_fusion": True,
     "cross_entropy_loss_fusion": True,
@@ -95,6 +97,19 @@ LAYOUTS = {
         config=FUSED,
         options={"memory_budget": 0.8, "solver": "overlap"},
     ),
+    "ep, DeepEP, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | DEEPEP),
+    "ep, DeepEP, less memory": Layout(
+        **SHORT,
+        ep=2,
+        experts=4,
+        layers=1,
+        config={**FUSED, **DEEPEP, "moe_permute_fusion": True},
+        options={"memory_budget": 0.8, "solver": "overlap"},
+    ),
+    "tp, sequence, ep, DeepEP": Layout(
+        te=True, tp=2, experts=4, layers=1, microbatches=3, config=FUSED | DEEPEP | SEQUENCE
+    ),
+    "ep, HybridEP, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | HYBRIDEP),
     "tied, fused": Layout(**SHORT, tp=2, tied=True, config=FUSED),
     "rms, fused": Layout(
         **SHORT,
@@ -112,7 +127,7 @@ LAYOUTS = {
         ),
     ),
 }
-GATE = ("tp, fused", "ep, grouped, fused", "packed, tp, fused")
+GATE = ("tp, fused", "ep, grouped, fused", "packed, tp, fused", "ep, DeepEP, fused")
 STEPS = 3
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from overlapc.passes.exact.patches import PATCHES, missing
 
 CODE = Path(__file__).parents[2] / "overlapc"
-OF_MODELS = {"current_microbatch", "is_first_microbatch"}  # attributes of the model's own modules
+# Attributes of the model's own modules.
+OF_MODELS = {"current_microbatch", "is_first_microbatch", "forward", "_comm_manager"}
 
 
 def replaced_in(path: Path) -> Iterator[str]:

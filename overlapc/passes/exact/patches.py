@@ -190,6 +190,13 @@ PATCHES: tuple[Patch, ...] = (
         f"{_MCORE}.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
     ),
     *_of(
+        "megatron/experts.py",
+        "experts are one op with the kernels that exchange their tokens",
+        f"{_MCORE}.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher.dispatch_preprocess",
+        f"{_MCORE}.transformer.moe.token_dispatcher:_DeepepManager",
+        f"{_MCORE}.transformer.moe.token_dispatcher:_HybridEPManager",
+    ),
+    *_of(
         "megatron/packed.py",
         "rotary embedding of packed sequences is one op, which finds their lengths when it runs",
         f"{_MCORE}.models.common.embeddings.rope_utils:apply_rotary_pos_emb",

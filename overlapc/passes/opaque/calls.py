@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,7 +29,7 @@ from overlapc.core.errors import CaptureError, OverlapcError
 from overlapc.passes.draws import random_states
 from overlapc.passes.opaque.reached import Reached
 from overlapc.passes.opaque.unchanged import unchanged
-from overlapc.passes.summed import aside, blank, copy_of, is_added, summing
+from overlapc.passes.summed import aside, blank, copy_of, is_added, is_aside, summing
 from overlapc.state.known import Known, restoring
 from overlapc.state.module_state import PLAIN
 from overlapc.tools.issued import issued, issued_since
@@ -93,6 +94,7 @@ class Learned:
     alike: bool  # do gradients of all results reach the same inputs?
     adds: bool = False  # does its backward add a weight's gradient to `main_grad`?
     collectives: int = 0  # how many a forward and a backward issue
+    groups: frozenset[str] = frozenset()  # process groups among which they communicate
     held_each: int = 0  # bytes more for each one of the open size
 
     @property
@@ -142,6 +144,12 @@ class Call:
         named = type(self.module()) if self.whole else self.function
         return str(getattr(named, "__name__", named))
 
+    @property
+    def group(self) -> Any:
+        """The process group in which the function itself exchanges data, past torch.distributed.
+        (Such a one may also say what runs `on_noise` in its place.)"""
+        return getattr(self.function, "group", None)
+
     def size(self, tensors: Sequence[Tensor]) -> Any:
         """The open size, if there is one."""
         return None if self.open is None else tensors[self.open[0]].shape[self.open[1]]
@@ -179,8 +187,11 @@ class Call:
         for place, rows in zip(self.splits, splits, strict=True):
             leaves[place] = rows
         args, kwargs = (leaves, {}) if self.is_flat else tree_unflatten(leaves, self.spec)
+        function = self.function
+        if is_aside():
+            function = getattr(function, "on_noise", function)
         with eagerly(), _autocast(*self.autocast), self._with(swapped):
-            return self.function(module, *args, **kwargs), inputs
+            return function(module, *args, **kwargs), inputs
 
     def _with(self, swapped: dict[str, Tensor]) -> AbstractContextManager[Any]:
         """Put these in the place of the module's tensors, also by other names of the same."""
@@ -266,12 +277,20 @@ def learn(
 ) -> Learned:
     """Run the module, forward and backward, on noise."""
     if call.open is None:
-        return _learned(call, tensors, lasting, reached, 0)
+        made, group = _learned(call, tensors, lasting, reached, 0), call.group
+        return made if group is None else _agreed(made, group, tensors[0].device)
     few, more, most = (_learned(call, tensors, lasting, reached, size) for size in _OPEN)
     found = _at_any_size(few, more, _OPEN[:2])
     if found != _at_any_size(more, most, _OPEN[1:]):
         raise CaptureError(_GROWS)
     return found
+
+
+def _agreed(learned: Learned, group: Any, device: torch.device) -> Learned:
+    """All ranks of the group plan for the most bytes that one of them keeps."""
+    most = torch.tensor(learned.held_bytes, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return replace(learned, held_bytes=int(most), groups=learned.groups | {group.group_name})
 
 
 def _at_any_size(one: Learned, other: Learned, sizes: tuple[int, ...]) -> Learned:
@@ -355,6 +374,7 @@ def _learned(
             keep(tensor)
         with summing(inputs):
             gradients, alike = _gradients_of_ones(leaves, inputs, again=known is None)
+        within = issued_since(collectives)
         left = iter(gradients)
         storages = {tensor.untyped_storage()._cdata for tensor in lasting.values()}
         return Learned(
@@ -365,7 +385,8 @@ def _learned(
             draws,
             alike,
             any(map(is_added, inputs)),
-            issued_since(collectives),
+            sum(within.values()),
+            frozenset(within),
         )
 
 

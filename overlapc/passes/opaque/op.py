@@ -243,6 +243,12 @@ def explained(graph: fx.Graph) -> list[str]:
     ]
 
 
+def groups_within(graph: fx.Graph) -> list[str]:
+    """The process groups among which ops of the graph communicate within."""
+    called = _called_in(graph, _forward_op, _random_op)
+    return sorted(frozenset[str]().union(*(each.learned.groups for each in called)))
+
+
 def adds_weights(graph: fx.Graph) -> bool:
     """Does a kernel of the graph add its weight's gradient to `main_grad`?"""
     return any(each.learned.adds for each in _called_in(graph, _backward_op))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from overlapc.core.errors import CaptureError
 from overlapc.passes.opaque.reached import Reached
+from overlapc.state.known import known_of, refuse_unserved, settled_by
 from overlapc.state.snapshot import names_of, random_restores, restore_of, value_of
 
 SETS = "changes its attribute"
@@ -16,7 +17,11 @@ SETS = "changes its attribute"
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module, lasting: Mapping[str, Tensor], reached: Reached) -> Iterator[None]:
-    """Refuse a module if its state changes in the block, or what it reaches, and restore that."""
+    """Refuse a module if its state changes in the block, or what it reaches, and restore that. What
+    layers of Transformer Engine in it settle is no change."""
+    for each in module.modules():
+        if known_of(each) is not None:
+            refuse_unserved(each)
     attributes = {each: dict(vars(each)) for each in module.modules()}
     own = {id(each) for each in (*attributes, *lasting.values())}
     values = [value_of(tensor) for tensor in lasting.values()]
@@ -34,7 +39,12 @@ def unchanged(module: nn.Module, lasting: Mapping[str, Tensor], reached: Reached
         changed = []
         for each, before in attributes.items():
             now = vars(each)
-            changed += [name for name in now if before.get(name, now) is not now[name]]
+            settled = settled_by(each)
+            changed += [
+                name
+                for name in now
+                if name not in settled and before.get(name, now) is not now[name]
+            ]
             now.clear()
             now.update(before)
         written = [restore() for restore in values]
