@@ -38,7 +38,6 @@ NOT_TRIED = {
         *("flux", "wan", "_vl", "vl_", "nemotron_omni", "qwen2_audio", "qwen_omni", "gemma4_vl"),
         *("qwen_vl", "exaone45", "stepfun", "minimax_m3"),
     ),
-    "Mamba layers": ("nemotronh", "nemotron_3", "nemotron_nano"),
     "linear or sparse attention": ("qwen3_next", "qwen35", "deepseek_v4", "glm5", "glm_moe_dsa"),
 }
 
@@ -197,9 +196,6 @@ def judged(path: str, cfg: Any) -> tuple[str, str]:
             why = f"not tried: {kind}"
     if isinstance(vars(cfg).get("peft"), Settings):
         was = was or why or "not tried: adapters (PEFT)"
-        parallel = model.get("expert_model_parallel_size")
-        if not why and isinstance(parallel, int) and parallel > 1:
-            why = "adapters of experts, whose gradients a hook reduces"
     return was or why or ("" if local else "layers of Transformer Engine"), why
 
 

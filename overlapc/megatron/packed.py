@@ -31,6 +31,7 @@ from overlapc.state.module_state import PLAIN
 _NAME = "PackedSeqParams"
 _MOST = 4096  # microbatches whose lengths are kept: more than are in flight
 _OTHER = "a tensor"  # in the place of what differs between microbatches
+_ENDS = "cu_seqlens"  # where each sequence ends: an op gets the longest length with them
 _LONGEST = ("max_seqlen_q", "max_seqlen_kv")
 _ONLY = (
     "forward reads {} of packed sequences, expected attention and rotary embedding alone to read "
@@ -104,7 +105,10 @@ def _of_sequences(leaves: Sequence[Any], context: Any) -> Any:
 
 def _of_lengths(leaves: Sequence[Any], name: str) -> Any:
     found = _found(leaves[0])
-    return _Lengths(leaves[0], name) if found is None else (getattr(found, name), _longest(found))
+    if found is None:
+        return _Lengths(leaves[0], name)
+    value = getattr(found, name)
+    return (value, _longest(found)) if name.startswith(_ENDS) else value
 
 
 register_pytree_node(Sequences, lambda s: ([s.ticket], (s.known, s.rows)), _of_sequences)
@@ -150,7 +154,7 @@ def _one_sequence(packed: Any, rows: int) -> Any:
         if name in _LONGEST and value is not None:
             setattr(made, name, rows)
         elif isinstance(value, Tensor):
-            ends = name.startswith("cu_seqlens")
+            ends = name.startswith(_ENDS)
             setattr(made, name, value.new_tensor([0, rows]) if ends else torch.zeros_like(value))
     return made
 

@@ -196,7 +196,8 @@ def _wrapped(model: Any) -> Iterator[Any]:
 
 
 def foreign_hooks(model: Any) -> Iterator[str]:
-    """The names of hooks on modules and parameters that are not Megatron's data parallelism's."""
+    """The names of hooks on modules, and behind sums of gradients, that are not Megatron's data
+    parallelism's. (Those on a parameter's gradient run when the gradient is delivered.)"""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     for kind, on_all in hooks_of_all().items():
         yield from _named(on_all, f"all modules' {kind.removeprefix('_global_')}")
@@ -204,9 +205,9 @@ def foreign_hooks(model: Any) -> Iterator[str]:
         for kind in kinds:
             yield from _named(getattr(module, kind), f"{path or 'model'}.{kind.strip('_')}")
     for path, parameter in model.named_parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks: Mapping[int, Any] | None = getattr(parameter, kind, None)
-            yield from _named(hooks or {}, f"{path}.{kind.strip('_')}")
+        kind = "_post_accumulate_grad_hooks"
+        hooks: Mapping[int, Any] | None = getattr(parameter, kind, None)
+        yield from _named(hooks or {}, f"{path}.{kind.strip('_')}")
 
 
 def _named(hooks: Mapping[int, Any], where: str) -> Iterator[str]:

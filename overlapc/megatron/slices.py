@@ -154,6 +154,12 @@ class Cut:
 
     def _refuse(self, captured: Captured) -> None:
         names = [name for name, _ in _lasting(self.module)]
+        hooked = [name for name, each in self.module.named_parameters() if each._backward_hooks]
+        if hooked:
+            raise OptionError(
+                f"slices={self.count}: {hooked[0]} has a hook, which would see the gradient of "
+                "each slice; expected none, or slices left out"
+            )
         inputs = [node.name for node in primal_nodes(captured.joint)]
         changed = changed_inputs(captured.joint)
         if found := [name for name, node in zip(names, inputs, strict=False) if node in changed]:

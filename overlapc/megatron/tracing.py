@@ -12,8 +12,9 @@ import contextlib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -68,7 +69,8 @@ def standing_in(model: nn.Module, taps: Taps) -> Iterator[None]:
                 stack.enter_context(_swapped(owner, name, new))
         stack.enter_context(fused.one_op_each(model, modules_of(model)))
         logs, numbers = _logs(taps, modules_of(model)), _numbers(model)
-        for owner, name, new in itertools.chain(logs, numbers, experts.stand_ins(model)):
+        stood_in = itertools.chain(logs, numbers, _helpers(model), experts.stand_ins(model))
+        for owner, name, new in stood_in:
             stack.enter_context(_swapped(owner, name, new))
         for scaler in scalers():
             stack.callback(
@@ -285,6 +287,30 @@ def _numbers(model: nn.Module) -> Iterator[Change]:
                 yield one, name, _Listed(value.tolist())
         if vars(module).get("is_first_microbatch"):  # Transformer Engine's clears it; of FP8 alone
             yield module, "is_first_microbatch", False
+
+
+def _helpers(model: nn.Module) -> Iterator[Change]:
+    """Megatron's objects that hold parameters of the module that holds them (a Mamba mixer's, for
+    context parallelism): they read the module's own, which a trace replaces."""
+    for module in model.modules():
+        own = {id(each): name for name, each in module.named_parameters(recurse=False)}
+        for name, value in list(vars(module).items()) if own else ():
+            if _own(type(value)) and not is_a(value, nn.Module) and answers(value, "__dict__"):
+                held = {k: own[id(v)] for k, v in vars(value).items() if id(v) in own}
+                if held:
+                    yield module, name, _reading(value, module, held)
+
+
+def _reading(value: Any, module: nn.Module, held: Mapping[str, str]) -> Any:
+    """The like of an object that reads some of its attributes from a module."""
+    read = {k: property(partial(_attribute, module, name)) for k, name in held.items()}
+    made: Any = object.__new__(type(type(value).__name__, (type(value),), read))
+    vars(made).update({k: v for k, v in vars(value).items() if k not in held})
+    return made
+
+
+def _attribute(module: nn.Module, name: str, _: Any) -> Any:
+    return getattr(module, name)
 
 
 class _Unread:

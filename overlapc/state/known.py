@@ -26,7 +26,7 @@ from torch import nn
 
 from overlapc.core.errors import CaptureError
 
-PACKAGE = "transformer_engine"
+PACKAGE, MAMBA = "transformer_engine", "mamba_ssm"
 _OF_FP8 = ("fp8", "fp8_calibration", "fp8_parameters", "primary_weights_in_fp8")
 _OF_ALL = {
     *_OF_FP8,
@@ -75,6 +75,7 @@ _FUNCTIONS = {
         *("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss"),
         "fused_moe_aux_loss",
     },
+    f"{MAMBA}.ops.triton.ssd_combined": {"mamba_split_conv1d_scan_combined"},
     "megatron.core.transformer.moe.moe_utils": {"router_gating_linear"},
 }
 _WRITE_TO_FIRST = _FUNCTIONS[f"{PACKAGE}.pytorch.cross_entropy"]
@@ -88,7 +89,7 @@ def is_known(function: Any) -> bool:
     if name not in _FUNCTIONS.get(where, ()):
         return False
     names = getattr(function, "__globals__", {})
-    return where.startswith(PACKAGE) or names.get("te_general_gemm") is not None
+    return where.startswith((PACKAGE, MAMBA)) or names.get("te_general_gemm") is not None
 
 
 def writes_to_first(function: Any) -> bool:
@@ -117,7 +118,7 @@ def settled_by(module: nn.Module) -> frozenset[str]:
 @cache
 def _of_class(kind: Any) -> Known | None:
     for each in kind.__mro__:
-        if each.__name__ in TABLE and each.__module__.partition(".")[0] == PACKAGE:
+        if each.__name__ in TABLE and each.__module__.partition(".")[0] in (PACKAGE, MAMBA):
             return TABLE[each.__name__]
     return None
 

@@ -3,8 +3,10 @@ adapt is frozen."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 RANK, ALPHA = 4, 8
@@ -60,14 +62,44 @@ class Adapted(nn.Module):
         return out + self.adapter(normal.contiguous()).reshape(out.shape), bias
 
 
+class OfExperts(nn.Module):
+    """One adapter for all experts of a rank, whose gradients hooks add up over ranks."""
+
+    def __init__(self, to_wrap: Any, group: Any) -> None:
+        super().__init__()
+        rows, columns = to_wrap.weight0.shape
+        self.to_wrap = to_wrap
+        self.linear_in = nn.Linear(columns, RANK, bias=False)
+        self.linear_out = nn.Linear(RANK, rows, bias=False)
+        for linear in (self.linear_in, self.linear_out):
+            weight: Any = linear.weight
+            weight.allreduce = False  # of experts, to Megatron
+            weight.register_hook(partial(summed, group))
+
+    def forward(self, x: Tensor, splits: Any) -> Any:
+        out, bias = self.to_wrap(x, splits)
+        return out + self.linear_out(self.linear_in(x)) * (ALPHA / RANK), bias
+
+
+def summed(group: Any, gradient: Tensor) -> Tensor:
+    dist.all_reduce(gradient, group=group)
+    return gradient
+
+
 def adapt(model: nn.Module, config: Any, dropout: float) -> None:
     """Freeze a model, and give its linears adapters."""
+    from megatron.core import parallel_state
+
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     ranks = config.tensor_model_parallel_size
     for name, module in [*model.named_modules()]:
         owner, _, last = name.rpartition(".")
         if last not in ADAPTED:
+            continue
+        if hasattr(module, "num_gemms"):
+            group = parallel_state.get_expert_model_parallel_group()
+            setattr(model.get_submodule(owner), last, OfExperts(module, group))
             continue
         rows, columns = module.weight.shape
         is_row = last in ("linear_proj", "linear_fc2")

@@ -50,7 +50,7 @@ def use(version: str, fused: bool = False, te: str = "") -> Any:
     sys.path.insert(0, str(path))
     if te:
         os.environ["OVERLAPC_TE"] = te
-        for name in ("te_stand_in", "ep_stand_in"):
+        for name in ("te_stand_in", "stand_ins"):
             sys.path.insert(0, str(Path(__file__).parent / name))
     return stand_in(fused)
 

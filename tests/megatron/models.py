@@ -40,7 +40,7 @@ class Layout:
     tied: bool = False
     adapters: bool = False  # of low rank, on a frozen model
     position: str = "rope"
-    model: str = "gpt"  # or "bert", "t5"
+    model: str = "gpt"  # or "bert", "t5", a pattern: Mamba M, attention *, MLP -, MoE E
     te: bool = False  # with Transformer Engine's layers
     packed: bool = False  # sequences of other lengths in each microbatch, one behind the other
     scale: float = 0.0  # of the loss
@@ -203,7 +203,7 @@ class Trained:
             shape = 1, self.layout.batch * self.sequence
         data = [iter(each) for _ in self.models]
         several = len(self.models) > 1
-        step = packed_step if self.layout.packed else STEPS[self.layout.model]
+        step = packed_step if self.layout.packed else STEPS.get(self.layout.model, forward_step)
         return {
             "forward_step_func": functools.partial(step, self.layout.tokens),
             "data_iterator": data if several else data[0],
@@ -271,6 +271,15 @@ def _config(layout: Layout) -> Any:
         )
     if layout.config.get("bf16"):
         given |= dict(params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+    if "M" in layout.model:
+        given |= dict(
+            num_layers=sum(each in "M*-E" for each in layout.model.partition("/")[0]),
+            is_hybrid_model=True,
+            mamba_state_dim=8,
+            mamba_head_dim=8,
+            mamba_num_groups=2,
+            add_bias_linear=False,
+        )
     return TransformerConfig(**(given | layout.config))
 
 
@@ -283,7 +292,7 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
     )
 
     if layout.model != "gpt":
-        other = _bert if layout.model == "bert" else _t5
+        other = {"bert": _bert, "t5": _t5}.get(layout.model, _hybrid)
         yield _initialized(other(layout, config), 0)
         return
     layers = get_gpt_layer_with_transformer_engine_spec if layout.te else get_gpt_layer_local_spec
@@ -322,7 +331,7 @@ def _initialized(model: Any, chunk: int) -> Any:
     for name, parameter in model.named_parameters():
         own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
-        if "norm" not in name and not name.endswith("bias"):
+        if "norm" not in name and ("mixer" in name or not name.endswith("bias")):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return model.train().to(device())
 
@@ -358,6 +367,23 @@ def _t5(layout: Layout, config: Any) -> Any:
         vocab_size=layout.vocabulary,
         max_sequence_length=layout.sequence,
         parallel_output=True,
+    )
+
+
+def _hybrid(layout: Layout, config: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=hybrid_stack_spec,
+        hybrid_layer_pattern=layout.model,
+        vocab_size=layout.vocabulary,
+        max_sequence_length=layout.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=layout.tied,
     )
 
 
@@ -402,6 +428,7 @@ def packed_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        **({"total_tokens": total} if hasattr(PackedSeqParams, "total_tokens") else {}),
     )
     places = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])[None]
     out = model(given, places, None, labels=labels, packed_seq_params=packed)

@@ -84,8 +84,8 @@ def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
     handle = torch.nn.modules.module.register_module_forward_hook(foreign)
     found["hook on all"] = reason(model)
     handle.remove()
-    handle = next(inner.parameters()).register_hook(foreign)
-    found["gradient hook"] = reason(model)
+    handle = next(inner.parameters()).register_post_accumulate_grad_hook(foreign)
+    found["hook behind a sum"] = reason(model)
     handle.remove()
     return found
 
@@ -111,7 +111,7 @@ def test_what_is_refused_is_named(version: str) -> None:
     assert found["several models"].endswith("between stages that is a OfSeveralModels")
     assert "foreign in decoder.layers.0.forward_hooks" in found["module hook"]
     assert "foreign in all modules' forward_hooks" in found["hook on all"]
-    assert "foreign in" in found["gradient hook"]
+    assert "foreign in" in found["hook behind a sum"]
 
 
 def one_sided(rank: int, ranks: int, version: str) -> dict[str, Any]:

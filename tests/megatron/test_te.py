@@ -110,6 +110,26 @@ LAYOUTS = {
         te=True, tp=2, experts=4, layers=1, microbatches=3, config=FUSED | DEEPEP | SEQUENCE
     ),
     "ep, HybridEP, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | HYBRIDEP),
+    "adapters, ep": Layout(
+        **SHORT, ep=2, experts=4, layers=1, adapters=True, config=FUSED | GROUPED
+    ),
+    "adapters, ep, DeepEP": Layout(
+        **SHORT, ep=2, experts=4, layers=1, adapters=True, config=FUSED | DEEPEP
+    ),
+    "mamba, tp, fused": Layout(**SHORT, tp=2, model="M*M-", config=FUSED),
+    "mamba, tp, sequence": Layout(
+        **SHORT, tp=2, model="M*-M", dropout=0.1, config=SEQUENCE | FUSED
+    ),
+    "mamba, pp, less memory": Layout(
+        te=True,
+        microbatches=3,
+        pp=2,
+        model="M*|M-",
+        config=FUSED,
+        options={"memory_budget": 0.8, "solver": "overlap"},
+    ),
+    "mamba, ep, DeepEP": Layout(**SHORT, ep=2, experts=4, model="EM", config=FUSED | DEEPEP),
+    "mamba, packed": Layout(**SHORT, tp=2, model="M*M-", packed=True, config=FUSED),
     "tied, fused": Layout(**SHORT, tp=2, tied=True, config=FUSED),
     "rms, fused": Layout(
         **SHORT,
@@ -127,7 +147,10 @@ LAYOUTS = {
         ),
     ),
 }
-GATE = ("tp, fused", "ep, grouped, fused", "packed, tp, fused", "ep, DeepEP, fused")
+GATE = (
+    *("tp, fused", "ep, grouped, fused", "packed, tp, fused"),
+    *("adapters, ep, DeepEP", "mamba, packed"),
+)
 STEPS = 3
 
 

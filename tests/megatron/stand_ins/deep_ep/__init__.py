@@ -1,7 +1,6 @@
 """A stand-in for DeepEP on CPU and gloo, for tests alone: names and signatures of its `Buffer` and
-`HybridEPBuffer` (held against DeepEP's own sources by tests/megatron/ep_sources.py), what they
-return, and a handle that their backward reads. Like DeepEP's, its kernels ask for the addresses of
-tensors."""
+`HybridEPBuffer` (held against DeepEP's own sources by `stand_in_sources.py`), what they return, and
+a handle that their backward reads. Like DeepEP's, its kernels ask for the addresses of tensors."""
 
 from __future__ import annotations
 
