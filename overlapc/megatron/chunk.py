@@ -168,8 +168,9 @@ class _Run(torch.autograd.Function):
 class Chunk:
     """One model chunk while Megatron is patched."""
 
-    def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
+    def __init__(self, module: nn.Module, ddp: Any, options: Options, within: str = "") -> None:
         self.module, self.ddp = module, ddp
+        self._within = within  # the model whose language model it is
         self.original: Callable[..., Any]
         self._begun = 0  # steps
         self._told = False  # that the model is called several times, or never
@@ -263,6 +264,11 @@ class Chunk:
                 f"{self._planning.settled} (one call ran as plain Megatron, to settle that)"
             )
         counts = ", ".join(f"{count} {kind}" for kind, count in self.ran.items())
+        if self._within and reports:
+            plain.append(
+                f"planned is the language model of a {self._within}; what runs before it runs as "
+                "plain Megatron"
+            )
         return "\n\n".join([f"ran: {counts}", *reports, *plain])
 
     def _how_plain(self, reason: str) -> str:
@@ -425,9 +431,10 @@ class Chunk:
         follows = self._started < self._step.microbatches
         in_order = self._started == self._ended + self._step.lag
         merges = self._step.lag and planned.program.merged is not None
-        return bool(merges and follows and in_order and not planned.draws) and (
-            self._step.hands or not any(planned.gradients)
-        )
+        gradients = planned.gradients
+        if self._step.hands and not getattr(self.module, "pre_process", True):
+            gradients = gradients[1:]  # Megatron takes that of the stage's input by `gradient_of`
+        return bool(merges and follows and in_order and not planned.draws and not any(gradients))
 
     def _run_pending(self) -> None:
         """Run a deferred backward alone."""

@@ -110,9 +110,10 @@ def fused_weights(module: nn.Module) -> set[int]:
     return found
 
 
-def fuse(part: Part, owners: Mapping[str, Receiver], fused: Collection[int]) -> None:
-    """Make the backward return weight gradients as factors, where their linears fuse."""
-    graph = part.module.graph
+def fuse(part: Part, owners: Mapping[str, Receiver], fused: Collection[int]) -> set[str]:
+    """Make the backward return weight gradients as factors, where their linears fuse. Return the
+    names of those owners whose gradients are factors alone."""
+    graph, whole = part.module.graph, set[str]()
     names = dict(zip(graph.find_nodes(op="placeholder"), part.takes, strict=True))
     for node in graph.find_nodes(op="call_function", target=deliver):
         given, gradient, _ = node.args
@@ -123,12 +124,14 @@ def fuse(part: Part, owners: Mapping[str, Receiver], fused: Collection[int]) -> 
         if products:
             rest = [each for each in terms if _factors(each) is None]
             node.target, node.args = deliver_products, (given, products, rest)
+            whole |= {names[each] for each in given if not rest}
     graph.eliminate_dead_code(
         is_impure_node=lambda n: n.op in ("placeholder", "output") or n.target in _DELIVERS
     )
     part.module.recompile()
     alive = set(graph.nodes)
     part.names = {node: name for node, name in part.names.items() if node in alive}
+    return whole
 
 
 _DELIVERS = (deliver, deliver_products)

@@ -18,7 +18,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from overlapc.core.errors import CaptureError
 from overlapc.megatron import changes, packed, recompute, tracing
-from overlapc.megatron.gradients import Receiver, deliver, fuse, fused_weights, receiver
+from overlapc.megatron.gradients import (
+    Receiver,
+    deliver,
+    fuse,
+    fused_weights,
+    receiver,
+    unreduced,
+)
 from overlapc.megatron.outside import left_outside
 from overlapc.passes.capture.front import capture
 from overlapc.passes.capture.joint import Joint, Leaf, is_gradient, owner_of
@@ -348,12 +355,45 @@ def emitted(
     owners = owners_in(joint, lasting, ddp)
     parts = cut(captured, report.plan, deliver)
     tracing.in_streams(captured, parts.forward)
-    if fused := fused_weights(whole.model):
-        fuse(parts.backward, owners, fused)
+    fused, products = fused_weights(whole.model), set[str]()
+    if fused:
+        products = fuse(parts.backward, owners, fused)
+    shared = used_before(call, owners)
+    refuse_used_before([name for name in shared if name not in products], owners)
+    owners |= {name: unreduced(owners[name], ddp) for name in shared}
     program = Program(joint, report, whole=False, parts=parts)
     moved = program.move(actions)
     names = names_in(program, call, lasting, whole.returned)
     return Planned(program, whole.taps, owners, apart=moved, **names)
+
+
+def used_before(call: ChunkCall, owners: Mapping[str, Receiver]) -> list[str]:
+    """The names of parameters of the chunk that have made a tensor of the call, too: an embedding
+    that is tied to the output, and runs before the chunk. Autograd adds their gradients up, and DDP
+    gets the sum, but for what a kernel adds to `main_grad` by itself."""
+    names = {id(owner.tensor): name for name, owner in owners.items()}
+    found, seen = [], set[Any]()
+    left = [each.grad_fn for each in call.tensors]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        found += [name] if name else []
+        left += [other for other, _ in node.next_functions]
+    return found
+
+
+def refuse_used_before(names: Sequence[str], owners: Mapping[str, Receiver]) -> None:
+    """Raise if there are such parameters, of which a planned chunk would deliver a part first."""
+    for name in names:
+        raise CaptureError(
+            f"a parameter of shape {tuple(owners[name].tensor.shape)} is used both in it and "
+            "before it (an embedding tied to the output, say), where sums of its gradient would be "
+            "others than Megatron's; expected --gradient-accumulation-fusion, untied weights, or "
+            "several pipeline stages"
+        )
 
 
 def owners_in(joint: Joint, lasting: Sequence[Tensor], ddp: Any) -> dict[str, Receiver]:

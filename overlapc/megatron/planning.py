@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from overlapc.core.errors import CaptureError, Infeasible, OptionError, OverlapcError
 from overlapc.megatron import changes
 from overlapc.megatron.gradients import gathered
-from overlapc.megatron.planned import ChunkCall, Planned, WholeChunk, emitted, traced
+from overlapc.megatron.planned import (
+    ChunkCall,
+    Planned,
+    WholeChunk,
+    emitted,
+    refuse_used_before,
+    traced,
+    used_before,
+)
 from overlapc.megatron.recompute import own_plan
 from overlapc.megatron.refused import foreign_hooks
 from overlapc.megatron.slices import Cut
@@ -216,6 +224,7 @@ class Planning:
                 found = emitted(captured, report, whole, call, self.lasting, self.ddp, actions)
             else:
                 found = cut.emitted(captured, report, whole, self.lasting, self.ddp, actions)
+                refuse_used_before(used_before(call, found.owners), found.owners)
         except CaptureError as error:
             found = error
         planned = together(exchange, "emitted", found)

@@ -279,24 +279,39 @@ class Steps:
 
     def _chunk(self, model: Any, stage: int) -> Chunk:
         """Return the chunk of a model, which may be wrapped, for instance in DDP."""
-        model, ddp = innermost(model)
+        whole, ddp = unwrapped(model)
+        model = part_of(whole)
         if id(model) not in self.chunks or self.chunks[id(model)].ddp is not ddp:
             options = self._options
             if (found := self._searched) is not None and options.memory_budget is None:
                 # a chunk's budget has no gradients that DDP adds up
                 summed = 0 if ddp is None else found.gradient_bytes[stage]
                 options = replace(options, memory_budget=found.memory_budgets[stage] - summed)
-            self.chunks[id(model)] = Chunk(model, ddp, options)
+            within = "" if model is whole else type(whole).__name__
+            self.chunks[id(model)] = Chunk(model, ddp, options, within)
         return self.chunks[id(model)]
 
 
 def innermost(model: Any) -> tuple[Any, Any]:
-    """The module inside all of a model's wrappers, and the wrapper that is DDP, if any."""
+    """The part of a model that is planned, inside all of its wrappers, and the wrapper that is DDP,
+    if any."""
+    model, ddp = unwrapped(model)
+    return part_of(model), ddp
+
+
+def unwrapped(model: Any) -> tuple[Any, Any]:
     ddp = None
     while hasattr(model, "module"):
         ddp = model if hasattr(model, "bucket_groups") else ddp
         model = model.module
     return model, ddp
+
+
+def part_of(model: Any) -> Any:
+    """Of a model that also sees or hears, its language model: the shapes of what runs before that
+    are those of each microbatch's pictures."""
+    language_model = getattr(model, "language_model", None)
+    return model if language_model is None else language_model
 
 
 def _refused_slices(chunks: list[Chunk], place: RankPlace) -> OptionError | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.megatron import adapters
+from tests.megatron import adapters, seeing
 from tests.megatron.cpu import device
 
 
@@ -42,6 +42,7 @@ class Layout:
     position: str = "rope"
     model: str = "gpt"  # or "bert", "t5", a pattern: Mamba M, attention *, MLP -, MoE E
     te: bool = False  # with Transformer Engine's layers
+    sees: bool = False  # pictures, by a vision model before the language model
     packed: bool = False  # sequences of other lengths in each microbatch, one behind the other
     scale: float = 0.0  # of the loss
     tokens: bool = False  # loss per token
@@ -297,7 +298,7 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
         return
     layers = get_gpt_layer_with_transformer_engine_spec if layout.te else get_gpt_layer_local_spec
     spec = layers(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
-    further: dict[str, Any] = {}
+    further: dict[str, Any] = {"scatter_embedding_sequence_parallel": not layout.sees}
     if config.mtp_num_layers:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
@@ -323,6 +324,7 @@ def _models(layout: Layout, config: Any) -> Iterator[Any]:
         )
         if layout.adapters:
             adapters.adapt(model, config, layout.dropout)
+        model = seeing.seeing(model) if layout.sees else model
         yield _initialized(model, chunk)
 
 
@@ -331,7 +333,8 @@ def _initialized(model: Any, chunk: int) -> Any:
     for name, parameter in model.named_parameters():
         own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
-        if "norm" not in name and ("mixer" in name or not name.endswith("bias")):
+        drawn = any(part in name for part in ("mixer", "visual")) or not name.endswith("bias")
+        if "norm" not in name and drawn:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return model.train().to(device())
 
@@ -402,7 +405,9 @@ def forward_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any
     places = torch.arange(sequence, device=given.device).unsqueeze(0).expand(batch, -1)
     whole = torch.ones(sequence, sequence, dtype=torch.bool, device=given.device)
     mask = torch.triu(whole, 1)[None, None]
-    out = model(given, places, mask, labels=labels)
+    sees = hasattr(innermost(model), "language_model")
+    seen = {"pixels": seeing.pixels_of(given)} if sees else {}
+    out = model(given, places, mask, labels=labels, **seen)
     return out, functools.partial(loss_of, labels % 3 != 0, tokens)
 
 

@@ -110,6 +110,16 @@ LAYOUTS = {
         te=True, tp=2, experts=4, layers=1, microbatches=3, config=FUSED | DEEPEP | SEQUENCE
     ),
     "ep, HybridEP, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | HYBRIDEP),
+    "sees, tp, sequence": Layout(**SHORT, tp=2, sees=True, dropout=0.1, config=FUSED | SEQUENCE),
+    "sees, tp, merged": Layout(te=True, microbatches=3, tp=2, sees=True, config=FUSED),
+    "sees, pp, less memory": Layout(
+        te=True,
+        microbatches=3,
+        pp=2,
+        sees=True,
+        config=FUSED,
+        options={"memory_budget": 0.8, "solver": "overlap"},
+    ),
     "adapters, ep": Layout(
         **SHORT, ep=2, experts=4, layers=1, adapters=True, config=FUSED | GROUPED
     ),
