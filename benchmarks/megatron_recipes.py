@@ -42,6 +42,10 @@ NOT_TRIED = {
 }
 
 
+# Models of pictures and sound whose own classes, or the one of Megatron that they hold, were tried.
+TRIED = ("qwen25_vl", "glm_45v", "qwen2_audio", "nemotron_omni", "nemotron_nano_v2_vl")
+
+
 class Kind(type):
     """A class that is imported has any attribute."""
 
@@ -192,11 +196,15 @@ def judged(path: str, cfg: Any) -> tuple[str, str]:
     packed = data.get("enable_offline_packing") or data.get("enable_in_batch_packing")
     was = why or ("packed sequences" if packed else "")
     for kind, words in NOT_TRIED.items():
-        if not why and any(word in path for word in words):
+        if not why and _in(path, words) and not _in(path, TRIED):
             why = f"not tried: {kind}"
     if isinstance(vars(cfg).get("peft"), Settings):
         was = was or why or "not tried: adapters (PEFT)"
     return was or why or ("" if local else "layers of Transformer Engine"), why
+
+
+def _in(path: str, words: tuple[str, ...]) -> bool:
+    return any(word in path for word in words)
 
 
 def main() -> None:

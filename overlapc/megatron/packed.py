@@ -188,8 +188,6 @@ def stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         if not isinstance(given.get("cu_seqlens"), _Lengths):
             return real(*args, **kwargs)
         config = given.pop("config")
-        if getattr(config, "mrope_section", None) is not None:
-            raise CaptureError("its rotary embedding has sections (mrope), in packed sequences")
         function = made.setdefault(id(config), _Rotary(real, config))
         return called(_ROTARY, function, {}, {}, (), given, others=(dist.ProcessGroup,))
 
@@ -208,5 +206,7 @@ class _Rotary:
         return self.real.__name__
 
     def __call__(self, _: nn.Module, freqs: Tensor, cu_seqlens: Any, **given: Any) -> Any:
-        ends, longest = cu_seqlens  # with a row for each token, it would take them for positions
-        return self.real(freqs=freqs[:longest], cu_seqlens=ends, config=self.config, **given)
+        ends, longest = cu_seqlens
+        if getattr(self.config, "mrope_section", None) is None:
+            freqs = freqs[:longest]  # with a row for each token, it would take them for positions
+        return self.real(freqs=freqs, cu_seqlens=ends, config=self.config, **given)

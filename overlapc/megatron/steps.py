@@ -308,10 +308,10 @@ def unwrapped(model: Any) -> tuple[Any, Any]:
 
 
 def part_of(model: Any) -> Any:
-    """Of a model that also sees or hears, its language model: the shapes of what runs before that
-    are those of each microbatch's pictures."""
-    language_model = getattr(model, "language_model", None)
-    return model if language_model is None else language_model
+    """Of a model that also sees or hears, or that holds such a one, the language model: the shapes
+    of what runs before that are those of each microbatch's pictures."""
+    held = (getattr(each, "language_model", None) for each in (model, *model.children()))
+    return next((each for each in held if each is not None), model)
 
 
 def _refused_slices(chunks: list[Chunk], place: RankPlace) -> OptionError | None:

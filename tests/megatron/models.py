@@ -436,6 +436,8 @@ def packed_step(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
         **({"total_tokens": total} if hasattr(PackedSeqParams, "total_tokens") else {}),
     )
     places = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])[None]
+    if innermost(model).config.mrope_section is not None:
+        places = torch.stack([places, places // 2, places % 3])
     out = model(given, places, None, labels=labels, packed_seq_params=packed)
     return out, functools.partial(loss_of, labels % 3 != 0, tokens)
 

@@ -110,6 +110,9 @@ LAYOUTS = {
         te=True, tp=2, experts=4, layers=1, microbatches=3, config=FUSED | DEEPEP | SEQUENCE
     ),
     "ep, HybridEP, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | HYBRIDEP),
+    "packed, sections": Layout(
+        **SHORT, tp=2, packed=True, position="mrope", config={**FUSED, "mrope_section": [2, 1, 1]}
+    ),
     "sees, tp, sequence": Layout(**SHORT, tp=2, sees=True, dropout=0.1, config=FUSED | SEQUENCE),
     "sees, tp, merged": Layout(te=True, microbatches=3, tp=2, sees=True, config=FUSED),
     "sees, pp, less memory": Layout(
