@@ -226,7 +226,7 @@ def compared(layout: Layout) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("version", "te", "names"),
     [
@@ -240,7 +240,7 @@ def test_layers_of_transformer_engine_are_planned(
     version: str, te: str, names: tuple[str, ...], subtests: pytest.Subtests
 ) -> None:
     cpu.need(version)
-    ran = run_ranks(on_rank, 2, version, te, list(names), timeout_s=590)
+    ran = run_ranks(on_rank, 2, version, te, list(names), timeout_s=1780)
     for name in names:
         with subtests.test(name):
             for found in ran:
