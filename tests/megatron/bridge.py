@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ def train(trained: Trained, steps: int, callbacks: list[Any] | None) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        find_also(ITS_OWN)
     loop, own = map(importlib.import_module, ITS_OWN)
     layout, groups = trained.layout, ProcessGroupCollection.use_mpu_process_groups()
     replicas = groups.dp.size()
@@ -94,12 +95,20 @@ def _state(trained: Trained, steps: int, replicas: int) -> Any:
     return _Off(cfg=config, train_state=done, timers=lambda *_, **__: timer)
 
 
+def find_also(names: Iterable[str]) -> None:
+    """Bridge's own modules of these names are imported as they are."""
+    sys.meta_path.insert(0, _Finder(names))
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds two modules of Bridge's. In others each name is a function that does nothing."""
+    """Finds some modules of Bridge's. In others each name is a function that does nothing."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = {*names}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name in ITS_OWN:
-            file = FOLDER / f"training/{name.rpartition('.')[2]}.py"
+        if name in self.names:
+            file = FOLDER.joinpath(*name.split(".")[2:]).with_suffix(".py")
             return importlib.util.spec_from_file_location(name, file)
         if name.startswith(_ABSENT):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -116,6 +125,7 @@ _GIVEN: dict[str, Any] = {
     "prepare_forward_step_func": lambda step, _: step,
     "resolve_global_flops_runtime_stats": lambda *_, **__: [0] * 5,
     "num_floating_point_operations": lambda *_, **__: 0,
+    "logit_dtype_kwarg": lambda *_: {},
 }
 
 
