@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.megatron import tracing
@@ -77,6 +78,12 @@ _IN_PART = (
 _TWICE = (
     "a backward through a model is to be differentiated again (create_graph=True), which a plan "
     "is not; expected loss.backward(): call overlapc.megatron.unpatch()"
+)
+_ELSEWHERE = (
+    "overlapc: a parameter of shape {} of a planned model is also used outside of its forward; its "
+    "gradient arrives in two parts, so sums may differ from Megatron's in the last bits, and with "
+    "gradient_accumulation_fusion Megatron may drop the other part; expected its use in the "
+    "forward alone, or call overlapc.megatron.unpatch()"
 )
 _PLAIN = "overlapc runs a call of a model chunk as plain Megatron: {}"
 _NEVER = (
@@ -161,6 +168,7 @@ class _Run(torch.autograd.Function):
         came = [tangent for tangent, name in named if name and tangent is not None]
         if len(came) < sum(map(bool, ctx.planned.tangents)):
             raise OverlapcError(_LEFT_OUT)
+        ctx.chunk.warn_of_others(ctx.planned)
         gradients = ctx.chunk.ask_backward(ctx.planned, flight, came, ctx.read)
         return None, None, None, None, *gradients
 
@@ -174,6 +182,7 @@ class Chunk:
         self.original: Callable[..., Any]
         self._begun = 0  # steps
         self._told = False  # that the model is called several times, or never
+        self._told_others = False  # that a parameter is used past it
         self.refused: OptionError | None = None  # slices: raised when the step has ended
         # Counts: planned forwards, merged ones, plain ones; recompute and weight gradients that ran
         # while Megatron waited.
@@ -386,6 +395,20 @@ class Chunk:
         read = [self._lasting[place] for place in planned.lasting] + list(planned.constants)
         samples = self._begun <= _SAMPLED and bool(self._step.lag or planned.apart)
         return [Read.of(each, samples) for each in read if not each.is_inference()]
+
+    def warn_of_others(self, planned: Planned) -> None:
+        """Warn, in the first steps, of a parameter that this backward also reaches past the
+        chunk. (Its accumulation is a node of the backward then.)"""
+        if self._begun > _SAMPLED or self._told_others:
+            return
+        for name, owner in planned.owners.items():
+            with torch.enable_grad():
+                node = get_gradient_edge(owner.tensor).node
+            if name not in planned.shared and torch._C._will_engine_execute_node(node):
+                self._told_others = True
+                shape = tuple(owner.tensor.shape)
+                warnings.warn(_ELSEWHERE.format(shape), RuntimeWarning, stacklevel=2)
+                return
 
     def ask_backward(
         self,

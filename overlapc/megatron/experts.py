@@ -9,6 +9,7 @@ plan does not see the exchange, and keeps or recomputes all of it with the exper
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from overlapc.megatron.fused import UNFUSED
 from overlapc.passes.opaque.calls import tensors_of
 from overlapc.passes.opaque.op import called
 
+_RECOMPUTES = "activation_recompute"  # attribute of Megatron's grouped experts
 _MANAGERS = {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
 
 
@@ -91,12 +93,15 @@ class _Routed:
     experts: Callable[..., Any]
     __name__: str
 
-    def __call__(self, _: nn.Module, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
+    def __call__(
+        self, module: nn.Module, hidden: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> Tensor:
         own = copy.copy(self.manager)  # what it notes until the combine belongs to this call
         own.setup_metadata(routing_map, probs)
         sent = own.dispatch(hidden, async_finish=True, allocate_on_comm_stream=True)
         came, weights = own.get_permuted_hidden_states_by_experts(sent)
-        made, _bias = self.experts(came, own.get_number_of_tokens_per_expert(), weights)
+        with _without_recompute(module):
+            made, _bias = self.experts(came, own.get_number_of_tokens_per_expert(), weights)
         made = own.get_restored_hidden_states_by_experts(made)
         back: Tensor = own.combine(made, async_finish=True, allocate_on_comm_stream=True)
         return back
@@ -118,3 +123,18 @@ class _Routed:
         routed = routed.view(tokens, -1, 1, probs.shape[-1]).expand(-1, -1, copies, -1)
         routed = routed.reshape(probs.shape)
         return self(module, hidden, routed, (1 + probs.sigmoid()) * routed)
+
+
+@contextlib.contextmanager
+def _without_recompute(experts: nn.Module) -> Iterator[None]:
+    """Within the block they recompute no activation by themselves ("moe_act"): that is the plan's
+    choice, and Megatron's own needs a backward of the whole model."""
+    own = vars(experts)
+    before = own.get(_RECOMPUTES)
+    if before:
+        own[_RECOMPUTES] = False  # unnoticed by who watches for changes
+    try:
+        yield
+    finally:
+        if before:
+            own[_RECOMPUTES] = before

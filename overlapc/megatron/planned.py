@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -222,6 +222,8 @@ class Planned:
     constants: tuple[Tensor, ...]  # tensors that the script may change, too
     draws: bool  # does the backward draw random numbers?
     apart: bool  # parts of the backward may run early or late
+    # owners that are also used before the chunk
+    shared: frozenset[str] = field(kw_only=True, default=frozenset())
 
     @property
     def slices(self) -> int:
@@ -359,12 +361,13 @@ def emitted(
     if fused:
         products = fuse(parts.backward, owners, fused)
     shared = used_before(call, owners)
-    refuse_used_before([name for name in shared if name not in products], owners)
+    hooked = [name for name in shared if owners[name].tensor._backward_hooks]
+    refuse_used_before([*hooked, *(name for name in shared if name not in products)], owners)
     owners |= {name: unreduced(owners[name], ddp) for name in shared}
     program = Program(joint, report, whole=False, parts=parts)
     moved = program.move(actions)
     names = names_in(program, call, lasting, whole.returned)
-    return Planned(program, whole.taps, owners, apart=moved, **names)
+    return Planned(program, whole.taps, owners, apart=moved, shared=frozenset(shared), **names)
 
 
 def used_before(call: ChunkCall, owners: Mapping[str, Receiver]) -> list[str]:

@@ -13,6 +13,7 @@ from overlapc.core.errors import OptionError
 from overlapc.runtime.slicing.auto import SLICES
 from overlapc.state.module_state import hooks_of_all
 
+_DDP = "megatron.core.distributed"
 _OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), [])
 
 
@@ -196,8 +197,9 @@ def _wrapped(model: Any) -> Iterator[Any]:
 
 
 def foreign_hooks(model: Any) -> Iterator[str]:
-    """The names of hooks on modules, and behind sums of gradients, that are not Megatron's data
-    parallelism's. (Those on a parameter's gradient run when the gradient is delivered.)"""
+    """The names of hooks on modules and parameters that are not Megatron's data parallelism's. A
+    hook on a gradient runs when that is delivered, in the plan's order: Megatron's and Bridge's
+    read nothing else, and add the gradients of adapters up over ranks."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     for kind, on_all in hooks_of_all().items():
         yield from _named(on_all, f"all modules' {kind.removeprefix('_global_')}")
@@ -205,15 +207,15 @@ def foreign_hooks(model: Any) -> Iterator[str]:
         for kind in kinds:
             yield from _named(getattr(module, kind), f"{path or 'model'}.{kind.strip('_')}")
     for path, parameter in model.named_parameters():
-        kind = "_post_accumulate_grad_hooks"
-        hooks: Mapping[int, Any] | None = getattr(parameter, kind, None)
-        yield from _named(hooks or {}, f"{path}.{kind.strip('_')}")
+        for kind, own in (("_backward_hooks", "megatron"), ("_post_accumulate_grad_hooks", _DDP)):
+            hooks: Mapping[int, Any] | None = getattr(parameter, kind, None)
+            yield from _named(hooks or {}, f"{path}.{kind.strip('_')}", own)
 
 
-def _named(hooks: Mapping[int, Any], where: str) -> Iterator[str]:
+def _named(hooks: Mapping[int, Any], where: str, own: str = _DDP) -> Iterator[str]:
     for hook in hooks.values():
         function = inspect.unwrap(getattr(hook, "func", hook))  # of a functools.partial
         module = getattr(function, "__module__", None) or type(function).__module__
-        if not module.startswith("megatron.core.distributed"):
+        if not f"{module}.".startswith(f"{own}."):
             name = getattr(function, "__qualname__", type(function).__qualname__)
             yield f"{module}.{name} in {where}"

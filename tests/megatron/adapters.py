@@ -86,6 +86,9 @@ def summed(group: Any, gradient: Tensor) -> Tensor:
     return gradient
 
 
+summed.__module__ = "megatron.bridge.peft.utils"  # as Bridge's is
+
+
 def adapt(model: nn.Module, config: Any, dropout: float) -> None:
     """Freeze a model, and give its linears adapters."""
     from megatron.core import parallel_state

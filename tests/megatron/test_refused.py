@@ -87,6 +87,9 @@ def reasons(rank: int, ranks: int, version: str) -> dict[str, Any]:
     handle = next(inner.parameters()).register_post_accumulate_grad_hook(foreign)
     found["hook behind a sum"] = reason(model)
     handle.remove()
+    handle = next(inner.parameters()).register_hook(foreign)
+    found["gradient hook"] = reason(model)
+    handle.remove()
     return found
 
 
@@ -112,6 +115,7 @@ def test_what_is_refused_is_named(version: str) -> None:
     assert "foreign in decoder.layers.0.forward_hooks" in found["module hook"]
     assert "foreign in all modules' forward_hooks" in found["hook on all"]
     assert "foreign in" in found["hook behind a sum"]
+    assert "foreign in" in found["gradient hook"]
 
 
 def one_sided(rank: int, ranks: int, version: str) -> dict[str, Any]:

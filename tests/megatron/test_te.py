@@ -109,6 +109,18 @@ LAYOUTS = {
     "tp, sequence, ep, DeepEP": Layout(
         te=True, tp=2, experts=4, layers=1, microbatches=3, config=FUSED | DEEPEP | SEQUENCE
     ),
+    "ep, DeepEP, experts recompute": Layout(
+        **SHORT,
+        ep=2,
+        experts=4,
+        layers=1,
+        config={
+            **FUSED,
+            **DEEPEP,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act", "layernorm"],
+        },
+    ),
     "ep, HybridEP, fused": Layout(**SHORT, ep=2, experts=4, layers=1, config=FUSED | HYBRIDEP),
     "packed, sections": Layout(
         **SHORT, tp=2, packed=True, position="mrope", config={**FUSED, "mrope_section": [2, 1, 1]}
