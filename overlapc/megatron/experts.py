@@ -107,7 +107,7 @@ class _Routed:
         return back
 
     @property
-    def group(self) -> Any:
+    def exchanges_in(self) -> Any:
         return self.manager.group
 
     def on_noise(self, module: nn.Module, hidden: Tensor, _: Tensor, probs: Tensor) -> Tensor:

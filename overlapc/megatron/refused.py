@@ -185,7 +185,10 @@ def reason(model: Any) -> str:
             "which a planned chunk does not run; Megatron's own is served"
         )
     hook = next(foreign_hooks(inner), "")
-    return hook and f"a hook that is not Megatron's ({hook}): modules no longer run one by one"
+    return hook and (
+        f"a hook that is not Megatron's ({hook}): modules no longer run one by one, nor do "
+        "gradients come in autograd's order"
+    )
 
 
 def _wrapped(model: Any) -> Iterator[Any]:

@@ -148,7 +148,7 @@ class Call:
     def group(self) -> Any:
         """The process group in which the function itself exchanges data, past torch.distributed.
         (Such a one may also say what runs `on_noise` in its place.)"""
-        return getattr(self.function, "group", None)
+        return getattr(self.function, "exchanges_in", None)
 
     def size(self, tensors: Sequence[Tensor]) -> Any:
         """The open size, if there is one."""
