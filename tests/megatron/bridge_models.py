@@ -1,7 +1,9 @@
-"""Tiny models of Megatron-Bridge's that see or hear, of Bridge's own classes, and their steps."""
+"""Tiny models of Megatron-Bridge's that see or hear, of Bridge's own classes, and their steps; and
+Megatron's `LLaVAModel`, held by another module as Bridge's Nemotron VL holds it."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -28,7 +30,9 @@ def stand_in() -> None:
     """Make `models` build these models."""
     bridge.find_also(ITS_OWN)
     models._models = built
-    models.STEPS.update({"qwen": seen, "glm": seen, "audio": heard, "omni M*M-": read})
+    models.STEPS.update(
+        {"qwen": seen, "glm": seen, "audio": heard, "omni M*M-": read, "llava": tiled}
+    )
     models.packed_step = packed
 
 
@@ -142,11 +146,63 @@ def _omni(layout: Layout, config: Any) -> Any:
     )
 
 
+def _llava(layout: Layout, config: Any) -> Any:
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TERowParallelLinear,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.models.vision.vit_layer_specs import (
+        get_vit_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.module import MegatronModule
+
+    config.language_model_type = "any"
+    vision = copy.copy(config)
+    vision.num_layers, vision.vision_model_type = 1, "clip"
+    inner = LLaVAModel(
+        language_transformer_config=config,
+        language_transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
+        language_vocab_size=layout.vocabulary,
+        language_max_sequence_length=2 * layout.sequence,
+        vision_transformer_config=vision,
+        vision_transformer_layer_spec=get_vit_layer_with_transformer_engine_spec(),
+        drop_vision_class_token=True,
+        vision_projection_config=copy.copy(config),
+        vision_projection_layer_spec=MLPSubmodules(
+            linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear
+        ),
+        language_position_embedding_type="rope",
+        img_h=56,
+        img_w=56,
+        image_token_index=PICTURE,
+        **_ends(),
+    )
+
+    class Holder(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config=config)
+            self.llava_model = inner
+            self.pre_process, self.post_process = inner.pre_process, inner.post_process
+            self.share_embeddings_and_output_weights = False
+
+        def set_input_tensor(self, input_tensor: Any) -> None:
+            self.llava_model.set_input_tensor(input_tensor)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.llava_model(*args, **kwargs)
+
+    return Holder()
+
+
 BUILT: dict[str, Callable[[Layout, Any], Any]] = {
     "qwen": _qwen,
     "glm": _glm,
     "audio": _audio,
     "omni": _omni,
+    "llava": _llava,
 }
 
 # --------------------------------------------------------------------------- steps
@@ -217,6 +273,16 @@ def heard(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
     features = torch.randn(len(given), 8, 32, generator=drawn)
     out = model(given, input_features=features, feature_attention_mask=mask, labels=labels)
     return out, functools.partial(models.loss_of, labels % 3 != 0, tokens)
+
+
+def tiled(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:
+    """One token of each sequence becomes the features of a picture."""
+    given, labels, drawn = _words(data)
+    given[:, 2] = PICTURE
+    pictures = torch.randn(len(given), 3, 56, 56, generator=drawn)
+    counted = (labels % 3 != 0).float()
+    out, mask = model(pictures, given, None, None, labels=labels, loss_mask=counted)
+    return out, functools.partial(models.loss_of, mask > 0, tokens)
 
 
 def read(tokens: bool, data: Any, model: Any, *_: Any, **__: Any) -> Any:

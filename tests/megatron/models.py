@@ -333,7 +333,7 @@ def _initialized(model: Any, chunk: int) -> Any:
     for name, parameter in model.named_parameters():
         own = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else ""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{chunk} {name} {own}".encode()))
-        own_bias = any(part in name for part in ("mixer", "visual", "audio", "multi_modal"))
+        own_bias = any(part in name for part in ("mixer", "vis", "audio", "multi_modal"))
         drawn = own_bias or not name.endswith("bias")
         if "norm" not in name and drawn:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)

@@ -32,6 +32,7 @@ LAYOUTS = {
     "qwen, packed": Layout(**LONG, tp=2, model="qwen", packed=True, config=FUSED),
     "glm, ep": Layout(**LONG, ep=2, experts=4, layers=1, model="glm", config=FUSED | GROUPED),
     "audio, tp": Layout(**LONG, tp=2, model="audio", config=FUSED),
+    "llava, tp": Layout(**LONG, tp=2, model="llava", config=FUSED),
     "omni, tp": Layout(**LONG, tp=2, model="omni M*M-", config=FUSED),
 }
 
