@@ -122,9 +122,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             model.zero_grad()
             times.append(slowest_ns(partial(run, mine)))
         base, better = (times for _, _, times in variants.values())
-        report = twin.reports[0]
+        report = twin.graphs[0]
         compute, comm = (least(report, i) for i in (0, 1))
-        mean = planned.reports[0] if what == "one batch" else planned.report
+        mean = planned.graphs[0] if what == "one batch" else planned.report
         found[what] = {
             "own ms": [t / 1e6 for t in base],
             "planned ms": [t / 1e6 for t in better],

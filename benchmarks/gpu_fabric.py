@@ -277,9 +277,9 @@ def overlapc_variant(
     bench.clock.wait()
     variant.plan_s = time.perf_counter() - begin
     bench.run(variant)
-    if model.unchanged:
-        raise RuntimeError("not optimized: " + "; ".join(model.unchanged))
-    reports = model.reports
+    if model.fallbacks:
+        raise RuntimeError("not optimized: " + "; ".join(model.fallbacks))
+    reports = model.graphs
     variant.predicted = prediction([r.timeline for r in reports])
     variant.predicted["bound_ms"] = sum(r.bound_ns for r in reports) / 1e6
     variant.predicted["graphs"] = len(reports)
@@ -491,7 +491,7 @@ def selftest(trainee: Trainee, backend: str, budget: Any) -> str:
     repeats = all(map(torch.equal, eager, again))
     assert all(bool(t.isfinite().all()) for t in eager), "eager's gradients are not finite"
     tested, results = optimized(trainee, backend, budget)
-    assert not tested.unchanged, f"not optimized: {tested.unchanged}"
+    assert not tested.fallbacks, f"not optimized: {tested.fallbacks}"
     for _ in range(2):  # twice: the first call plans
         if backend == "eager":
             unequal = sum(not torch.equal(a, b) for a, b in zip(eager, results, strict=True))

@@ -1,4 +1,4 @@
-"""Whole steps of models on one GPU, eager, beside what `overlapc.plan` predicts of them.
+"""Whole steps of models on one GPU, eager, beside what `overlapc.predict` predicts of them.
 
     python benchmarks/gpu_steps.py --out steps.json        measure, on a GPU
     python benchmarks/gpu_steps.py --of steps.json         predict, anywhere: --hardware h100-sxm
@@ -156,7 +156,7 @@ def predict_all(args: argparse.Namespace) -> int:
         if row is None:
             continue
         model, given = case.make("meta")
-        _, report = overlapc.plan(model, *given, hardware=args.hardware, solver="none")
+        report = overlapc.predict(model, *given, hardware=args.hardware, solver="none")
         ms, peak = report.timeline.step_ns / 1e6, report.timeline.peak_bytes
         print(
             f"{case!s:36} {row['ms']:7.2f} ({row['least_ms']:.1f}..{row['most_ms']:.1f}; "

@@ -174,12 +174,12 @@ def overlapc_variant(bench: Bench, level: str, limit: int, solver: str) -> Varia
 
     with mock.patch("overlapc.runtime.backend.plan", plan_and_remember):
         bench.run(variant)
-    timelines = [report.timeline for report in model.reports]
+    timelines = [report.timeline for report in model.graphs]
     variant.predicted = {
         "step_ms": sum(t.step_ns for t in timelines) / 1e6,
         "peak_bytes": max(t.peak_bytes for t in timelines),
         "exposed_ms": sum(t.exposed_ns for t in timelines) / 1e6,
-        "bound_ms": sum(report.bound_ns for report in model.reports) / 1e6,
+        "bound_ms": sum(report.bound_ns for report in model.graphs) / 1e6,
     }
     return variant
 

@@ -78,7 +78,7 @@ class Variant:
     equal: bool = True
     step_ms: list[float] = field(default_factory=list)
 
-    def plan(self, **options: Any) -> Report:
+    def predict(self, **options: Any) -> Report:
         """Run a first step patched, which plans, and a second one, whose time is no planning;
         return what was planned for this rank's chunk."""
         import overlapc.megatron as patched
@@ -133,7 +133,7 @@ def overlapped(layout: Layout, name: str, limit: int, options: dict[str, Any]) -
     for _ in range(_TRIES):
         variant = Variant(f"overlapc@{name}", Trained(layout), limit=limit)
         try:
-            report = variant.plan(memory_budget=budget, **options)
+            report = variant.predict(memory_budget=budget, **options)
         except (Infeasible, RankError) as error:
             if "Infeasible" not in f"{type(error).__name__}: {error}":  # another rank's
                 raise

@@ -98,12 +98,12 @@ def rank_main(args: argparse.Namespace) -> None:
 
     cache = str(Path(tempfile.mkdtemp()) / "costs")  # measured once
     everything = TrainStep(bench.model, solver="full", cache=cache, memory_budget="1TB")
-    limit = everything.plan(batches).peak_bytes
+    limit = everything.predict(batches).peak_bytes
     variants = [made(BASE, solver="megatron", memory_budget=limit)]
     for level in args.levels.split(","):
         most, budget = (int(float(level) * peak) for peak in (variants[0].peak_bytes, limit))
-        for name, merge in (("unmerged", False), ("merged", True)):
-            options = {"merge": merge, "solver": args.solver}
+        for name, schedule in (("unmerged", "plain"), ("merged", "auto")):
+            options = {"schedule": schedule, "solver": args.solver}
             variants.append(fitting(made, f"{name}@{level}", most, budget, options))
     for variant in variants:
         variant.exposed_ms = exposed_ms(lambda v=variant: run(bench, v, batches))

@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--layers 48 --width 6144 --ranks 8]
 
 A GPT of more than 20 billion parameters, tensor parallel over fake ranks, on fake tensors:
-capture, plan (costs estimated for an A100) and rewrite, as `overlapc.plan` and `overlapc.rewrite`
+capture, plan (costs estimated for an A100) and rewrite, as `overlapc.predict` and `rewrite`
 do it. Times are measured and leave out importing torch.
 """
 
@@ -35,8 +35,10 @@ def main() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import overlapc
     from examples.gpt.model import GPT, GPTConfig
+    from overlapc.api import capture, rewrite
+    from overlapc.planning import road
+    from overlapc.planning.options import Options
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     config = GPTConfig(
@@ -47,11 +49,11 @@ def main() -> None:
         model = GPT(config, dist.group.WORLD)
         tokens = torch.zeros(args.batch, args.seq, dtype=torch.long)
         began = time.perf_counter()
-        captured, report = overlapc.plan(
-            model, tokens, tokens, hardware="a100-sxm-80", memory_budget=args.budget
-        )
+        captured = capture(model, tokens, tokens)
+        options = Options(profile="estimate", hardware="a100-sxm-80", memory_budget=args.budget)
+        report = road.plan(captured, options).report
         planned = time.perf_counter()
-    overlapc.rewrite(captured, report.plan)
+    rewrite(captured, report.plan)
     done = time.perf_counter()
     parameters = args.layers * 12 * args.width**2 + config.vocab * args.width
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

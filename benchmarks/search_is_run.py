@@ -37,7 +37,6 @@ from benchmarks.lab import NotPermitted, ShapedPair, interleaved, parse_rates, r
 from benchmarks.measuring import timed_ms
 from examples.common import Text, leave, say
 from examples.gpt.model import GPTConfig, with_ends
-from overlapc import Repeats
 from overlapc.core.files import write_file
 from overlapc.passes.capture.front import capture
 from overlapc.planning.report import Report
@@ -50,6 +49,7 @@ from overlapc.runtime.train_step import TrainStep
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Fixed
+from overlapc.search.models.own import Repeats
 from overlapc.search.presets import find_model
 from overlapc.search.search import search
 

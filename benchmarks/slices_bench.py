@@ -93,14 +93,15 @@ class Bench:
         twin = overlapc.optimize(self.model, **self.options)
         run = lambda: twin(*self.batch).backward()  # noqa: E731
         run()
-        report = twin.reports[0]
+        report = twin.graphs[0]
         return Variant(BASE, 1, run, report.timeline.step_ns / 1e6, report.peak_bytes)
 
     def microbatches(self, count: int, pairs: bool = True) -> Variant:
         def loss(model: nn.Module, *piece: Tensor) -> Tensor:
             return model(*piece) / count
 
-        step = overlapc.TrainStep(self.model, loss, pairs=pairs, **self.options)
+        schedule = "auto" if pairs else "merged"
+        step = overlapc.TrainStep(self.model, loss, schedule=schedule, **self.options)
         pieces = self.pieces(count)
         step(pieces)
         name = f"TrainStep {count}" if pairs else f"no pairs {count}"

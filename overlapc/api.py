@@ -1,5 +1,4 @@
-"""`optimize` makes a model train by a plan; `capture` and `plan` plan a model without running
-it."""
+"""`optimize` makes a model train by a plan; `predict` plans a model without running it."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from torch._dynamo.exc import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
+from overlapc.core.door import Door
 from overlapc.core.errors import CaptureError, OptionError, OverlapcError, RankError
 from overlapc.core.files import StrPath
 from overlapc.core.ir import Plan
@@ -57,7 +57,7 @@ from overlapc.runtime.slicing.auto import AutoCalls
 from overlapc.runtime.slicing.sliced import SlicedCalls
 from overlapc.sharded.lowered import Lowered
 
-__all__ = ["capture", "optimize", "plan", "rewrite"]
+__all__ = ["capture", "optimize", "predict", "rewrite"]
 
 Model = TypeVar("Model", bound=nn.Module)
 # One model may have many graphs, and there may be many models of one class.
@@ -92,8 +92,9 @@ def optimize(model: Model, **options: Any) -> Model:
     are those of `overlapc.Options`. Given a twin, return it, or with other options another twin of
     the same model.
 
-    Attributes of the twin: `reports` (one for each graph: plan, timeline, problem, explain()),
-    `plan` and `timeline` of the only graph, `explain()` for all.
+    The twin is a `Door`: it has `graphs` (a report for each: plan, timeline, problem), `step_ms`,
+    `peak_bytes`, `fallbacks`, `differences` and `explain()`; and `plan` and `timeline` of the only
+    graph.
     """
     parsed = Options.parse(options)
     if isinstance(model, Optimized):
@@ -158,31 +159,31 @@ def _captured(model: nn.Module, args: Any, kwargs: Any) -> Captured:
         return captured
 
 
-def plan(
+def predict(
     model: nn.Module,
     *args: Any,
     memory_budget: Budget = None,
     solver: str = "overlap",
     hardware: StrPath = "a100-sxm-80",
     **kwargs: Any,
-) -> tuple[Captured, Report]:
+) -> Report:
     """Plan a model without running it, on real or fake tensors and process groups, with costs
-    estimated for `hardware`. `rewrite(captured, report.plan)` then returns the graphs."""
+    estimated for `hardware`. With what `capture` returns for the same model, `rewrite(captured,
+    report.plan)` gives the graphs."""
     own = inspect.signature(model.forward).parameters
     for name in kwargs:
         if name in DEFAULTS and name not in own:
             raise OptionError(
-                f"option {name!r}: overlapc.plan has memory_budget, solver and hardware; pass "
+                f"option {name!r}: overlapc.predict has memory_budget, solver and hardware; pass "
                 "what the model's forward takes behind them, or use overlapc.optimize"
             )
     options = Options(
         memory_budget=memory_budget, solver=solver, profile="estimate", hardware=hardware
     )
-    found = road.plan(capture(model, *args, **kwargs), options)
-    return found.captured, found.report
+    return road.plan(capture(model, *args, **kwargs), options).report
 
 
-class Optimized:
+class Optimized(Door):
     """Methods that `optimize` adds to the class of a model. Instances share the model's
     `__dict__`."""
 
@@ -194,24 +195,24 @@ class Optimized:
         return engine.call(args, kwargs)
 
     @property
-    def reports(self) -> list[Report]:
+    def graphs(self) -> list[Report]:
         """One report for each graph planned so far."""
         engine = _engine(self)
         return [r for calls in engine.cuts for r in calls.reports.values()] + engine.backend.reports
 
     @property
-    def unchanged(self) -> list[str]:
+    def fallbacks(self) -> list[str]:
         """Graphs and functions that run as plain PyTorch, and batches that run uncut, with the
         reason."""
         engine = _engine(self)
-        cuts = [f"a batch: {why}" for calls in engine.cuts for why in calls.unchanged]
-        return cuts + engine.backend.unchanged
+        cuts = [f"a batch: {why}" for calls in engine.cuts for why in calls.fallbacks]
+        return cuts + engine.backend.fallbacks
 
     @property
     def differences(self) -> list[str]:
         """Lines of the model whose trace may give other results than eager, with the reason."""
         backend = _engine(self).backend
-        graphs = len(backend.reports) + len(backend.unchanged)
+        graphs = len(backend.reports) + len(backend.fallbacks)
         more = backend.views if graphs > 1 else backend.left_out
         cuts = [line for calls in _engine(self).cuts for line in calls.differences]
         return [*dict.fromkeys([*cuts, *backend.differences, *backend.steps.differences, *more])]
@@ -227,13 +228,13 @@ class Optimized:
     def explain(self) -> str:
         """Say for every collective how long it takes, what hides it, and why the rest is not
         hidden."""
-        parts = [report.explain() for report in self.reports]
+        parts = [report.explain() for report in self.graphs]
         engine = _engine(self)
         parts += [str(said) for calls in engine.cuts for said in calls.said.values()]
         if count := engine.backend.shapes.count:
             parts.append(f"{count} more traces, of other shapes, run by these plans")
-        parts += [f"{reason} (runs as plain PyTorch)" for reason in engine.backend.unchanged]
-        parts += [f"{reason} (runs uncut)" for calls in engine.cuts for reason in calls.unchanged]
+        parts += [f"{reason} (runs as plain PyTorch)" for reason in engine.backend.fallbacks]
+        parts += [f"{reason} (runs uncut)" for calls in engine.cuts for reason in calls.fallbacks]
         parts += [f"may be not as eager: {line}" for line in self.differences]
         if isinstance(engine.sliced, AutoCalls):
             parts.append(engine.sliced.explain())
@@ -247,11 +248,11 @@ class Optimized:
         )
 
     def _only(self) -> Report:
-        reports = self.reports
+        reports = self.graphs
         if len(reports) != 1:
             raise OverlapcError(
                 f"this model has {len(reports)} planned graphs, not one; "
-                + ("run a training forward first" if not reports else "see .reports")
+                + ("run a training forward first" if not reports else "see .graphs")
             )
         return reports[0]
 
@@ -268,7 +269,7 @@ class _Engine:
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model = model
         self.options = options
-        self.to_check = options.check
+        self.to_check = options.verify
         self.checked: Checked | None = None
         self.made = False  # whether all parameters are known to be there
         self.called = False  # the twin, in training or not
@@ -448,7 +449,7 @@ class _Engine:
             self.backend.run_unchanged(f"the whole model: {reason}")
             return results
         ran = self.backend.calls > before
-        if not self.backend.reports and not self.backend.unchanged:  # graphs without gradients
+        if not self.backend.reports and not self.backend.fallbacks:  # graphs without gradients
             ran = ran and not any(getattr(t, "requires_grad", False) for t in tree_leaves(results))
         if not ran and self.silent:  # the warning has been given before
             return results
@@ -463,7 +464,7 @@ class _Engine:
         return results
 
 
-_SHOWN = [name for name in vars(Optimized) if not name.startswith("_")]
+_SHOWN = [name for name in (*vars(Door), *vars(Optimized)) if not name.startswith("_")]
 _STEP = "training_step"  # what Lightning calls in the place of a model
 _UNSEEN = (
     f"overlapc plans nothing of {_STEP}: it calls this model's layers, but not the model; expected "

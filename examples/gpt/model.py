@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from overlapc import Repeats
 from overlapc.nn.layers import CopyToRanks, SumOverRanks
+from overlapc.search.models.own import Repeats
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from overlapc import __version__
-from overlapc.cli.lists import declare_hardware, declare_models
+from overlapc.cli.lists import declare_presets
 from overlapc.cli.measuring import declare_profile, declare_verify
-from overlapc.cli.plan_files import declare_diff, declare_explain, declare_plan
+from overlapc.cli.plan_files import declare_explain, declare_plan
 from overlapc.cli.report import declare_report
 from overlapc.cli.search import declare_search
 from overlapc.cli.shared import FAILED, GOOD, USAGE, say
-from overlapc.cli.timelines import declare_show, declare_simulate
+from overlapc.cli.timelines import declare_simulate
 from overlapc.cli.trace import declare_trace
 from overlapc.cli.validate import declare_validate
 from overlapc.core.errors import (
@@ -37,16 +37,13 @@ __all__ = ["FAILED", "GOOD", "USAGE", "main"]
 
 _COMMANDS = (  # in the order of --help
     declare_search,
-    declare_models,
-    declare_hardware,
+    declare_presets,
     declare_explain,
     declare_plan,
-    declare_diff,
     declare_simulate,
     declare_report,
     declare_verify,
     declare_profile,
-    declare_show,
     declare_trace,
     declare_validate,
 )

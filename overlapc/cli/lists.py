@@ -1,4 +1,4 @@
-"""`overlapc models` and `overlapc hardware` list presets."""
+"""`overlapc presets` lists models and hardware."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import asdict
 from overlapc.cli.shared import GOOD, Declare, print_table
 
 
-def declare_models(command: Declare) -> None:
-    command("models", _models, "list the model presets")
+def declare_presets(command: Declare) -> None:
+    presets = command("presets", _presets, "list the presets of models, or of hardware")
+    presets.add_argument("kind", choices=("models", "hardware"))
 
 
-def declare_hardware(command: Declare) -> None:
-    command("hardware", _hardware, "list the hardware profiles")
+def _presets(args: argparse.Namespace) -> int:
+    return _models(args) if args.kind == "models" else _hardware(args)
 
 
 def _models(args: argparse.Namespace) -> int:

@@ -68,7 +68,7 @@ def _verify(args: argparse.Namespace) -> int:
         ):
             rows.append((name, f"{ns / 1e6:.3f}", f"{size / 1e6:.2f}", said))
         print_table(rows)
-        for reason in verified.unchanged:
+        for reason in verified.fallbacks:
             print(f"runs as plain PyTorch: {reason}")
     return GOOD if verified.equal else FAILED
 

@@ -1,4 +1,4 @@
-"""`overlapc explain`, `plan` and `diff` read files of problems and plans."""
+"""`overlapc explain` and `plan` read files of problems and plans."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from overlapc.cli.shared import (
     print_text,
     seconds,
 )
+from overlapc.core.errors import OptionError
 
 
 def declare_explain(command: Declare) -> None:
@@ -26,6 +27,7 @@ def declare_explain(command: Declare) -> None:
     )
     explain.add_argument("problem", help="a problem file")
     explain.add_argument("plan", help="a plan file for it")
+    explain.add_argument("other", nargs="?", help="another plan: say what differs")
     explain.add_argument(
         "--ops",
         action="store_true",
@@ -42,17 +44,15 @@ def declare_plan(command: Declare) -> None:
     plan.add_argument("--out", type=Path, help="write the plan here instead of to stdout")
 
 
-def declare_diff(command: Declare) -> None:
-    diff = command("diff", _diff, "compare two plans of a problem")
-    for name in ("problem", "first", "second"):
-        diff.add_argument(name, help="a problem file" if name == "problem" else "a plan file")
-
-
 def _explain(args: argparse.Namespace) -> int:
     from overlapc.core.files import load_plan, load_problem
     from overlapc.planning.road import judged
     from overlapc.report.explain import explain_ops, op_fates
 
+    if args.other is not None:
+        if args.ops:
+            raise OptionError("--ops with two plans: expected one plan, or no --ops")
+        return _compare(args)
     problem, plan = load_problem(args.problem), load_plan(args.plan)
     report = judged(args.plan, problem, plan, given=True)
     report = replace(report, given=False)  # the file's bound is for these costs
@@ -104,13 +104,13 @@ def _plan(args: argparse.Namespace) -> int:
     return GOOD
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> int:
     from overlapc.core.files import load_plan, load_problem
     from overlapc.core.ir import issue
     from overlapc.planning.road import judged
 
     problem = load_problem(args.problem)
-    plans = [load_plan(path) for path in (args.first, args.second)]
+    plans = [load_plan(path) for path in (args.plan, args.other)]
     reports = [judged(plan.solver, problem, plan, given=True) for plan in plans]
     first, second = (set(plan.recomputed) for plan in plans)
     figures = {
@@ -127,14 +127,14 @@ def _diff(args: argparse.Namespace) -> int:
         }
         print(json.dumps(differences, indent=1))
         return GOOD
-    rows = [("", args.first, args.second, "ratio")]
+    rows = [("", args.plan, args.other, "ratio")]
     for key, (a, b) in figures.items():
         unit = "ms" if key.endswith("ns") else "MB"
         name = key.removesuffix("_ns").removesuffix("_bytes")
         ratio = f"{b / a:.3f}" if a else "-"
         rows.append((name, f"{a / 1e6:.3f} {unit}", f"{b / 1e6:.3f} {unit}", ratio))
     print_table(rows)
-    for name, only in ((args.first, first - second), (args.second, second - first)):
+    for name, only in ((args.plan, first - second), (args.other, second - first)):
         issued = ", ".join(issue(op, True) for op in sorted(only)) or "nothing"
         print_text(f"recomputed only in {name}: {issued}")
     print_text(f"issued in another place: {', '.join(moved) or 'nothing'}")

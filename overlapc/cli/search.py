@@ -14,11 +14,15 @@ def declare_search(command: Declare) -> None:
     add = search.add_argument
     add(
         "model",
-        help="a preset (see `overlapc models`), a HuggingFace config.json, or module:function, "
-        "which returns your own block as an overlapc.Repeats",
+        help="a preset (see `overlapc presets`), a HuggingFace config.json, or module:function, "
+        "which returns your own block as a Repeats (overlapc.search.models.own)",
     )
     add("--gpus", type=positive, required=True, help="number of GPUs")
-    add("--hardware", default="a100-sxm-80", help="a preset (see `overlapc hardware`) or a .toml")
+    add(
+        "--hardware",
+        default="a100-sxm-80",
+        help="a preset (see `overlapc presets`) or a .toml",
+    )
     add(
         "--costs",
         type=Path,

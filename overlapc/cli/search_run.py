@@ -309,8 +309,9 @@ def _written(folder: Path, whole: bool, ours: bool) -> str:
     if not ours:
         return written
     return (
-        f'{written}\nTo train with overlapc: overlapc.load_search("{folder}/search.json") has '
-        "schedule, layers\nand memory budgets as overlapc.Pipeline and overlapc.optimize take them."
+        f"{written}\nTo train with overlapc: load_search (in overlapc.search.chosen) reads "
+        f"{folder}/search.json:\nschedule, layers and memory budgets as overlapc.Pipeline and "
+        "overlapc.optimize take them."
     )
 
 

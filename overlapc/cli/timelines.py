@@ -1,10 +1,11 @@
-"""`overlapc simulate` and `show` run a plan or a schedule in the simulator."""
+"""`overlapc simulate` runs a plan or a schedule in the simulator."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,34 @@ def declare_simulate(command: Declare) -> None:
         '{"forward_ns": 1, "input_ns": 1, "weight_ns": 1}; by default all take 1 ns',
     )
     simulate.add_argument("--trace", type=Path, help="write a Perfetto trace here")
-
-
-def declare_show(command: Declare) -> None:
-    show = command("show", _show, "draw a plan's or a schedule's timeline as text")
-    show.add_argument("file", help="a problem file, or a schedule file")
-    show.add_argument("plan", nargs="?", help="the plan, for a problem")
-    show.add_argument("--columns", type=positive, default=100)
+    simulate.add_argument(
+        "--picture",
+        metavar="COLUMNS",
+        type=positive,
+        nargs="?",
+        const=100,
+        help="draw the timeline as text, so many characters wide (100)",
+    )
 
 
 def _simulate(args: argparse.Namespace) -> int:
     from overlapc.core.files import write_file
     from overlapc.core.pipeline import PipelineTimeline, describe
+    from overlapc.report.picture import picture
     from overlapc.report.trace import chrome_trace, pipeline_json
 
+    if args.picture is not None and args.json:
+        raise OptionError("--picture with --json: expected one of both; --trace writes JSON, too")
     timeline = _timeline(args)
     if args.trace is not None:
         write_file(args.trace, json.dumps(chrome_trace(timeline)))
     if args.plan is None and args.costs is None:
         print("no --costs: each part of a backward, and a forward, takes 1 ns", file=sys.stderr)
+    if args.picture is not None:
+        is_row = isinstance(timeline, PipelineTimeline)
+        drawn = timeline.picture if is_row else partial(picture, timeline)
+        print_text(drawn(args.picture))
+        return GOOD
     if isinstance(timeline, PipelineTimeline):
         print(json.dumps(pipeline_json(timeline), indent=1) if args.json else describe(timeline))
         return GOOD
@@ -54,21 +64,6 @@ def _simulate(args: argparse.Namespace) -> int:
     return GOOD
 
 
-def _show(args: argparse.Namespace) -> int:
-    from overlapc.core.pipeline import PipelineTimeline
-    from overlapc.report.picture import picture
-    from overlapc.report.trace import chrome_trace
-
-    timeline = _timeline(args)
-    if args.json:
-        print(json.dumps(chrome_trace(timeline)))
-    elif isinstance(timeline, PipelineTimeline):
-        print(timeline.picture(args.columns))
-    else:
-        print_text(picture(timeline, args.columns))
-    return GOOD
-
-
 def _timeline(args: argparse.Namespace) -> Any:
     """The timeline of a problem's plan, or of a schedule with its stages' costs."""
     from overlapc.core.files import load_plan, load_problem, read_json, read_text
@@ -76,7 +71,7 @@ def _timeline(args: argparse.Namespace) -> Any:
     from overlapc.core.schedule import parse_schedule
     from overlapc.planning.road import judged
 
-    given = getattr(args, "costs", None)
+    given = args.costs
     if args.plan is not None:
         if given is not None:
             raise OptionError(

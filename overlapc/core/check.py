@@ -45,7 +45,7 @@ def _check_trace(problem: Problem, plan: Plan) -> None:
             f"the plan was made for trace {plan.digest}, this model traces to "
             f"{problem.trace.digest}; plan again for this model, these input shapes, and what is "
             "to take the plan: TrainStep takes the plan of `step.report`, optimize the plan of "
-            "`overlapc.plan` (with dynamic=False if models of its class have met other shapes)"
+            "`overlapc.predict` (with dynamic=False if models of its class have met other shapes)"
         )
 
 

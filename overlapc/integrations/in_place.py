@@ -46,7 +46,7 @@ class InPlace:
             self.model._compiled_call_impl = self
 
     def __getattr__(self, name: str) -> Any:
-        """What the twin says: `reports`, `plan`, `explain()`, `unchanged`, `differences`."""
+        """What the twin says: `graphs`, `plan`, `explain()`, `fallbacks`, `differences`."""
         if name in ("twin", "model"):
             raise AttributeError(name)
         return getattr(self.twin, name)

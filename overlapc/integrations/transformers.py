@@ -59,7 +59,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
             raise OverlapcError("nothing is planned yet: expected trainer.train() before explain()")
         step = None if self.merged is None else self.merged.step
         parts = [] if step is None else [step.explain()]
-        if self.planned.reports or not parts:
+        if self.planned.graphs or not parts:
             parts.append(self.planned.explain())
         return "\n\n".join(parts)
 

@@ -15,11 +15,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from overlapc.core.door import Door
     from overlapc.core.files import StrPath
     from overlapc.megatron.loop import TrainStep
     from overlapc.megatron.steps import Steps
 
-__all__ = ["TrainStep", "explain", "patch", "unpatch"]
+__all__ = ["TrainStep", "explain", "patch", "report", "unpatch"]
 _steps: Steps | None = None
 
 
@@ -109,6 +110,11 @@ def unpatch() -> None:
         seams.remove()
         _steps = None
         roll.tell(roll.UNPATCHED)
+
+
+def report() -> Door | None:
+    """What was planned on this rank, as every front door says it; None if not patched."""
+    return _steps
 
 
 def explain() -> str:

@@ -242,6 +242,10 @@ class Chunk:
             self._changed = True
 
     @property
+    def reports(self) -> list[Any]:
+        return [each.report for each in self._planning.agreed.values() if each]
+
+    @property
     def why_plain(self) -> list[str]:
         return self._planning.why_plain
 

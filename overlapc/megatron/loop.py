@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from overlapc.core.door import Door
 from overlapc.core.errors import OptionError
 from overlapc.megatron.seams import NAMES
 from overlapc.megatron.steps import Steps, innermost
@@ -17,15 +18,18 @@ from overlapc.runtime.call import givens
 from overlapc.runtime.foreign import untraced
 from overlapc.runtime.loss import plainly
 
+_SCHEDULES = ("auto", "plain")
 
-class TrainStep:
+
+class TrainStep(Door):
     """Adds up the gradients of several microbatches in `.grad`, as plain accumulation does:
 
         step = overlapc.megatron.TrainStep(model, loss, memory_budget="8GB")
         losses = step([(tokens, places, mask, labels), ...])
 
     and bitwise the same. `loss(model, *microbatch)` returns the loss; without it the model does.
-    Arguments are those of `overlapc.TrainStep`, options those of `overlapc.megatron.patch`.
+    With `schedule="plain"` microbatches run one after the other; else they are merged. Options are
+    those of `overlapc.megatron.patch`.
 
     The model's forward is planned as under `patch`; the loss function runs as it is, so that it may
     read anything. All ranks that run the model call this together. The model is whole (no stage of
@@ -37,14 +41,16 @@ class TrainStep:
         model: nn.Module,
         loss: Callable[..., Tensor] | None = None,
         *,
-        merge: bool = True,
+        schedule: str = "auto",
         **options: Any,
     ) -> None:
+        if schedule not in _SCHEDULES:
+            raise OptionError(f"schedule={schedule!r}: expected one of {', '.join(_SCHEDULES)}")
         self.model = model
         self._loss = loss
         _refuse(model)
         parsed = Options.parse(options, "megatron.TrainStep")
-        self._steps = Steps(parsed, merge, fill=False, schedule="1f1b")
+        self._steps = Steps(parsed, schedule == "auto", fill=False, schedule="1f1b")
         roll.tell()
 
     @untraced
@@ -64,6 +70,14 @@ class TrainStep:
         if self._loss is None:
             return self.model(*args, **kwargs)
         return self._loss(self.model, *args, **kwargs)
+
+    @property
+    def graphs(self) -> list[Any]:
+        return self._steps.graphs
+
+    @property
+    def fallbacks(self) -> list[str]:
+        return self._steps.fallbacks
 
     def explain(self) -> str:
         """Say what was planned, and what ran as plain Megatron."""

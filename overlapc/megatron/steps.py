@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from overlapc.core.door import Door
 from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.megatron import merged as ticks
 from overlapc.megatron.chunk import Chunk
@@ -52,7 +53,7 @@ class RankPlace:
     refused: str = ""
 
 
-class Steps:
+class Steps(Door):
     """The options of `patch`, and the chunks that run with them."""
 
     def __init__(
@@ -82,10 +83,22 @@ class Steps:
         self._places: dict[tuple[int, ...], tuple[RankPlace, list[Any]]] = {}
         self.chunks: dict[int, Chunk] = {}
 
+    @property
+    def graphs(self) -> list[Any]:
+        found = {id(report): report for chunk in self.chunks.values() for report in chunk.reports}
+        return list(found.values())
+
+    @property
+    def fallbacks(self) -> list[str]:
+        why = [reason for chunk in self.chunks.values() for reason in chunk.why_plain]
+        return [*dict.fromkeys(why), *self._refusals()]
+
+    def _refusals(self) -> list[str]:
+        return [*dict.fromkeys(p.refused for p, _ in self._places.values() if p.refused)]
+
     def explain(self) -> str:
         parts = [f"chunk {i}: {c.explain()}" for i, c in enumerate(self.chunks.values())]
-        refused = dict.fromkeys(p.refused for p, _ in self._places.values() if p.refused)
-        parts += [f"runs as plain Megatron: {why}" for why in refused]
+        parts += [f"runs as plain Megatron: {why}" for why in self._refusals()]
         return "\n\n".join(parts) or "nothing planned yet: run a step first"
 
     def run(self, name: str, real: Callable[..., Any], given: dict[str, Any]) -> Any:

@@ -24,19 +24,19 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _PLANS = "expected a Plan or the path of a saved one"
 _ITSELF = "runs the ops of its graphs itself"
 _ONE_SHAPE = "plans each shape for itself"
-_CHECKED = "does not compare steps, overlapc.optimize does"
+_VERIFIED = "does not compare steps, overlapc.optimize does"
 _UNCUT = "cuts no batch; optimize, TrainStep and Pipeline do"
 _WITH_SLICES = "with slices optimize"  # a front door of its own
-_RUNS = {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "check": _CHECKED}
+_RUNS = {"backend": _ITSELF, "dynamic": _ONE_SHAPE, "verify": _VERIFIED}
 # Front door -> the options that it refuses, and the reason it gives.
 REFUSED: dict[str, dict[str, str]] = {
     "optimize": {},
     "torch.compile": {
         "dynamic": "takes it as an argument of its own, not among the options",
-        "check": _CHECKED,
+        "verify": _VERIFIED,
         "slices": _UNCUT,
     },
-    _WITH_SLICES: _RUNS | {"check": "compares slices with the uncut batch in any case"},
+    _WITH_SLICES: _RUNS | {"verify": "compares slices with the uncut batch in any case"},
     "TrainStep": _RUNS,
     "Pipeline": _RUNS,
     "megatron": _RUNS,
@@ -44,10 +44,10 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 # Keywords of a front door that are no options.
 _OF_ITS_OWN = {
-    "TrainStep": ("merge", "pairs", "results"),
+    "TrainStep": ("schedule", "results", "reduce"),
     "Pipeline": ("place", "tied", "data_parallel"),
     "megatron": ("merge", "fill", "schedule", "search"),
-    "megatron.TrainStep": ("merge",),
+    "megatron.TrainStep": ("schedule",),
 }
 
 
@@ -72,7 +72,7 @@ class Options:
     cache           a file in which measured costs are kept and found again; True for the one in
                     ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
     dynamic         as in torch.compile
-    check           at the first call, compare a step by eager and one by the plan bit by bit:
+    verify          at the first call, compare a step by eager and one by the plan bit by bit:
                     `explain()` says what was found, and what differs is warned of
     slices          how many pieces a batch is cut into, along dimension 0 (Megatron's: along its
                     samples), that hide each other's communication; "auto": 1, 2 or 4, as is
@@ -91,7 +91,7 @@ class Options:
     timeout_s: float | None = None
     cache: bool | StrPath | None = None
     dynamic: bool | None = None
-    check: bool = False
+    verify: bool = False
     slices: Any = 1  # a number, or "auto"
     plans: tuple[Plan, ...] = field(init=False, repr=False)  # `plan`, read
     # Costs and plans so far: a graph that comes again is not measured or planned again.
@@ -112,8 +112,8 @@ class Options:
             raise OptionError(f"cache={self.cache!r}: expected True, False, None or a file's path")
         if not isinstance(self.dynamic, (bool, type(None))):
             raise OptionError(f"dynamic={self.dynamic!r}: expected True, False or None")
-        if not isinstance(self.check, bool):
-            raise OptionError(f"check={self.check!r}: expected True or False")
+        if not isinstance(self.verify, bool):
+            raise OptionError(f"verify={self.verify!r}: expected True or False")
         number = isinstance(self.slices, int) and not isinstance(self.slices, bool)
         if self.slices != "auto" and not (number and int(self.slices) >= 1):
             raise OptionError(

@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
     from overlapc.ranks.exchange import Exchange
 
+_UNPAIRED = (
+    'schedule="pairs": the microbatches of this step cannot be in pairs; expected the solver '
+    '"overlap", "heu" or "opt", and a model that draws no random numbers, hands no gradients over '
+    'and is in no DDP; or give schedule="auto"'
+)
 _TIGHTER = 1  # how often a slice is planned for less, before it takes what it can
 Choices = Callable[[], Iterable[tuple[str, ...]]]
 
@@ -176,6 +181,8 @@ def _solved(
                 raise
             return theirs
 
+    if step.in_pairs and not (step.pairs and step.lag == 1 and options.solver not in FIELD):
+        raise OptionError(_UNPAIRED)
     if not step.lag:
         plan = alone()
         return plan, *_roomier(plan, problem, step, options.solver)
@@ -183,7 +190,9 @@ def _solved(
         return (alone(),)
     with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
         count, rival = step.microbatches, partial(faster, problem)
-        return solve_step(problem, options.solver, alone, count, step.lag, step.pairs, rival)
+        return solve_step(
+            problem, options.solver, alone, count, step.lag, step.pairs, rival, step.in_pairs
+        )
 
 
 def _sliced(

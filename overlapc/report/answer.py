@@ -144,8 +144,8 @@ def guessed(sources: Mapping[str, str]) -> str:
     """The figures of a hardware that nobody has measured or published."""
     found = [key for key, source in sources.items() if "guess" in source or "unknown" in source]
     return (
-        f"{len(found)} of {len(sources)} figures of the hardware are guesses (`overlapc hardware "
-        f"--json` has the sources){': ' * bool(found)}{', '.join(found)}"
+        f"{len(found)} of {len(sources)} figures of the hardware are guesses (`overlapc presets "
+        f"hardware --json` has the sources){': ' * bool(found)}{', '.join(found)}"
     )
 
 

@@ -67,7 +67,7 @@ class Backend:
         self.steps = Calls(options)
         self.attempts = Attempts("optimize")
         self.reports: list[Report] = self.steps.reports
-        self.unchanged: list[str] = []  # what runs as plain PyTorch, with reasons
+        self.fallbacks: list[str] = []  # what runs as plain PyTorch, with reasons
         self.calls = 0  # of graphs, planned or not
         self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
@@ -222,7 +222,7 @@ class Backend:
         first_line = reason.strip().splitlines()[0] if reason.strip() else "unknown"
         if self.shapes.version is not None:  # FSDP2 runs the whole, or a plan does
             raise CaptureError(first_line, place)
-        where = f"graph {len(self.reports) + len(self.unchanged)} ({place or _begin(gm)})"
+        where = f"graph {len(self.reports) + len(self.fallbacks)} ({place or _begin(gm)})"
         log(1, traceback.format_exc())
         self.run_unchanged(f"{where}: {first_line}")
         return self._counted(_forward_of(gm))
@@ -231,8 +231,8 @@ class Backend:
         """Warn once about what runs as plain PyTorch, and why."""
         if self._sharded and any(name in what for name in _HOOKS):
             log(1, what)
-        elif what not in self.unchanged:
-            self.unchanged.append(what)
+        elif what not in self.fallbacks:
+            self.fallbacks.append(what)
             where, _, reason = what.partition(": ")
             warnings.warn(
                 f"overlapc runs {where} unchanged, as plain PyTorch: {reason}",
@@ -245,7 +245,7 @@ class Backend:
         these hooks is left out from now on."""
         self._sharded = True
         what = f"{framework} shards this model; overlapc plans what is between its gathers only"
-        self.unchanged.append(what)
+        self.fallbacks.append(what)
         warnings.warn(f"overlapc: {what}", RuntimeWarning, stacklevel=3)
 
 

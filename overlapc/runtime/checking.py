@@ -1,4 +1,4 @@
-"""`optimize(check=True)` compares one training step of eager's with one of the plan, bit by bit.
+"""`optimize(verify=True)` compares one training step of eager's with one of the plan, bit by bit.
 
 Both begin with the random state, buffers and inputs of the current call. If results differ, a few
 more steps find the first op of eager's whose result the plan does not make, and whether PyTorch's

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from overlapc.core.door import Door
 from overlapc.core.errors import OptionError
 from overlapc.core.schedule import Schedule
+from overlapc.planning.report import Report
 from overlapc.runtime.pipeline import Pipeline
 
 
-class PipelineSchedule:
+class PipelineSchedule(Door):
     """Runs `PipelineStage`s as one of PyTorch's schedules does, from the same call:
 
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)               # before
@@ -80,6 +82,22 @@ class PipelineSchedule:
                     parameter.grad.div_(self._count)
         if losses is not None and self._last:
             losses[:] = found
+
+    @property
+    def graphs(self) -> list[Report]:
+        return self.pipeline.graphs
+
+    @property
+    def step_ms(self) -> float:
+        return self.pipeline.step_ms
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.pipeline.peak_bytes
+
+    @property
+    def differences(self) -> list[str]:
+        return self.pipeline.differences
 
     def explain(self) -> str:
         return self.pipeline.explain()

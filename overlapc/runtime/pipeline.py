@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlapc.core.door import Door
 from overlapc.core.errors import Infeasible, OptionError
 from overlapc.core.pipeline import PipelineTimeline, StageCost, describe
 from overlapc.core.schedule import Schedule, format_schedule
@@ -49,7 +50,7 @@ from overlapc.runtime.stage import Shapes, Stage, blank, sending, with_loss
 from overlapc.runtime.train_step import adding
 
 
-class Pipeline:
+class Pipeline(Door):
     """This rank's part of a pipeline. `stages` are the modules of its stages by number. A stage
     returns a tensor or a tuple of tensors, the arguments of the next stage; the first stage takes a
     microbatch's inputs.
@@ -164,6 +165,22 @@ class Pipeline:
             row = self.schedule.rows[self.rank]
             run = RowRun(self.schedule, row, self._stages, self.modules, self._links)
             return run.run(first, behind)
+
+    @property
+    def graphs(self) -> list[Report]:
+        return list(self.reports.values())
+
+    @property
+    def step_ms(self) -> float:
+        return 0.0 if self.timeline is None else self.timeline.step_ns / 1e6
+
+    @property
+    def peak_bytes(self) -> int:
+        return 0 if self.timeline is None else self.timeline.peak_bytes[self.rank]
+
+    @property
+    def differences(self) -> list[str]:
+        return [*dict.fromkeys(line for made in self._stages.values() for line in made.differences)]
 
     def explain(self) -> str:
         """Show the predicted timeline of all ranks, and the plans of this rank's stages."""

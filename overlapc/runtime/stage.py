@@ -67,6 +67,11 @@ class Stage:
         self._at: tuple[int, int | None] = 0, None
 
     @property
+    def differences(self) -> list[str]:
+        """Lines of the module whose trace may give other results than eager."""
+        return self._traced.differences
+
+    @property
     def captured(self) -> Captured:
         return self.form.joint.captured
 

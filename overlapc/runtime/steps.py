@@ -82,7 +82,7 @@ class RunningStep:
             return flight
         raise OptionError(
             f"pairs: microbatch {1 - len(self._begun)} reads other values than when its call was "
-            "begun; expected calls that do not depend on each other: give TrainStep pairs=False"
+            'begun; expected calls that do not depend on each other, or schedule="merged"'
         )
 
     def _begin(self, program: Program, state: State) -> Flight:

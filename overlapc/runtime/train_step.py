@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from overlapc.core.door import Door
 from overlapc.core.errors import CaptureError, OptionError, OverlapcError
 from overlapc.nn.layers import sliced
 from overlapc.passes.capture.joint import Joint, Run, Stop, Traced, capture, owner_of
@@ -63,8 +64,10 @@ from overlapc.runtime.steps import RunningStep
 from overlapc.sharded.lowered import Lowered
 from overlapc.state.objects import detached
 
+SCHEDULES = ("auto", "plain", "merged", "pairs")
 
-class TrainStep:
+
+class TrainStep(Door):
     """Adds up the gradients of several microbatches in `.grad`, as plain accumulation does:
 
         step = TrainStep(model, memory_budget="8GB")
@@ -80,9 +83,12 @@ class TrainStep:
 
     The first call plans. So does a call with other shapes or another number of microbatches, or
     after a change that makes the model another graph. Options are those of `overlapc.Options`; the
-    memory budget is for the most that the whole step allocates, gradients included. With
-    `merge=False`, or a baseline as solver, microbatches run one after the other. A step is in pairs
-    where that is predicted to be faster within the budget; with `pairs=False` it never is.
+    memory budget is for the most that the whole step allocates, gradients included.
+
+    schedule   "auto": the fastest of the others, by prediction, within the budget
+               "plain": microbatches run one after the other, as they do with a baseline as solver
+               "merged": each forward with an earlier backward, never in pairs
+               "pairs": in pairs, or an error that says why not
 
     Of a model that FSDP2 shards, each backward reduces the gradients, or with `reduce="last"` the
     last one does for all, as in a loop with `set_requires_gradient_sync`. (Their sums may differ in
@@ -98,8 +104,8 @@ class TrainStep:
 
     `slices="auto"`: whole, or in 2 or 4 slices if that is predicted to be faster, and not refused.
 
-    A model that cannot be captured runs as plain PyTorch, with one warning. `report`, `unchanged`
-    and `explain()` say what was decided.
+    A model that cannot be captured runs as plain PyTorch, with one warning. `report` has
+    the plan of the last step, and the members of a `Door` say what was decided.
     """
 
     def __new__(cls, *_args: Any, slices: Any = 1, **_options: Any) -> TrainStep:
@@ -112,8 +118,7 @@ class TrainStep:
         model: nn.Module,
         loss: Callable[..., Tensor] | None = None,
         *,
-        merge: bool = True,
-        pairs: bool = True,
+        schedule: str = "auto",
         results: bool = False,
         reduce: str = "each",
         **options: Any,
@@ -124,17 +129,25 @@ class TrainStep:
             raise OptionError(
                 f"loss={loss!r}: expected a function of the model and a microbatch, or None"
             )
-        how = {"merge": merge, "pairs": pairs, "results": results}
-        for name, given in how.items():
-            if not isinstance(given, bool):
-                raise OptionError(f"{name}={given!r}: expected True or False")
+        if schedule not in SCHEDULES:
+            raise OptionError(f"schedule={schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        if not isinstance(results, bool):
+            raise OptionError(f"results={results!r}: expected True or False")
         if reduce not in ("each", "last"):
             raise OptionError(f"reduce={reduce!r}: expected 'each' or 'last'")
+        if schedule != "auto" and options.get("slices", 1) not in (1, "auto"):
+            raise OptionError(
+                f"schedule={schedule!r} and slices: slices are of one batch; give one of both"
+            )
         if reduce == "last" and options.get("slices", 1) != 1:
             raise OptionError("reduce='last' and slices: slices are of one batch; give one of both")
         refuse_foreign("TrainStep", model)
-        self._merge, self._pairs, self._results, self._reduce = merge, pairs, results, reduce
-        self._asked = how | {"reduce": reduce} | options
+        self._schedule, self._results, self._reduce = schedule, results, reduce
+        self._asked: dict[str, Any] = {
+            "schedule": schedule,
+            "results": results,
+            "reduce": reduce,
+        } | options
         self.model = model
         self._loss = loss
         self._options = Options.parse(options, "TrainStep")
@@ -143,7 +156,7 @@ class TrainStep:
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
         self._replicas, self._lowered, self._inexact = Replicas(model), Lowered(model), Inexact()
-        self.unchanged: list[str] = []  # why steps or microbatches ran as plain PyTorch
+        self._fallbacks: list[str] = []  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: RunningStep | Slices | None = None  # the running step
         self._given: Given | None = None  # the batch that is in slices
@@ -266,7 +279,7 @@ class TrainStep:
         self._compared[key, trace.digest] = found
         return found, True
 
-    def plan(self, microbatches: Sequence[Any]) -> Report | None:
+    def predict(self, microbatches: Sequence[Any]) -> Report | None:
         """Plan a call with these microbatches without running it; None if it would run as plain
         PyTorch. All ranks call this together."""
         each = givens(microbatches)
@@ -303,6 +316,14 @@ class TrainStep:
         return None
 
     @property
+    def graphs(self) -> list[Report]:
+        return [] if self.report is None else [self.report]
+
+    @property
+    def fallbacks(self) -> list[str]:
+        return self._fallbacks
+
+    @property
     def differences(self) -> list[str]:
         """Lines of the model whose trace may give other results than eager, with the reason."""
         found = (line for traced in self._traced.values() for line in traced.differences)
@@ -311,7 +332,7 @@ class TrainStep:
     def explain(self) -> str:
         parts = [self.report.explain()] if self.report is not None else []
         parts += [str(found) for found in dict.fromkeys(self._compared.values())]
-        parts += [f"{reason} (runs as plain PyTorch)" for reason in self.unchanged]
+        parts += [f"{reason} (runs as plain PyTorch)" for reason in self._fallbacks]
         parts += [f"may be not as eager: {line}" for line in self.differences]
         opaque = [reason for each in self._traced.values() for reason in each.opaques.reasons]
         parts += [f"one op, by its own autograd: {reason}" for reason in dict.fromkeys(opaque)]
@@ -413,8 +434,8 @@ class TrainStep:
         # These come up at once at the next call, too, if they still hold then.
         if not isinstance(error, (NotOurs, SwitchedOff)):
             self._plain.add(key)
-        if str(error) not in self.unchanged:
-            self.unchanged.append(str(error))
+        if str(error) not in self._fallbacks:
+            self._fallbacks.append(str(error))
             said = f"overlapc runs the step as plain PyTorch: {error}"
             warnings.warn(said, RuntimeWarning, stacklevel=5)
 
@@ -457,7 +478,8 @@ class TrainStep:
         if slices > 1:
             refuse_whole(joint, state, self.model, slices)
             draws = draws_for(joint, slices, self._uncut)
-        pairs = self._pairs and may_pair(captured) and not (joint.hands_on or self._replicas)
+        pairs = self._schedule in ("auto", "pairs") and may_pair(captured)
+        pairs = pairs and not (joint.hands_on or self._replicas)
         if (known := self._reports.get(key)) is None or (known.pair is not None and not pairs):
             each = running.each if slices == 1 else like_these(running.each, self._given, self._all)
             primals, *others = inputs_of(joint.inputs, state, each)
@@ -466,8 +488,9 @@ class TrainStep:
                 step = TrainingStep(
                     "one microbatch" if slices == 1 else f"one microbatch in {slices} slices",
                     count,
-                    lag=int(self._merge and slices == 1),
+                    lag=int(self._schedule != "plain" and slices == 1),
                     pairs=pairs,
+                    in_pairs=self._schedule == "pairs" and slices == 1,
                     gradients=tuple(parameter_gradients(captured)),
                     add_ns_per_kib=adding(self.model, self._options),
                     slices=slices,
@@ -478,6 +501,8 @@ class TrainStep:
                     captured, self._options, step, primals=primals, others=others, exchange=exchange
                 ).report
                 warn_of_seeds(captured, primals, exchange)
+        if self._schedule == "pairs" and self._reports[key].pair is None:
+            raise OptionError('plan: schedule="pairs", and it has no plan of the ends in pairs')
         if slices > 1:
             return SlicedProgram(joint, self._reports[key], whole=True, draws=draws)
         return Program(joint, self._reports[key], whole=True)

@@ -36,7 +36,7 @@ class Verified:
     eager_peak_bytes: int
     planned_peak_bytes: int
     predicted_peak_bytes: int
-    unchanged: tuple[str, ...]  # reasons why graphs run as plain PyTorch
+    fallbacks: tuple[str, ...]  # reasons why graphs run as plain PyTorch
     # the backend of torch.compile's that makes the same gradients, if they differ from eager's
     blame: str = ""
 
@@ -98,7 +98,7 @@ def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -
     different = _everywhere(
         [n for n, expected in gradients[0].items() if not _same(expected, gradients[1][n])]
     )
-    timelines = [report.timeline for report in planned.reports]
+    timelines = [report.timeline for report in planned.graphs]
     return Verified(
         not different,
         different,
@@ -107,8 +107,8 @@ def _verified(where: str, make: Callable[[], Any], options: Mapping[str, Any]) -
         sum(timeline.step_ns for timeline in timelines),
         peaks[0],
         peaks[1],
-        max((report.peak_bytes for report in planned.reports), default=0),
-        tuple(planned.unchanged),
+        max((report.peak_bytes for report in planned.graphs), default=0),
+        tuple(planned.fallbacks),
         _blame(model, step, gradients[1]) if different else "",
     )
 

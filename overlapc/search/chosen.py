@@ -33,7 +33,7 @@ class Chosen:
     own model's graphs are planned with the costs of your own machines. The search gives the memory
     of each stage, and `Pipeline` places the rows of the schedule again by the new costs.
 
-        chosen = overlapc.load_search("out/search.json")
+        chosen = load_search("out/search.json")
         step = overlapc.Pipeline(
             {number: stage}, chosen.schedule, chosen.microbatches, loss,
             memory_budget=dict(enumerate(chosen.memory_budgets)), solver=chosen.solver,

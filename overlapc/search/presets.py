@@ -182,7 +182,7 @@ def _unknown(name: str) -> str:
         return (
             f"model {name!r}: found no such folder, and names of the HuggingFace hub are not "
             "looked up; expected the path of its config.json, which is a file of that repository, "
-            f"or a preset (`overlapc models` lists them){meant}"
+            f"or a preset (`overlapc presets models` lists them){meant}"
         )
     return (
         f"model {name!r}: expected a preset ({', '.join(PRESETS)}), a config.json, or "

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
 
+from overlapc.core.errors import OptionError
 from overlapc.core.ir import Plan, Problem
 from overlapc.core.merge import held_in_pairs, in_pairs, merge, of_slice, one_by_one
 from overlapc.core.simulate import peak_bytes, step_ns
@@ -40,11 +41,13 @@ def solve_step(
     lag: int = 1,
     pairs: bool = False,
     rival: Callable[[int], Plan | None] | None = None,
+    must_pair: bool = False,
 ) -> Plans:
     """Plans for a step of several microbatches that save the same values: of `problem`, which is
     that of one microbatch; of two merged microbatches, if merging is faster; and of the ends of a
     step in pairs, if `pairs` may be tried and are predicted to be faster still. `alone` gives the
     solver's plan of one microbatch, and `rival` the same if it takes less than so many nanoseconds.
+    With `must_pair` a step in pairs is the answer, or none.
 
     The first `lag` forwards and the last backwards have nothing to merge with: they run by the
     first plan, or in pairs. HEU's plan of little effort is as good a start for merging as
@@ -56,8 +59,20 @@ def solve_step(
     step = _Step(problem, microbatches, lag)
     plans = step.solve(solver, alone, rival)
     if not pairs or lag != 1 or not step.may_merge:
+        if must_pair:
+            raise OptionError(
+                'schedule="pairs": found one microbatch, or no communication to hide; expected '
+                'both, or schedule="auto"'
+            )
         return plans
-    return _Pairs(problem, microbatches, plans, quick=solver == "heu").solve()
+    search = _Pairs(problem, microbatches, plans, quick=solver == "heu")
+    found = search.solve(must_pair)
+    if must_pair and found is plans:
+        raise OptionError(
+            'schedule="pairs": no step in pairs was found that fits memory_budget='
+            f'{problem.budget_bytes} bytes; give more, or schedule="auto"'
+        )
+    return found
 
 
 class _Step:
@@ -171,8 +186,10 @@ class _Pairs:
         least_ns = simple_bound_ns(self.ends) + self.between * steady_ns
         return least_ns * (1 + GAP) < self.best_ns
 
-    def solve(self) -> Plans:
-        if not self.may_win():
+    def solve(self, must: bool = False) -> Plans:
+        if must:
+            self.best_ns = NEVER
+        elif not self.may_win():
             return self.plans
         choices = [
             choice_of(self.problem, self.plans[0]),

@@ -48,7 +48,7 @@ def test_they_predict_a_step(here: Hardware, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = GPT(CONFIG).to(torch.bfloat16)
         words = torch.empty(4, 2048, dtype=torch.long)
-    _, report = overlapc.plan(model, words, words, hardware=path, solver="none")
+    report = overlapc.predict(model, words, words, hardware=path, solver="none")
     with torch.device("cuda"):
         model = GPT(CONFIG).to(torch.bfloat16)
         words = torch.randint(0, 32000, (4, 2048))

@@ -39,7 +39,7 @@ def check(cases: list[tuple[str, dict[str, Any]]], folder: Path, sharded: bool =
         for name, expected, ended in found:
             assert expected.differs(ended) == "", name
             assert ended.planned, name
-            assert ended.unchanged == [], name
+            assert ended.fallbacks == [], name
             assert [said for said in ended.warned if "numbers may differ" not in said] == [], name
 
 

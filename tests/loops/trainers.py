@@ -156,8 +156,8 @@ def trained(
     ended = Ended(said, {n: p.detach().clone() for n, p in tensors.items()})
     if plans is not None:
         step = plans.merged and plans.merged.step
-        ended.planned = len(plans.planned.reports) if step is None else int(step.report is not None)
-        ended.unchanged = plans.planned.unchanged + (step.unchanged if step else [])
+        ended.planned = len(plans.planned.graphs) if step is None else int(step.report is not None)
+        ended.fallbacks = plans.planned.fallbacks + (step.fallbacks if step else [])
     ended.warned = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
     return ended
 
@@ -230,4 +230,4 @@ def accelerated(rank: int, _ranks: int) -> tuple[list[Tensor], list[Tensor], int
         return [*losses, *kept], plans
 
     (expected, _), (found, plans) = run(False), run(True)
-    return expected, found, len(plans.reports), plans.unchanged
+    return expected, found, len(plans.graphs), plans.fallbacks

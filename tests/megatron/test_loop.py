@@ -71,7 +71,8 @@ def on_rank(rank: int, ranks: int, layout: Layout) -> dict[str, Any]:
     random = {name: state.clone() for name, state in plain.random.items()}
     expected = trained(plain.models[0], loss, accumulate, plain.random)
     options = {"solver": "heu", "profile": "estimate"}
-    step = overlapc.megatron.TrainStep(ours.models[0], loss, merge=layout.merge, **options)
+    how = "auto" if layout.merge else "plain"
+    step = overlapc.megatron.TrainStep(ours.models[0], loss, schedule=how, **options)
     loss.scale = -1.0
     with pytest.raises(ValueError, match="no loss"):
         step(microbatches(0))

@@ -273,11 +273,11 @@ def compare(case: Case) -> tuple[str, int, list[str], list[str]]:
             twin: Any = overlapc.optimize(model, **options)
             whole = model if case.together else None
             found = trained(case, model, optimizer, one_by_one(twin, whole))
-            return different(expected, found), len(twin.reports), twin.unchanged, twin.differences
+            return different(expected, found), len(twin.graphs), twin.fallbacks, twin.differences
         step = overlapc.TrainStep(model, reduce="last" if case.together else "each", **options)
         found = trained(case, model, optimizer, step)
         planned = int(step.report is not None)
-    return different(expected, found), planned, step.unchanged, step.differences
+    return different(expected, found), planned, step.fallbacks, step.differences
 
 
 def compared(_rank: int, _ranks: int, cases: Sequence[Case]) -> list[Any]:

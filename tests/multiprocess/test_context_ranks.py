@@ -94,7 +94,7 @@ def planned(rank: int, ranks: int, kind: str) -> tuple[bool, list[str]]:
         each(x).square().mean().backward()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     same = all(torch.equal(one.grad, other.grad) for one, other in pairs)
-    (report,) = step.reports
+    (report,) = step.graphs
     dist.barrier()
     dist.destroy_process_group()
     return same, list(report.plan.recomputed)

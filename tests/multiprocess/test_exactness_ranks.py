@@ -194,11 +194,11 @@ def on_rank(
             {
                 "config": config,
                 "differences": differs,
-                "unchanged": twin.unchanged,
-                "recomputed": [len(r.plan.recomputed) for r in twin.reports],
-                "collectives": [len(r.timeline.exposures) for r in twin.reports],
-                "digests": [r.plan.digest for r in twin.reports],
-                "orders": [r.plan.order for r in twin.reports],
+                "unchanged": twin.fallbacks,
+                "recomputed": [len(r.plan.recomputed) for r in twin.graphs],
+                "collectives": [len(r.timeline.exposures) for r in twin.graphs],
+                "digests": [r.plan.digest for r in twin.graphs],
+                "orders": [r.plan.order for r in twin.graphs],
             }
         )
         torch._dynamo.reset()

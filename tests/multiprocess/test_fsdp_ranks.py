@@ -66,7 +66,7 @@ def trained(rank: int, ranks: int) -> tuple[bool, int, list[str]]:
             model.layers[i] = overlapc.optimize(block, **OPTIONS)
         run: Any = sharded(model, model.layers, ranks)
         run(tokens).backward()
-        planned = len(model.layers[0].reports)
+        planned = len(model.layers[0].graphs)
     pairs = zip(alone.parameters(), model.parameters(), strict=True)
     equal = all(torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs)
     return equal, planned, [str(w.message) for w in caught if "overlapc" in str(w.message)]

@@ -50,12 +50,12 @@ def model_of(kind: type[TensorParallel]) -> TensorParallel:
 def stepped(kind: type[TensorParallel], options: dict[str, Any]) -> tuple[Any, list[str]]:
     step = overlapc.TrainStep(model_of(kind), **options)
     (loss,) = step([(X,)])
-    return (loss, [p.grad for p in step.model.parameters()]), step.unchanged
+    return (loss, [p.grad for p in step.model.parameters()]), step.fallbacks
 
 
 def optimized(kind: type[TensorParallel], options: dict[str, Any]) -> tuple[Any, list[str]]:
     twin = overlapc.optimize(model_of(kind), **options)
-    return eager_step(twin, (X,)), twin.unchanged
+    return eager_step(twin, (X,)), twin.fallbacks
 
 
 def on_rank(rank: int, ranks: int) -> list[Any]:

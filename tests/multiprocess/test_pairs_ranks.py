@@ -94,7 +94,7 @@ def on_rank(rank: int, ranks: int, kind: str, counts: list[int], hardware: str =
             assert step.report is not None
             pair = step.report.pair
             found.append((differences(expected, got), pair and pair.plan.order))
-        assert step.unchanged == []
+        assert step.fallbacks == []
         assert torch.equal(model.scale, twin.scale)
     dist.barrier()
     dist.destroy_process_group()

@@ -47,7 +47,7 @@ def on_rank(rank: int, ranks: int, slices: int, microbatches: int = 1) -> dict[s
 
     step()
     peak = min(measure_peak(step) for _ in range(3)) + sum(sums)
-    report = planned.reports[0] if not sums else train.report
+    report = planned.graphs[0] if not sums else train.report
     assert report is not None
     dist.barrier()
     dist.destroy_process_group()

@@ -117,8 +117,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict
     "unused": (lambda: Net(lambda rank: False), wrapped(find_unused_parameters=True), {}),
     "used first": (Turns, wrapped(find_unused_parameters=True), {}),
     "around": (Around, lambda module: module, {}),
-    "merged": (Summed, wrapped(), {"pairs": False}),
-    "less memory": (Summed, wrapped(), {"memory_budget": 0.8, "merge": False}),
+    "merged": (Summed, wrapped(), {"schedule": "merged"}),
+    "less memory": (Summed, wrapped(), {"memory_budget": 0.8, "schedule": "plain"}),
     "a part": (Net, mixed, {}),
     "slices": (lambda: Net(lambda rank: True), wrapped(), {"slices": 2}),
 }
@@ -183,7 +183,7 @@ def trained(name: str) -> dict[str, Any]:
             twin.zero_grad()
     return {
         "wrong": wrong,
-        "unchanged": step.unchanged,
+        "unchanged": step.fallbacks,
         "lag": step.report.lag if step.report else 0,
         "told": [str(each.message) for each in told if "overlapc" in str(each.message)],
         "forward": [p for p, m in twin.named_modules() if "forward" in vars(m)],

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt.model import GPTConfig, with_ends
-from overlapc import Repeats
 from overlapc.core.schedule import format_schedule
 from overlapc.runtime.pipeline import Pipeline
 from overlapc.runtime.train_step import TrainStep
 from overlapc.search.chosen import memory_budgets
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Fixed
+from overlapc.search.models.own import Repeats
 from overlapc.search.presets import find_model
 from overlapc.search.search import search
 from overlapc.solvers.order import merging
@@ -63,7 +63,7 @@ def planned_on_rank(rank: int, ranks: int, found: Found, budgets: list[int], har
     if tp == ranks:
         part, _ = model.stage(SIZE.layers, True, True, drawn[0], tensor, None)
         step = TrainStep(part, memory_budget=budgets[0], slices=found.slices, **how)
-        report = step.plan([(batch, batch) for batch in batches])
+        report = step.predict([(batch, batch) for batch in batches])
         assert report is not None
         dist.barrier()  # rank 0 holds the store, which the other still asks when it has planned
         return report.step_ns, report.pair is not None, report.merged is not None

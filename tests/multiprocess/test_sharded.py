@@ -87,7 +87,7 @@ def _ragged(rank: int, _ranks: int) -> tuple[bool, int, int, int, list[str]]:
     said = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
     same = all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
     text = twin.explain()
-    return same, len(twin.reports), len(set(lengths)), text.count("of other shapes, run by"), said
+    return same, len(twin.graphs), len(set(lengths)), text.count("of other shapes, run by"), said
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def _planned(case: Case, run: Any) -> tuple[str, int, list[str]]:
         twin: Any = overlapc.optimize(model, profile="estimate", solver="heu", timeout_s=120)
         found = trained(case, model, optimizer, run(model, twin))
     said = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
-    return different(expected, found), len(twin.reports), said
+    return different(expected, found), len(twin.graphs), said
 
 
 def _compiled(model: Any, call: Any) -> Any:
@@ -232,7 +232,7 @@ def _loaded(_rank: int, _ranks: int) -> tuple[str, int, bool]:
         loss.backward()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     same = all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
-    return different(expected, found), len(twin.reports), same and torch.equal(*losses)
+    return different(expected, found), len(twin.graphs), same and torch.equal(*losses)
 
 
 @pytest.mark.slow

@@ -175,8 +175,8 @@ def between(_rank: int, _ranks: int, door: str, names: Sequence[str]) -> list[An
             got = seen(case, model, optimizer, run, action)
         same = [torch.equal(*pair) for pair in zip(expected, got, strict=True)]
         said = [text for w in caught if (text := str(w.message)).startswith("overlapc")]
-        planned = bool(twin.reports) if door == "optimize" else twin.report is not None
-        found.append((name, all(same), planned, twin.unchanged, said))
+        planned = bool(twin.graphs) if door == "optimize" else twin.report is not None
+        found.append((name, all(same), planned, twin.fallbacks, said))
     return found
 
 

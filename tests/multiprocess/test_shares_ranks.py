@@ -66,8 +66,8 @@ def on_rank(rank: int, ranks: int) -> list[Any]:
         torch._dynamo.reset()
         twin: Any = overlapc.optimize(broken(), solver="heu", memory_budget=budget)
         try:
-            found += [differences(expected, train(twin, batches)), twin.unchanged]
-            found.append([report.plan for report in twin.reports])
+            found += [differences(expected, train(twin, batches)), twin.fallbacks]
+            found.append([report.plan for report in twin.graphs])
         except Infeasible as infeasible:
             found.append(infeasible.smallest_bytes)
     dist.barrier()

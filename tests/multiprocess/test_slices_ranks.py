@@ -50,7 +50,7 @@ def on_rank(
     how: Any = {"solver": "heu", "profile": "estimate", "hardware": hardware}
     step = TrainStep(twin, memory_budget=budget, slices=2, **how)
     if across:
-        planned = step.plan([(tokens(own), tokens(100 * own + 50))])
+        planned = step.predict([(tokens(own), tokens(100 * own + 50))])
         tries = (crossed(planned.problem, planned.plan, 0.8, n / 20) for n in range(20))
         step = TrainStep(twin, slices=2, plan=[each for each in tries if each][-1], **how)
     same = []
@@ -68,7 +68,7 @@ def on_rank(
         "same": all(same) and mine.keys() == others.keys(),
         "order": report.plan.order,
         "hidden": report.timeline.exposed_ns < report.eager.exposed_ns,
-        "unchanged": step.unchanged,
+        "unchanged": step.fallbacks,
         "phases": len(report.problem.phases),
     }
 
@@ -114,11 +114,11 @@ def optimized(rank: int, ranks: int, hardware: str) -> dict[str, Any]:
         same += [torch.equal(mine[name], others[name]) for name in others]
     with torch.no_grad():
         same += [torch.equal(twin(*batch), expected) for _ in range(2)]
-    for report in twin.reports:
+    for report in twin.graphs:
         hidden.append(report.timeline.exposed_ns < report.eager.exposed_ns)
     dist.barrier()
     dist.destroy_process_group()
-    return {"same": all(same), "hidden": hidden, "plain": twin.unchanged}
+    return {"same": all(same), "hidden": hidden, "plain": twin.fallbacks}
 
 
 def test_calls_of_a_model_in_slices(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def counted(rank: int, ranks: int) -> dict[str, Any]:
         apart += [float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items()]
     dist.barrier()
     dist.destroy_process_group()
-    return {"apart": max(apart), "plain": twin.unchanged}
+    return {"apart": max(apart), "plain": twin.fallbacks}
 
 
 def test_totals_and_draws_are_the_whole_batchs() -> None:
@@ -275,7 +275,7 @@ def routed(rank: int, ranks: int, factor: float, gates: int) -> dict[str, Any]:
         )
     dist.barrier()
     dist.destroy_process_group()
-    return {"different": different, "dropped": dropped, "apart": apart, "plain": step.unchanged}
+    return {"different": different, "dropped": dropped, "apart": apart, "plain": step.fallbacks}
 
 
 @pytest.mark.parametrize(

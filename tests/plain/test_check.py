@@ -172,7 +172,7 @@ def test_plan_of_another_trace() -> None:
     assert str(error.value) == (
         f"the plan was made for trace 8c1f, this model traces to {problem.trace.digest}; "
         "plan again for this model, these input shapes, and what is to take the plan: TrainStep "
-        "takes the plan of `step.report`, optimize the plan of `overlapc.plan` (with "
+        "takes the plan of `step.report`, optimize the plan of `overlapc.predict` (with "
         "dynamic=False if models of its class have met other shapes)"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -48,7 +49,7 @@ def vars_of(problem):
 
 
 def test_python_runs_it_by_its_name():
-    words = [sys.executable, "-m", "overlapc", "models"]
+    words = [sys.executable, "-m", "overlapc", "presets", "models"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "gpt-7b" in done.stdout
@@ -57,7 +58,8 @@ def test_python_runs_it_by_its_name():
 def test_help_is_instant_and_knows_no_torch():
     code = (
         "import sys; from overlapc.cli import main; main(['--help']);"
-        "main(['models']); main(['hardware']); sys.exit('torch' in sys.modules)"
+        "main(['presets', 'models']); main(['presets', 'hardware']); "
+        "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -70,14 +72,12 @@ def test_help_is_instant_and_knows_no_torch():
     "words",
     [
         "explain problem first",
-        "diff problem first second",
+        "explain problem first second",
         "simulate problem second",
         "simulate rows --costs costs",
-        "show problem second",
-        "show rows",
         "plan problem --solver heu",
-        "models",
-        "hardware",
+        "presets models",
+        "presets hardware",
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
@@ -124,7 +124,7 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("plan problem --memory 1B", FAILED, "no plan fits"),
         ("simulate rows --costs first", USAGE, "JSON list"),
         ("simulate problem first --costs costs", USAGE, "whose problem has its own costs"),
-        ("show absent", USAGE, "absent"),
+        ("simulate absent", USAGE, "absent"),
         ("report absent --out page.html", USAGE, "absent"),
         ("report costs --out page.html", USAGE, "JSON object"),
     ],
@@ -283,8 +283,8 @@ def test_control_characters_in_a_file_do_not_reach_the_terminal(tmp_path, capsys
         save_plan(name, replace(plan, solver="none\x1b"))
     for words in (
         ["explain", *names[:2], "--ops"],
-        ["diff", *names],
-        ["show", *names[:2]],
+        ["explain", *names],
+        ["simulate", *names[:2], "--picture"],
         ["simulate", *names[:2]],
     ):
         assert main(words) == GOOD
@@ -292,9 +292,27 @@ def test_control_characters_in_a_file_do_not_reach_the_terminal(tmp_path, capsys
         assert all(c.isprintable() or c == "\n" for c in out + err)
 
 
-@pytest.mark.parametrize("command", ["show", "simulate"])
-def test_a_problem_without_its_plan_is_told_what_is_missing(files, capsys, command):
-    assert main([command, files["problem"]]) == USAGE
+def test_there_are_few_commands(capsys):
+    assert main(["--help"]) == GOOD
+    listed = capsys.readouterr().out.split("COMMAND\n")[1]
+    assert len([line for line in listed.splitlines() if re.match(r"    [a-z]", line)]) <= 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("simulate rows --picture --json", "expected one of both"),
+        ("explain problem first second --ops", "expected one plan, or no --ops"),
+    ],
+)
+def test_options_that_do_not_go_together(files, capsys, words, said):
+    assert main([files.get(word, word) for word in words.split()]) == USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--picture"]])
+def test_a_problem_without_its_plan_is_told_what_is_missing(files, capsys, more):
+    assert main(["simulate", files["problem"], *more]) == USAGE
     error = capsys.readouterr().err
     assert files["problem"] in error
     assert "name its plan behind it" in error
@@ -304,7 +322,7 @@ def test_a_problem_without_its_plan_is_told_what_is_missing(files, capsys, comma
 def test_a_full_disk_is_an_error_without_a_traceback():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "overlapc.cli", "models"],
+            [sys.executable, "-m", "overlapc.cli", "presets", "models"],
             stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert done.returncode == FAILED

@@ -35,15 +35,15 @@ GOLDEN = Path(__file__).parent / "golden"
 PROBLEM = Path(__file__).parent / "problems" / "7B-2L-x4-s2048-b8-a100-pcie-80-f1-m0.35.txt"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 COMMANDS = {
-    "models": "models",
-    "hardware": "hardware",
+    "models": "presets models",
+    "hardware": "presets hardware",
     "explain": "explain problem full",
     "explain_ops": "explain problem full --ops",
-    "diff": "diff problem none full",
+    "diff": "explain problem none full",
     "simulate": "simulate problem full",
     "simulate_rows": "simulate rows --costs costs",
-    "show": "show problem full",
-    "show_rows": "show rows",
+    "show": "simulate problem full --picture",
+    "show_rows": "simulate rows --costs costs --picture",
     "plan": "plan problem --solver none",
 }
 

@@ -37,6 +37,7 @@ class Layer:
 LAYERS = {
     # The core: what a plan, a schedule and their files are, and what makes them right.
     "core": Layer(),
+    "core.door": Layer(),
     "core.errors": Layer(),
     "core.record": Layer(),
     "core.ir": Layer("core.errors core.record"),

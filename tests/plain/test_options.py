@@ -27,7 +27,7 @@ PLAN = Plan("0123456789abcdef", 'by "hand"', ("a b",), ("f", "g", "R:f"), bound_
         (Options(memory_budget=0.5, timeout_s=30), "memory_budget=0.5 timeout_s=30"),
         (Options(memory_budget="8 GB", cache=True), 'memory_budget="8 GB" cache=true'),
         (Options(cache="true", dynamic=False), 'cache="true" dynamic=false'),
-        (Options(cache=False, check=True), "cache=false check=true"),
+        (Options(cache=False, verify=True), "cache=false verify=true"),
         (Options(profile="estimate", hardware="mine.toml"), "profile=estimate hardware=mine.toml"),
     ],
 )
@@ -49,7 +49,7 @@ def test_options_print_what_is_not_as_ever(options: Options, text: str) -> None:
         timeout_s=st.integers(1, 99) | st.floats(0.5, 100.0),
         plan=st.sampled_from([None, PLAN]),
         dynamic=st.none() | st.booleans(),
-        check=st.booleans(),
+        verify=st.booleans(),
     )
 )
 def test_what_options_print_parses(options: Options) -> None:
@@ -72,7 +72,7 @@ def test_what_options_print_parses(options: Options) -> None:
         ({"timeout_s": 0}, "timeout_s=0: expected more than 0 seconds"),
         ({"cache": 5}, "cache=5: expected True, False, None or a file's path"),
         ({"dynamic": "no"}, "dynamic='no': expected True, False or None"),
-        ({"check": 1}, "check=1: expected True or False"),
+        ({"verify": 1}, "verify=1: expected True or False"),
         ({"slices": 0}, "slices=0: expected a number of slices, 1 or more"),
         ({"slices": "many"}, "slices='many': expected a number of slices, 1 or more, or \"auto\""),
         ({"memory_budgt": 1}, "option 'memory_budgt': expected one of memory_budget, solver"),
@@ -90,11 +90,11 @@ def test_what_means_nothing_is_named(given: Any, said: str) -> None:
     ("door", "given", "said"),
     [
         ("torch.compile", {"dynamic": True}, "takes it as an argument of its own"),
-        ("torch.compile", {"check": True}, "overlapc.optimize does"),
+        ("torch.compile", {"verify": True}, "overlapc.optimize does"),
         ("TrainStep", {"backend": "inductor"}, "runs the ops of its graphs itself"),
         ("TrainStep", {"dynamic": False}, "plans each shape for itself"),
         ("Pipeline", {"dynamic": True}, "plans each shape for itself"),
-        ("Pipeline", {"check": True}, "overlapc.optimize does"),
+        ("Pipeline", {"verify": True}, "overlapc.optimize does"),
         ("optimize", {"plan": [PLAN, PLAN]}, "merges nothing"),
         ("torch.compile", {"plan": [PLAN, PLAN]}, "merges nothing"),
     ],
@@ -107,7 +107,7 @@ def test_a_front_door_says_what_it_does_not_take(door: str, given: Any, said: st
 
 @pytest.mark.parametrize("door", REFUSED)
 def test_every_front_door_takes_what_is_as_ever(door: str) -> None:
-    given = {"backend": "eager", "dynamic": None, "check": False, "plan": None, "slices": 1}
+    given = {"backend": "eager", "dynamic": None, "verify": False, "plan": None, "slices": 1}
     assert Options.parse(given, door) == Options()
 
 
@@ -118,7 +118,7 @@ def test_slices_are_for_what_runs_whole_batches() -> None:
     compiled = r"slices=2: torch\.compile cuts no batch; opt.*expected it left out"
     with pytest.raises(OptionError, match=compiled):
         Options.parse("slices=2", "torch.compile")
-    for other in ("backend=inductor", "dynamic=true", "check=true"):
+    for other in ("backend=inductor", "dynamic=true", "verify=true"):
         with pytest.raises(OptionError, match=r"with slices optimize .*; expected it left out"):
             Options.parse(f"slices=2 {other}")
     with pytest.raises(OptionError, match="found solver twice"):

@@ -1,4 +1,4 @@
-"""`optimize(check=True)` says what is bitwise, what is not, and why; and leaves no trace."""
+"""`optimize(verify=True)` says what is bitwise, what is not, and why; and leaves no trace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Branches(Plain):
 
 
 def checked(model: nn.Module, x: Tensor) -> tuple[Any, list[str]]:
-    optimized = overlapc.optimize(model, solver="full", memory_budget=100.0, check=True)
+    optimized = overlapc.optimize(model, solver="full", memory_budget=100.0, verify=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -115,7 +115,7 @@ def trained(check: bool) -> list[Any]:
 
     for parameter in model.linear.parameters():
         parameter.register_post_accumulate_grad_hook(learn)
-    twin: Any = overlapc.optimize(model, solver="heu", check=True) if check else model
+    twin: Any = overlapc.optimize(model, solver="heu", verify=True) if check else model
     x = torch.randn(4, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo's of random.random()
@@ -142,7 +142,7 @@ def test_a_check_looks_at_gradients_of_tensors_that_a_model_closes_over() -> Non
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * scale
 
-    twin = overlapc.optimize(Closes(8, 8), check=True)
+    twin = overlapc.optimize(Closes(8, 8), verify=True)
     twin(torch.randn(4, 8)).sum().backward()
     once = scale.grad.clone()
     scale.grad = None
@@ -153,7 +153,7 @@ def test_a_check_looks_at_gradients_of_tensors_that_a_model_closes_over() -> Non
 
 def test_sparse_gradients_are_compared() -> None:
     model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4))
-    twin: Any = overlapc.optimize(model, solver="heu", check=True)
+    twin: Any = overlapc.optimize(model, solver="heu", verify=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a sparse gradient runs as plain PyTorch
         twin(torch.randint(0, 20, (3, 5))).sum().backward()
@@ -162,7 +162,7 @@ def test_sparse_gradients_are_compared() -> None:
 
 
 def test_a_model_that_torch_compile_does_not_trace_is_checked_all_the_same(monkeypatch) -> None:
-    twin: Any = overlapc.optimize(Branches(), solver="full", memory_budget=100.0, check=True)
+    twin: Any = overlapc.optimize(Branches(), solver="full", memory_budget=100.0, verify=True)
 
     def fails(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError

@@ -44,7 +44,7 @@ def test_it_recomputes_and_still_checks(solver: str) -> None:
     options = {"solver": solver, "profile": "estimate", "memory_budget": None}
     model = overlapc.optimize(make(Checked), **options)
     assert differences(train(make(Checked), batches), train(model, batches)) == []
-    assert model.unchanged == []
+    assert model.fallbacks == []
     assert model.plan.recomputed or solver == "heu"
     strict = overlapc.optimize(make(Strict), **options)
     for broken in (make(Strict), strict):

@@ -69,8 +69,8 @@ def test_it_is_its_own_kernel_and_changes_statistics_once(solver: str) -> None:
     batches = [Batch((randn(3, 4, 6, 6, seed=i),)) for i in range(3)]
     model = overlapc.optimize(make(), solver=solver, profile="measure", memory_budget=None)
     assert differences(train(make(), batches), train(model, batches)) == []
-    assert model.unchanged == []
-    (report,) = model.reports
+    assert model.fallbacks == []
+    (report,) = model.graphs
     normed = [op for op in report.problem.trace.ops if "cudnn_batch_norm" in op.signature]
     assert len(normed) == 6
     assert not any("native_batch_norm" in op.signature for op in report.problem.trace.ops)

@@ -81,11 +81,11 @@ def test_kind(name: str, config: Config) -> None:
         expected = eager(name)
         model, found = train_within(kind, *config)
     assert differences(expected, found) == []
-    assert model.unchanged == []
-    assert len(model.reports) == kind.graphs
-    assert not any(report.plan.recomputed for report in model.reports) or solver != "none"
+    assert model.fallbacks == []
+    assert len(model.graphs) == kind.graphs
+    assert not any(report.plan.recomputed for report in model.graphs) or solver != "none"
     if budget == MINIMUM and solver == "overlap":
-        assert any(report.plan.recomputed for report in model.reports)
+        assert any(report.plan.recomputed for report in model.graphs)
 
 
 def optimized(model: nn.Module, **options: Any) -> Any:
@@ -166,11 +166,11 @@ def test_a_gradient_of_a_gradient_within_a_model() -> None:
         torch.equal(p.grad, q.grad)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True)
     )
-    why, between = twin.unchanged
+    why, between = twin.fallbacks
     assert "test_exactness.py" in why
     assert "create_graph" in why
     assert "what is between its graphs" in between
-    assert len(twin.reports) == 1
+    assert len(twin.graphs) == 1
 
 
 def test_gradients_of_some_inputs_only() -> None:
@@ -204,12 +204,12 @@ def test_no_grad_and_eval() -> None:
         expected = plain(*batch[0].args)
         torch.manual_seed(0)
         assert torch.equal(expected, ours(*batch[0].args))
-    assert ours.reports == []
+    assert ours.graphs == []
     for count, mode in enumerate((True, False, True, False)):
         ours.train(mode)
         plain.train(mode)
         assert differences(train(plain, batch), train(ours, batch)) == []
-        assert len(ours.reports) == min(2, count + 1)
+        assert len(ours.graphs) == min(2, count + 1)
     with torch.no_grad():
         assert torch.equal(plain(*batch[0].args), ours(*batch[0].args))
     with torch.inference_mode():
@@ -230,7 +230,7 @@ def test_state_is_shared_with_the_model() -> None:
     twin.load_state_dict({name: value * 0.5 for name, value in other.state_dict().items()})
     other.load_state_dict(model.state_dict())
     assert differences(train(other, rows()), train(twin, rows())) == []
-    assert len(twin.reports) == 1  # new values need no new plan
+    assert len(twin.graphs) == 1  # new values need no new plan
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -239,12 +239,12 @@ def test_copies(how: str) -> None:
     train(twin, rows())
     other = copy.deepcopy(twin) if how == "deepcopy" else pickle.loads(pickle.dumps(twin))
     assert type(other).__name__ == "MLP"
-    assert other.reports == []
+    assert other.graphs == []
     assert not {id(p) for p in other.parameters()} & {id(p) for p in twin.parameters()}
     plain = mlp()
     plain.load_state_dict(twin.state_dict())
     assert differences(train(plain, rows(True)), train(other, rows(True))) == []
-    assert len(other.reports) == 1
+    assert len(other.graphs) == 1
 
 
 @pytest.fixture
@@ -262,8 +262,8 @@ def test_within_data_parallel() -> None:
     plain, twin = mlp(), optimized(mlp())
     expected = train(DistributedDataParallel(plain), rows(True))
     assert differences(expected, train(DistributedDataParallel(twin), rows(True))) == []
-    assert twin.unchanged == []
-    assert len(twin.reports) >= 1
+    assert twin.fallbacks == []
+    assert len(twin.graphs) >= 1
 
 
 def test_hooks() -> None:
@@ -342,8 +342,8 @@ def test_unplannable_graph_runs_unchanged_with_one_warning() -> None:
         warnings.simplefilter("always")
         found = train(model, rows(True))
     assert differences(expected, found) == []
-    assert model.reports == []
-    (reason,) = model.unchanged
+    assert model.graphs == []
+    (reason,) = model.fallbacks
     (warning,) = [w for w in caught if issubclass(w.category, RuntimeWarning)]
     assert "unchanged, as plain PyTorch" in str(warning.message)
     assert "numpy" in str(warning.message)
@@ -378,7 +378,7 @@ def test_parts_around_what_cannot_be_traced_are_planned() -> None:
     with pytest.warns(RuntimeWarning, match="what is between its graphs .Untraceable"):
         found = train(model, rows(True))
     assert differences(train(plain, rows(True)), found) == []
-    assert len(model.reports) == 2
+    assert len(model.graphs) == 2
     assert "graph 0" in model.explain()
     assert "graph 1" in model.explain()
 
@@ -394,7 +394,7 @@ def test_data_dependent_branches() -> None:
         model = wrap(Wrapped(branch))
         found.append(train(model, [*rows(True), Batch((-randn(ROWS, WIDTH).abs(),))]))
     assert differences(*found) == []
-    assert len(model.reports) >= 2
+    assert len(model.graphs) >= 2
 
 
 class Teacher(nn.Module):
@@ -421,7 +421,7 @@ def test_a_parameter_that_is_only_changed_gets_no_gradient() -> None:
     twin = optimized(model)
     for one in (plain, twin):
         one(randn(ROWS, WIDTH)).mean().backward()
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
     for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(expected, found)
         assert (expected.grad is None) == (found.grad is None)
@@ -440,4 +440,4 @@ def test_a_graph_with_fewer_gradients_than_inputs_is_planned() -> None:
     torch.manual_seed(1)
     model = optimized(Solves(WIDTH, WIDTH))
     model(randn(WIDTH, WIDTH, requires_grad=True)).backward()
-    assert model.unchanged == []
+    assert model.fallbacks == []

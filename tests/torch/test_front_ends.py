@@ -1,4 +1,4 @@
-"""A plan of `overlapc.plan` is one for `overlapc.optimize`: both see the same graph."""
+"""A plan of `overlapc.predict` is one for `overlapc.optimize`: both see the same graph."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.api import capture
 from overlapc.core.errors import OptionError
 from overlapc.passes.capture.front import capture as capture_directly
 from overlapc.planning import road
@@ -30,7 +31,7 @@ QUICK = {"plain", "tied", "batch norm", "gpt on a fabric", "frozen", "input chan
 def taken_back(make: Callable[[], nn.Module], batch: Batch, path: Path) -> nn.Module:
     """A model under the plan that was made for another of its kind."""
     torch.manual_seed(0)
-    _, report = overlapc.plan(
+    report = overlapc.predict(
         make(), *batch.args, solver="full", memory_budget="40GB", **batch.kwargs
     )
     overlapc.save_plan(path, report.plan)
@@ -47,7 +48,7 @@ def taken_back(make: Callable[[], nn.Module], batch: Batch, path: Path) -> nn.Mo
 def test_a_plan_made_beforehand_is_used(name, tmp_path):
     with KINDS[name].world():
         batch = KINDS[name].batches()[0]
-        assert taken_back(KINDS[name].make, batch, tmp_path / "plan.txt").unchanged == []
+        assert taken_back(KINDS[name].make, batch, tmp_path / "plan.txt").fallbacks == []
 
 
 def test_torch_compile_takes_the_plan_of_a_file(tmp_path, monkeypatch):
@@ -71,10 +72,10 @@ def test_so_it_is_for_experts(tmp_path):
 
 
 def test_fake_and_real_tensors_are_one_graph():
-    real = overlapc.capture(MLP(), randn(4, 16)).trace
+    real = capture(MLP(), randn(4, 16)).trace
     with FakeTensorMode():
-        fake = overlapc.capture(MLP(), torch.zeros(4, 16)).trace
-    meta = overlapc.capture(MLP().to("meta"), torch.zeros(4, 16, device="meta")).trace
+        fake = capture(MLP(), torch.zeros(4, 16)).trace
+    meta = capture(MLP().to("meta"), torch.zeros(4, 16, device="meta")).trace
     assert real.digest == fake.digest == meta.digest
 
 
@@ -83,11 +84,11 @@ def test_a_model_on_the_meta_device_is_planned_as_one_with_data(tied):
     """There PyTorch has attention op by op, and losses without a backward."""
     config = GPTConfig(layers=2, width=32, max_seq=16, tie_embeddings=tied)
     given = tokens(2, 16, seed=0), tokens(2, 16, seed=1)
-    real = overlapc.capture(GPT(config), *given).trace
+    real = capture(GPT(config), *given).trace
     with torch.device("meta"):
         model = GPT(config)
     before = {name: id(p) for name, p in model.named_parameters()}
-    meta = overlapc.capture(model, *(t.to("meta") for t in given)).trace
+    meta = capture(model, *(t.to("meta") for t in given)).trace
     assert real.digest == meta.digest
     assert {name: id(p) for name, p in model.named_parameters()} == before
 
@@ -109,12 +110,12 @@ class Odd(nn.Module):
 
 
 def test_so_it_is_with_tensors_that_modules_hold_otherwise():
-    real = overlapc.capture(Odd("cpu"), randn(4, 8)).trace
+    real = capture(Odd("cpu"), randn(4, 8)).trace
     model = Odd("meta")
     before = dict(vars(model))
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("error")
-        meta = overlapc.capture(model, torch.empty(4, 8)).trace
+        meta = capture(model, torch.empty(4, 8)).trace
     assert real.digest == meta.digest
     assert all(vars(model)[name] is value for name, value in before.items())
 
@@ -131,17 +132,17 @@ class StaysOnMeta(nn.Module):
 
 def test_a_model_that_needs_its_meta_tensors_is_captured_there_and_that_is_said():
     with pytest.warns(RuntimeWarning, match="on the meta device, where PyTorch has other ops"):
-        captured = overlapc.capture(StaysOnMeta(), torch.empty(4, 8, device="meta"))
+        captured = capture(StaysOnMeta(), torch.empty(4, 8, device="meta"))
     assert captured.trace.ops
 
 
 def test_an_estimate_says_that_a_host_may_be_too_slow_for_it():
     config = GPTConfig(layers=1, width=64, max_seq=16)
     given = tokens(1, 16, seed=0), tokens(1, 16, seed=1)
-    _, report = overlapc.plan(GPT(config), *given, hardware="h100-sxm")
+    report = overlapc.predict(GPT(config), *given, hardware="h100-sxm")
     assert "a GPU's host that needs longer to launch one" in report.explain()
     wide = nn.Linear(8192, 8192, device="meta")
-    _, report = overlapc.plan(wide, torch.empty(8192, 8192, device="meta"), hardware="h100-sxm")
+    report = overlapc.predict(wide, torch.empty(8192, 8192, device="meta"), hardware="h100-sxm")
     assert "a GPU's host that needs longer" not in report.explain()
 
 
@@ -159,7 +160,7 @@ def test_what_is_not_one_graph_for_dynamo_is_said():
     with pytest.warns(
         RuntimeWarning, match="captured without Dynamo.*overlapc.optimize cannot use"
     ):
-        captured = overlapc.capture(Breaks(), randn(4, 16))
+        captured = capture(Breaks(), randn(4, 16))
     assert captured.trace.ops
 
 
@@ -182,7 +183,7 @@ def test_each_input_has_its_kind():
     x = randn(4, 8)
     twin = overlapc.optimize(Kinds(), profile="estimate")
     twin(x).sum().backward()
-    for trace in (overlapc.capture(Kinds(), x).trace, twin.reports[0].problem.trace):
+    for trace in (capture(Kinds(), x).trace, twin.graphs[0].problem.trace):
         assert list(trace.kinds) == list(trace.inputs)
         counts = {kind: len(trace.of_kind(kind)) for kind in trace.kinds.values()}
         assert counts == {"parameter": 2, "buffer": 3, "batch": 1, "gradient": 1}
@@ -207,7 +208,7 @@ class Shared(nn.Module):
 def test_a_module_of_two_names_is_left_as_it_was() -> None:
     model = Shared()
     before = [(id(p), p.detach().clone()) for p in model.parameters()]
-    captured = overlapc.capture(model, torch.randn(2, 4))
+    captured = capture(model, torch.randn(2, 4))
     assert len(captured.trace.of_kind("parameter")) == len(before) == 3
     direct = capture_directly(model, torch.randn(2, 4))
     assert len(direct.trace.of_kind("parameter")) == 3
@@ -219,7 +220,7 @@ def test_a_module_of_two_names_is_left_as_it_was() -> None:
 
 def test_a_plan_that_takes_more_than_the_budget_is_said(tmp_path):
     model = MLP()
-    _, report = overlapc.plan(model, torch.randn(4, 16), solver="none")
+    report = overlapc.predict(model, torch.randn(4, 16), solver="none")
     overlapc.save_plan(tmp_path / "plan.txt", report.plan)
     twin = overlapc.optimize(MLP(), plan=tmp_path / "plan.txt", profile="estimate", memory_budget=5)
     with pytest.warns(RuntimeWarning, match="bytes, more than memory_budget, 5; it is run"):
@@ -235,7 +236,7 @@ def test_the_call_that_makes_parameters_is_eagers() -> None:
     x, kept = torch.randn(4, 6), []
     for door in ("eager", "optimize", "TrainStep"):
         model = lazy()
-        twin = overlapc.optimize(model, check=True) if door == "optimize" else model
+        twin = overlapc.optimize(model, verify=True) if door == "optimize" else model
         step = overlapc.TrainStep(model, lambda model, x: model(x).sum())
         for i in range(3):
             told = door != "eager" and i == 0
@@ -250,7 +251,7 @@ def test_the_call_that_makes_parameters_is_eagers() -> None:
 
 def test_a_model_whose_parameters_are_not_made_is_not_captured() -> None:
     with pytest.raises(OptionError, match="first call makes"):
-        overlapc.plan(lazy(), torch.randn(4, 6))
+        overlapc.predict(lazy(), torch.randn(4, 6))
 
 
 def test_what_a_twin_hides_of_its_model_is_said() -> None:
@@ -270,7 +271,7 @@ def test_a_cell_that_is_run_again_optimizes_the_same_model() -> None:
     assert other is not twin
     assert type(other).__mro__.count(type(model)) == 1
     assert list(other.parameters()) == list(model.parameters())
-    assert [len(other.reports), len(twin.reports)] == [1, 1]
+    assert [len(other.graphs), len(twin.graphs)] == [1, 1]
     with pytest.raises(OptionError, match="option 'memory'"):
         overlapc.optimize(twin, memory="1GB")
 
@@ -294,17 +295,19 @@ def test_a_training_step_that_goes_round_the_model_is_said_once() -> None:
     with pytest.warns(RuntimeWarning, match=r"plans nothing of training_step.*`self\(\.\.\.\)`"):
         twin.training_step(x, 0).backward()
     twin.training_step(x, 1).backward()
-    assert twin.reports == []
+    assert twin.graphs == []
 
 
 def test_a_training_step_that_calls_the_model_is_planned() -> None:
     twin, x = overlapc.optimize(Stepping(True), profile="estimate"), randn(4, 16)
     twin.training_step(x, 0).backward()
-    assert len(twin.reports) == 1
+    assert len(twin.graphs) == 1
 
 
 def test_a_plan_takes_no_options_of_other_front_doors():
     with pytest.raises(OptionError, match="has memory_budget, solver and hardware"):
-        overlapc.plan(nn.Linear(4, 4), torch.randn(2, 4), slices=2)
-    with pytest.raises(OptionError, match=r"expected one of memory_budget.*merge, pairs"):
+        overlapc.predict(nn.Linear(4, 4), torch.randn(2, 4), slices=2)
+    with pytest.raises(
+        OptionError, match=r"expected one of memory_budget.*schedule, results, reduce"
+    ):
         overlapc.TrainStep(nn.Linear(4, 4), bogus=2)

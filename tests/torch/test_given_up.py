@@ -90,14 +90,14 @@ def test_a_function_given_up_is_said_once(make: Callable[[], nn.Module]) -> None
     places = [where for where in ("forward", "the whole model") if where in said[0]]
     assert places == (["forward"] if SAYS_WHERE else ["the whole model"])
     assert said[0].count("test_given_up.py") == 1 + SAYS_WHERE
-    (what,) = model.unchanged
+    (what,) = model.fallbacks
     assert f"{what} (runs as plain PyTorch)" in model.explain()
 
 
 def test_what_goes_on_after_a_break_is_planned() -> None:
     model = optimized(Between())
     assert trained(model, 3, 3) == []
-    assert len(model.reports) == 2
+    assert len(model.graphs) == 2
 
 
 class Packed(Layer):
@@ -140,8 +140,8 @@ def test_what_runs_between_graphs_is_said_once(make: Callable[[], nn.Module], op
     assert "between its graphs" in said
     assert ops in said
     assert "test_given_up.py" in said
-    assert len(model.unchanged) == 1
-    assert model.unchanged[0] in model.explain()
+    assert len(model.fallbacks) == 1
+    assert model.fallbacks[0] in model.explain()
 
 
 class OrElse(Layer):
@@ -178,8 +178,8 @@ def test_an_error_of_the_models_own_leaves_it_planned() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         twin(torch.randn(2, 7))
     assert trained(twin, 2) == []
-    assert len(twin.reports) == 1
-    assert twin.unchanged == []
+    assert len(twin.graphs) == 1
+    assert twin.fallbacks == []
 
 
 def test_a_branch_by_a_size_that_is_data() -> None:
@@ -192,7 +192,7 @@ def test_a_branch_by_a_size_that_is_data() -> None:
     with pytest.warns(RuntimeWarning, match="between its graphs .MaskedSelect"):
         [twin(x).sum().backward() for x in given]
     assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
-    assert twin.reports
+    assert twin.graphs
     model.zero_grad()
     step = overlapc.TrainStep(model, lambda model, x: model(x).sum(), profile="estimate")
     with pytest.warns(RuntimeWarning, match="data-dependent"):
@@ -220,13 +220,13 @@ def test_an_op_whose_effects_keep_their_order() -> None:
 def test_many_models_of_a_class_are_planned() -> None:
     models = [optimized(Layer()) for _ in range(12)]
     assert [trained(model, 3) for model in models] == [[]] * 12
-    assert [len(model.reports) for model in models] == [1] * 12
+    assert [len(model.graphs) for model in models] == [1] * 12
 
 
 def test_many_shapes_are_planned() -> None:
     model = optimized(Layer(), dynamic=False)
     assert trained(model, *range(2, 14)) == []
-    assert len(model.reports) == 12
+    assert len(model.graphs) == 12
 
 
 def test_too_many_shapes_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_too_many_shapes_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     (said,) = trained(model, 2, 3, 4, 4, 5, 6)
     assert "recompile limit" in said
     assert "recompile limit" in model.explain()
-    assert len(model.reports) == 2
+    assert len(model.graphs) == 2
 
 
 def test_dynamo_off_is_said() -> None:
@@ -243,7 +243,7 @@ def test_dynamo_off_is_said() -> None:
     with torch._dynamo.config.patch(disable=True):
         (said,) = trained(model, 2, 2)
     assert "torch.compile" in said
-    assert model.reports == []
+    assert model.graphs == []
 
 
 class _Watches(TorchDispatchMode):
@@ -269,7 +269,7 @@ def test_a_forward_within_a_dispatch_mode_runs_once(door: str) -> None:
     for _ in range(2):
         planned(x).sum().backward() if door == "optimize" else planned([x])
     assert int(model[1].num_batches_tracked) == 4
-    assert planned.reports if door == "optimize" else planned.report
+    assert planned.graphs if door == "optimize" else planned.report
 
 
 @pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
@@ -285,7 +285,7 @@ def test_rnns_are_planned(kind: str) -> None:
 
     model = optimized(Recurrent())
     assert trained(model, 3, 3) == []
-    assert len(model.reports) == 1
+    assert len(model.graphs) == 1
 
 
 class Named(Tensor):
@@ -344,9 +344,9 @@ def test_where_dynamo_fails_behind_a_break_the_rest_runs_unchanged(breaks: bool)
         warnings.simplefilter("always")
         twin(x).sum().backward()
     assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
-    assert twin.reports
+    assert twin.graphs
     assert not breaks or any("Dynamo failed" in str(each.message) for each in caught)
-    assert not breaks or "test_given_up.py" in twin.unchanged[0]
+    assert not breaks or "test_given_up.py" in twin.fallbacks[0]
 
 
 class DynamoFails(Layer):
@@ -364,7 +364,7 @@ def test_where_dynamo_fails_the_model_runs_unchanged() -> None:
     with pytest.warns(RuntimeWarning, match="the whole model unchanged.*Dynamo failed"):
         twin(x).sum().backward()
     assert torch.equal(twin(x), model(x))  # and is said once
-    assert len(twin.unchanged) == 1
+    assert len(twin.fallbacks) == 1
 
 
 @pytest.mark.parametrize(

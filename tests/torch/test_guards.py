@@ -253,7 +253,7 @@ def test_never_a_wrong_gradient(seed: int, count: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         step = wander(seed, count)
-    assert all("has hooks on its gradient" in reason for reason in step.unchanged)
+    assert all("has hooks on its gradient" in reason for reason in step.fallbacks)
 
 
 def through_a_pipeline(seed: int, count: int) -> None:
@@ -520,7 +520,7 @@ def test_what_dynamo_takes_for_granted(
     expected = gradients_of(plainly, model)
     assert all(map(torch.equal, expected, gradients_of(step, model)))
     assert not all(map(torch.equal, expected, before))
-    assert planned.unchanged == []
+    assert planned.fallbacks == []
 
 
 @pytest.mark.parametrize("door", ["optimize", "TrainStep"])
@@ -535,7 +535,7 @@ def test_hooks_of_all_modules_run_for_the_models_modules_alone(door: str) -> Non
     step, planned = planned_step(door, model, x)
     expected = gradients_of(lambda: model(x).sum().backward(), model)
     assert all(map(torch.equal, expected, gradients_of(step, model)))
-    assert planned.unchanged == []
+    assert planned.fallbacks == []
 
 
 class Attends(nn.Module):
@@ -557,7 +557,7 @@ def test_attention_runs_by_the_kernel_that_is_allowed(door: str) -> None:
         with sdpa_kernel(kernel):
             expected = gradients_of(lambda: model(x).sum().backward(), model)
             assert all(map(torch.equal, expected, gradients_of(step, model)))
-        report = planned.reports[-1] if door == "optimize" else planned.report
+        report = planned.graphs[-1] if door == "optimize" else planned.report
         names = " ".join(op.name for op in report.problem.trace.ops)
         attended.append("_scaled_dot_product_flash" in names)
     assert attended[:2] == [False, True]
@@ -586,4 +586,4 @@ def test_numbers_of_other_generators_are_drawn_each_time(
     assert all(all(map(torch.equal, *pair)) for pair in zip(expected, found, strict=True))
     assert not all(map(torch.equal, *expected[:2]))
     if door == "TrainStep":
-        assert len(planned.unchanged) == 1
+        assert len(planned.fallbacks) == 1

@@ -109,6 +109,6 @@ def test_hooks_are_installed_before_their_lock_is_traced() -> None:
     model, x = Hooked(), randn(3, 8)
     step = overlapc.TrainStep(model, **OPTIONS)
     losses = step([x, x])
-    assert step.unchanged == []
+    assert step.fallbacks == []
     assert model.linear.hooked
     assert torch.equal(losses[1], model(x).detach())

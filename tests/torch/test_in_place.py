@@ -40,7 +40,7 @@ def test_calls_are_planned_until_restored() -> None:
     expected, model = gradients(made()), made()
     planned = overlap(model, **OPTIONS)
     assert same(gradients(model), expected)
-    assert len(planned.reports) == 1
+    assert len(planned.graphs) == 1
     assert "step" in planned.explain()
     with torch.no_grad():
         assert torch.equal(model(torch.ones(1, 8)), made()(torch.ones(1, 8)))
@@ -51,7 +51,7 @@ def test_calls_are_planned_until_restored() -> None:
     assert model._compiled_call_impl is None
     planned.begin()
     assert same(gradients(model), expected)
-    assert len(planned.reports) == 1  # the plan is still there
+    assert len(planned.graphs) == 1  # the plan is still there
 
 
 def test_the_same_options_give_what_is_there() -> None:
@@ -93,4 +93,4 @@ def test_the_model_within_replicas_is_planned() -> None:
     planned = overlap(model, **OPTIONS)
     assert same(gradients(model), expected)
     assert planned.model is model.module
-    assert len(planned.reports) == 1
+    assert len(planned.graphs) == 1

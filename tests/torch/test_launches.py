@@ -83,7 +83,7 @@ def test_train_step_takes_as_one_op_what_no_trace_enters(kernel: Any) -> None:
         RuntimeWarning, match=rf"runs as one op, .*, kernels\.\d \({kernel.__name__}"
     ):
         step([(x,) for x in inputs])
-    assert step.unchanged == []
+    assert step.fallbacks == []
     assert step.explain().count(f"({kernel.__name__})") == 3
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -121,7 +121,7 @@ def test_who_is_disabled_is_told_apart() -> None:
     torch.manual_seed(3)
     with pytest.warns(RuntimeWarning, match="runs as one op"):
         step([(x,) for x in inputs])
-    assert step.unchanged == []
+    assert step.fallbacks == []
     for k, kind in enumerate(kinds):
         assert step.explain().count(f"kernels.{k} ({kind.__name__})") == 1
     assert "never" not in step.explain()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-import overlapc
 from examples.moe.model import MoEConfig, MoEGPT
+from overlapc.api import capture
 from overlapc.core.ir import Plan, Problem
 from overlapc.core.simulate import saved_bytes, simulate
 from overlapc.planning.problem import formulate
@@ -191,7 +191,7 @@ def checkpoint_keeps(model: Stack, x: Tensor) -> int:
 
 
 def problem_of(model: nn.Module, x: Tensor) -> Problem:
-    captured = overlapc.capture(model, x)
+    captured = capture(model, x)
     return formulate(captured.trace, estimate(captured, load_hardware("a100-sxm-80")))
 
 
@@ -312,7 +312,7 @@ def test_experts_of_data_dependent_sizes_are_layers():
     config = MoEConfig(layers=3, width=32, heads=4, experts=4, top_k=2, expert_width=64)
     with fake_groups(2, 2, 1) as (group, *_):
         tokens = torch.zeros(2, 16, dtype=torch.long)
-        captured = overlapc.capture(MoEGPT(config, group), tokens, tokens)
+        captured = capture(MoEGPT(config, group), tokens, tokens)
     spans = layers(captured.trace)
     assert len(spans) == config.layers
     assert len({len(span) for span in spans}) == 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import overlapc
 from examples.gpt.model import GPT, GPTConfig
+from overlapc.api import capture
 from overlapc.core.errors import Infeasible
 from overlapc.core.simulate import peak_bytes
 from overlapc.planning.options import Options
@@ -90,7 +91,7 @@ def optimized(
         model(*batch).backward()
 
     step()
-    assert model.unchanged == []
+    assert model.fallbacks == []
     return model, step
 
 
@@ -116,7 +117,7 @@ def test_a_row_of_budgets(
     lines, measured, seen = [], [], []
     with world():
         model, _ = optimized(make, None, cache)
-        most = model.reports[0].eager.peak_bytes
+        most = model.graphs[0].eager.peak_bytes
         with pytest.raises(Infeasible) as caught:
             optimized(make, 1, cache)
         least = caught.value.smallest_bytes
@@ -143,7 +144,7 @@ def test_a_row_of_budgets(
 
 
 def test_the_default_budget_is_what_the_models_own_recompute_takes() -> None:
-    captured = overlapc.capture(Perceptrons(), torch.randn(64, 64))
+    captured = capture(Perceptrons(), torch.randn(64, 64))
     options = Options(profile="estimate")
     free = plan(captured, options).report
     report = plan(captured, options, own=full).report
@@ -163,9 +164,9 @@ def test_a_baseline_without_a_budget_takes_what_it_takes():
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 16))
     peaks = {}
     for solver in ("none", "full"):
-        _, report = overlapc.plan(model, torch.randn(4, 16), solver=solver)
+        report = overlapc.predict(model, torch.randn(4, 16), solver=solver)
         peaks[solver] = report.timeline.peak_bytes
         assert report.problem.budget_bytes == peaks[solver]
     assert peaks["full"] > peaks["none"]
     with pytest.raises(Infeasible):
-        overlapc.plan(model, torch.randn(4, 16), solver="full", memory_budget=peaks["none"])
+        overlapc.predict(model, torch.randn(4, 16), solver="full", memory_budget=peaks["none"])

@@ -87,7 +87,7 @@ def test_tensors_in_objects_are_put_together(call):
         for i in range(2):
             compare(twin(x + i), model, x + i)
     assert "each tensor in it along dimension 0" in twin.explain()
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
 
 
 @dataclass
@@ -156,7 +156,7 @@ def test_a_loss_in_an_object_is_the_batchs(call, slices):
             if isinstance(value, Tensor):
                 torch.testing.assert_close(mine[name], value)
                 assert mine[name].requires_grad == value.requires_grad
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
     assert ".loss mean" in twin.explain()
 
 
@@ -182,7 +182,7 @@ def test_a_loss_in_an_object_is_the_batchs_without_gradients(call, slices, mode)
             assert mine.keys() == theirs.keys()
             pairs = [(mine[n], value) for n, value in theirs.items() if isinstance(value, Tensor)]
             assert all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
     assert ".loss mean" in twin.explain()
 
 
@@ -195,7 +195,7 @@ def test_a_number_that_the_model_keeps_stays_in_its_object():
     with torch.no_grad():
         for _ in range(2):
             assert twin(x)[1].scale.item() == 3.0
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
 
 
 def test_what_stands_at_two_places_of_an_object_is_one_result():
@@ -213,7 +213,7 @@ def test_what_stands_at_two_places_of_an_object_is_one_result():
     for _ in range(2):
         loss(twin(x)).backward()
         torch.testing.assert_close(taken(model), expected)
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
 
 
 def test_a_loss_of_what_an_object_holds():
@@ -231,7 +231,7 @@ def test_a_loss_of_what_an_object_holds():
         wanted(result).backward()
         for mine, other in zip(taken(model), expected, strict=True):
             torch.testing.assert_close(mine, other)
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
     assert "result 0.logits along dimension 1" in twin.explain()
 
 
@@ -251,7 +251,7 @@ def test_a_step_takes_the_loss_of_an_object(call, slices):
             if isinstance(value, Tensor):
                 torch.testing.assert_close(value, whole[name].detach())
                 assert not value.requires_grad
-    assert step.unchanged == []
+    assert step.fallbacks == []
 
 
 class Slots:
@@ -269,7 +269,7 @@ def test_a_gradient_in_an_object_that_is_not_opened_runs_uncut():
     with pytest.warns(RuntimeWarning, match="in an object without a `__dict__`"):
         loss, _ = twin(x)
     loss.backward()
-    assert len(twin.unchanged) == 1
+    assert len(twin.fallbacks) == 1
 
 
 class Pair:
@@ -316,7 +316,7 @@ def test_what_an_object_holds_is_refused_by_its_place(call, said):
     for _ in range(2):
         with torch.no_grad(), pytest.raises(OptionError, match=rf"slices=2: {said}"):
             twin(x)
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(1, None)])
@@ -349,7 +349,7 @@ def test_an_object_that_is_given_is_filled_once_and_one_that_holds_the_batch_run
             assert len(mine.layers) == 1
             torch.testing.assert_close(out, expected)
             torch.testing.assert_close(mine.layers[0].key, others.layers[0].key)
-        assert twin.unchanged == []
+        assert twin.fallbacks == []
         with pytest.warns(RuntimeWarning, match="uncut: an argument is a Layers that holds tensor"):
             out, _ = twin(x, cache=mine)
         expected, _ = model(x, cache=others)
@@ -357,7 +357,7 @@ def test_an_object_that_is_given_is_filled_once_and_one_that_holds_the_batch_run
         assert [len(mine.layers), len(others.layers)] == [2, 2]
         twin(x, cache=mine)  # warned of once
         twin(x, cache=Layers(layers=[]))
-    assert len(twin.reports) == 1
+    assert len(twin.graphs) == 1
 
 
 LEAVES = st.sampled_from(["batched", "number", "text", "none", "scalar"])

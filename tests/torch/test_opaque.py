@@ -211,7 +211,7 @@ def test_train_step_merges_microbatches_of_opaque_modules() -> None:
         step = TrainStep(model, solver="heu", **ESTIMATE)
         with pytest.warns(RuntimeWarning, match="runs as one op"):
             found = step([(x,) for x in inputs])
-        assert step.unchanged == []
+        assert step.fallbacks == []
         assert "runs as one op" not in step.explain()
         assert step.explain().count("one op, by its own autograd: kernels.") == 3
         assert step.report is not None

@@ -52,7 +52,7 @@ def peaks(model: nn.Module, x: Tensor, **options: Any) -> tuple[int, int, Any]:
     planned: Any = overlapc.optimize(model, **options)
     step(planned)
     taken = [min(measure_peak(partial(step, run)) for _ in range(2)) for run in (model, planned)]
-    return taken[0], taken[1], planned.reports[0]
+    return taken[0], taken[1], planned.graphs[0]
 
 
 @pytest.mark.parametrize("selective", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlapc.core.errors import OptionError
+from overlapc.core.errors import OptionError, OverlapcError
 from overlapc.core.files import save_plan
 from overlapc.core.ir import Plan, Problem
 from overlapc.core.merge import in_pairs, one_by_one
@@ -112,7 +112,7 @@ def test_measured_peak_is_the_predicted_one(which, monkeypatch):
 def test_attention_without_dropout_draws_nothing(monkeypatch):
     force(monkeypatch, 0)
     step = TrainStep(gpt()(), profile="estimate")
-    report = step.plan([(tokens(2, 8), tokens(2, 8))] * 2)
+    report = step.predict([(tokens(2, 8), tokens(2, 8))] * 2)
     assert report.pair is not None
     attention = [op for op in report.pair.problem.trace.ops if "scaled_dot" in op.signature]
     assert any(op.seeded for op in attention)
@@ -122,7 +122,7 @@ def test_attention_without_dropout_draws_nothing(monkeypatch):
 @pytest.mark.parametrize("model", [MLP(2, 0.3), nn.Sequential(MLP(1), nn.BatchNorm1d(16))])
 def test_what_has_an_order_is_not_paired(model, monkeypatch):
     force(monkeypatch, 0)
-    report = TrainStep(model, loss, profile="estimate").plan([randn(4, 16)] * 3)
+    report = TrainStep(model, loss, profile="estimate").predict([randn(4, 16)] * 3)
     assert report.pair is None
 
 
@@ -186,7 +186,7 @@ def test_calls_that_depend_on_each_other_are_not_paired(kind, pairs, monkeypatch
     assert model.calls == twin.calls
     assert model.seen == twin.seen
     assert (step.report.pair is not None) == pairs
-    assert step.unchanged == []
+    assert step.fallbacks == []
 
 
 def test_an_error_of_the_second_microbatch_is_raised_by_its_own_call(monkeypatch):
@@ -246,7 +246,7 @@ def test_plans_are_taken_again_from_files_and_pairs_may_be_switched_off(tmp_path
     batches = [Batch((randn(4, 16, seed=i),)) for i in range(4)]
     model, twin = MLP(), MLP()
     twin.load_state_dict(model.state_dict())
-    planned = TrainStep(model, loss, profile="estimate").plan([batch.args for batch in batches])
+    planned = TrainStep(model, loss, profile="estimate").predict([batch.args for batch in batches])
     monkeypatch.undo()
     paths = []
     for report in (planned, planned.merged, planned.pair):
@@ -257,11 +257,11 @@ def test_plans_are_taken_again_from_files_and_pairs_may_be_switched_off(tmp_path
     assert step.report.pair.plan == planned.pair.plan
     assert step.report.merged.plan == planned.merged.plan
     assert "in pairs" in step.explain()
-    step = TrainStep(twin, loss, profile="estimate", plan=paths, pairs=False)
+    step = TrainStep(twin, loss, profile="estimate", plan=paths, schedule="merged")
     with pytest.raises(OptionError, match="the last not of this step's pairs"):
         stepped(step, batches)
-    with pytest.raises(OptionError, match="pairs='no': expected True or False"):
-        TrainStep(model, loss, pairs="no")
+    with pytest.raises(OptionError, match="schedule='no': expected one of auto, plain, merged"):
+        TrainStep(model, loss, schedule="no")
 
 
 def test_other_shapes_and_counts_are_paired_apart(monkeypatch):
@@ -275,3 +275,26 @@ def test_other_shapes_and_counts_are_paired_apart(monkeypatch):
         assert differences(eagerly(model, batches), stepped(step, batches)) == []
         found[rows, count] = step.report.pair is not None
     assert found == {(4, 4): True, (6, 4): True, (4, 2): True, (4, 1): False}
+
+
+def test_pairs_that_are_asked_for_are_made_or_said_why_not() -> None:
+    how: dict[str, Any] = {"profile": "estimate", "solver": "heu", "schedule": "pairs"}
+    with KINDS["gpt on a fabric"].world():
+        model, twin = gpt()(), gpt()()
+        twin.load_state_dict(model.state_dict())
+        batches = alike("gpt on a fabric", 3)
+        step = TrainStep(twin, loss, **how)
+        assert differences(eagerly(model, batches), stepped(step, batches)) == []
+        assert step.report is not None
+        assert step.report.pair is not None
+        for options, count, said in (
+            ({}, 1, "found one microbatch"),
+            ({"solver": "none"}, 3, 'expected the solver "overlap"'),
+            ({"memory_budget": step.report.peak_bytes // 2}, 3, "no step in pairs|memory_budget"),
+        ):
+            with pytest.raises(OverlapcError, match=said):
+                stepped(TrainStep(gpt()(), loss, **how | options), batches[:count])
+    with pytest.raises(OptionError, match="draws no random numbers"):
+        stepped(TrainStep(make("dropout"), loss, **how), alike("dropout", 2))
+    with pytest.raises(OptionError, match="give one of both"):
+        TrainStep(MLP(), slices=2, schedule="pairs")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import overlapc
+from overlapc.api import capture
 from overlapc.core.ir import Problem
 from overlapc.core.simulate import saved_bytes
 from overlapc.planning.problem import formulate
@@ -91,7 +91,7 @@ def problem_of(width: int, heads: int, batch: int, t: int, sequence: bool) -> Pr
         try:
             model = Model(width, heads, Ranks(group, sequence))
             shape = (SEQ // t, batch) if sequence else (batch, SEQ)
-            captured = overlapc.capture(model, torch.zeros(*shape, width, requires_grad=True))
+            captured = capture(model, torch.zeros(*shape, width, requires_grad=True))
         finally:
             torch.set_default_dtype(torch.float32)
         problem = formulate(captured.trace, estimate(captured, load_hardware("a100-sxm-80")))

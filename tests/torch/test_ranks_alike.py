@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlapc
+from overlapc.api import capture
 from overlapc.passes.emit.rewrite import rewrite
 from overlapc.passes.trace import Captured
 
@@ -58,7 +59,7 @@ class TwoGroups(nn.Module):
 
 def captured(kind: type[nn.Module], world: int, rank: int) -> Captured:
     with rank_of(world, rank):
-        return overlapc.capture(kind(), torch.ones(4, 8, requires_grad=True))
+        return capture(kind(), torch.ones(4, 8, requires_grad=True))
 
 
 @pytest.mark.parametrize("kind", [OwnPart, TwoGroups])
@@ -66,7 +67,7 @@ def test_a_plan_of_one_rank_is_one_for_another(kind: type[nn.Module]) -> None:
     first, last = captured(kind, 4, 0), captured(kind, 4, 3)
     assert first.trace.digest == last.trace.digest
     with rank_of(4, 0):
-        _, report = overlapc.plan(kind(), torch.ones(4, 8, requires_grad=True), solver="heu")
+        report = overlapc.predict(kind(), torch.ones(4, 8, requires_grad=True), solver="heu")
     with rank_of(4, 3):
         rewrite(last, report.plan)
 
@@ -78,5 +79,5 @@ def test_groups_have_other_names_on_other_ranks() -> None:
     with rank_of(4, 0):
         model = TwoGroups()
         model.groups = [model.groups[0]] * 2
-        once = overlapc.capture(model, torch.ones(4, 8, requires_grad=True))
+        once = capture(model, torch.ones(4, 8, requires_grad=True))
     assert once.trace.digest != first.trace.digest

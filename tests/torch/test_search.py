@@ -370,7 +370,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys, request):
     assert main(["report", str(folder / "search.json"), "--out", str(again)]) == GOOD
     assert again.read_text() == (folder / "report.html").read_text()
     check_page(again.read_text())
-    assert main(["show", str(tmp_path / "out" / "schedule.txt")]) == GOOD
+    assert main(["simulate", str(tmp_path / "out" / "schedule.txt"), "--picture"]) == GOOD
     chosen = load_search(folder / "search.json")
     assert format_schedule(chosen.schedule) == (folder / "schedule.txt").read_text()
     assert (chosen.tp, chosen.pp, chosen.dp, chosen.layers) == (1, 2, 1, (2, 2))
@@ -686,7 +686,7 @@ def gives_nothing(tensor, expert):
         ("other_width", "block failed on a tensor of shape"),
         ("no_layers", "layers=0, expected a whole number from 1"),
         ("takes_nothing", "expected it to take"),
-        ("gives_nothing", "expected an overlapc.Repeats"),
+        ("gives_nothing", "expected a Repeats"),
         ("is_not_there", "expected module:function from here"),
     ],
 )

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from examples.gpt.model import GPTConfig, with_ends
-from overlapc import Repeats
 from overlapc.search.captures import UnitKey
 from overlapc.search.evaluate import Found, lower_bound
 from overlapc.search.layouts import ANY, Cluster, Layout, layouts, microbatches, stage_layers
+from overlapc.search.models.own import Repeats
 from overlapc.search.presets import find_model
 from overlapc.search.search import search
 from overlapc.search.tasks import as_it_runs_or_none

@@ -64,7 +64,7 @@ def test_a_model_that_is_not_one_graph_is_left_to_fsdp2(alone: None) -> None:
         if planned:
             with pytest.warns(RuntimeWarning, match="runs the whole model unchanged"):
                 call(x).square().mean().backward()
-            assert call.reports == []
+            assert call.graphs == []
         else:
             call(x).square().mean().backward()
         found.append([p.grad.full_tensor() for p in model.parameters()])

@@ -109,14 +109,14 @@ def exact(make: Callable[[], nn.Module], **options: Any) -> Any:
     plain.compile(backend="aot_eager")
     assert differences(train(plain, batches), train(twin, batches)) == []
     optimized: Any = twin
-    assert optimized.unchanged == []
+    assert optimized.fallbacks == []
     return optimized
 
 
 def check(seed: int, cache: Path, solver: str = "heu") -> None:
     x = rows()
     whole = exact(lambda: random_model(seed), solver=solver, cache=cache)
-    eager, graphs = peak(random_model(seed), x), len(whole.reports)
+    eager, graphs = peak(random_model(seed), x), len(whole.graphs)
     # What passes from graph to graph may be held longer than between eager's ops.
     assert peak(whole, x) <= eager * 1.02 + x.nbytes
     with pytest.raises(Infeasible) as caught:
@@ -127,7 +127,7 @@ def check(seed: int, cache: Path, solver: str = "heu") -> None:
         if budget < least:
             continue
         twin = exact(lambda: random_model(seed), solver=solver, memory_budget=budget, cache=cache)
-        assert len(twin.reports) == graphs
+        assert len(twin.graphs) == graphs
         peaks.append(peak(twin, x))
         assert peaks[-1] <= budget, (seed, budget, peaks)
     assert all(more >= less for more, less in pairwise(peaks)), peaks
@@ -156,10 +156,10 @@ def test_three_graphs_share_what_one_has(tmp_path: Path) -> None:
     budget = int(peak(four(()), rows()) * 0.6)
     for breaks in ((), (0, 2)):
         twin = exact(lambda b=breaks: four(b), solver="heu", memory_budget=budget, cache=cache)
-        assert len(twin.reports) == len(breaks) + 1
+        assert len(twin.graphs) == len(breaks) + 1
         assert peak(twin, rows()) <= budget
-        assert all(report.timeline.peak_bytes <= budget for report in twin.reports)
-        assert any(report.plan.recomputed for report in twin.reports)
+        assert all(report.timeline.peak_bytes <= budget for report in twin.graphs)
+        assert any(report.plan.recomputed for report in twin.graphs)
 
 
 class LossApart(nn.Module):
@@ -192,7 +192,7 @@ def test_a_fraction_is_one_of_the_step(budget: float, tmp_path: Path) -> None:
     x, y = rows(), torch.randint(0, 16, (ROWS,))
     for _ in range(2):
         model(x, y).backward()
-    large, small = model.reports
+    large, small = model.graphs
     assert len(small.problem.trace.ops) < 10
     assert large.plan.recomputed
     assert not small.plan.recomputed
@@ -219,7 +219,7 @@ def test_a_model_of_one_graph_is_compiled_once() -> None:
         counted = compilations(model)
         for i in range(4):
             model(rows(i)).backward()
-        assert len(model.reports) == len(breaks) + 1
+        assert len(model.graphs) == len(breaks) + 1
         assert len(breaks) + 1 <= counted() <= most
 
 
@@ -250,7 +250,7 @@ def test_autocast_around_the_forward() -> None:
     around = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     expected = train(four((1,)), batches, around=around)
     assert differences(expected, train(model, batches, around=around)) == []
-    assert any(report.plan.recomputed for report in model.reports)
+    assert any(report.plan.recomputed for report in model.graphs)
 
 
 def test_a_model_called_twice_before_its_backward() -> None:

@@ -69,7 +69,7 @@ def test_the_loss_may_be_outside_of_the_model(slices, solver):
         assert torch.equal(out, expected)
         outside(out).backward()
         assert_same(gradients(model), others)
-    (report,) = twin.reports
+    (report,) = twin.graphs
     assert report.slices == slices
     assert f"graph 0 in {slices} slices" in twin.explain()
     assert "result 0 along dimension 0; bitwise plain accumulation over slices" in twin.explain()
@@ -94,7 +94,7 @@ def test_a_model_that_returns_its_loss_gets_the_mean_of_the_slices():
         assert torch.equal(loss.detach(), total)
         assert_same(gradients(model), others)
         assert "result 0 mean" in twin.explain()
-        assert twin.timeline.exposed_ns < twin.reports[0].eager.exposed_ns
+        assert twin.timeline.exposed_ns < twin.graphs[0].eager.exposed_ns
 
 
 class Several(nn.Module):
@@ -210,7 +210,7 @@ def test_the_default_is_uncut_and_bitwise_eagers():
     twin = optimize(model, slices=1, profile="estimate")
     outside(twin(x)).backward()
     assert_same(gradients(model), others)
-    assert twin.reports[0].slices == 1
+    assert twin.graphs[0].slices == 1
 
 
 @pytest.mark.usefixtures("short_search")
@@ -228,7 +228,7 @@ def test_forwards_alone_are_cut_too(mode):
                 expected = expected + model(*each) / 2
             for _ in range(2):
                 assert torch.equal(twin(*batch), expected)
-        (report,) = twin.reports
+        (report,) = twin.graphs
         assert report.name == "graph 0 in 2 slices, its forward alone"
         assert not report.plan.saved
         assert all(op.is_forward for op in report.problem.trace.ops)
@@ -243,7 +243,7 @@ def test_a_forward_alone_holds_no_more_than_is_predicted():
         twin(x)
         peak = min(measure_peak(lambda: twin(x)) for _ in range(3))
     # Beside the slices' results lies for a moment the batch's.
-    assert peak <= twin.reports[0].peak_bytes + x.nbytes + 4096
+    assert peak <= twin.graphs[0].peak_bytes + x.nbytes + 4096
 
 
 @pytest.mark.parametrize(
@@ -763,7 +763,7 @@ def test_what_the_forward_sets_is_the_batchs_or_refused(kind, said, grad):
 def test_a_number_that_is_alike_for_slices_and_batch_may_be_set():
     model, x = Setting("mean"), randn(8, 16)
     twin = optimize(model, slices=2, profile="estimate")
-    assert [twin(x).shape, model.last, twin.unchanged] == [(8, 4), 1.0, []]
+    assert [twin(x).shape, model.last, twin.fallbacks] == [(8, 4), 1.0, []]
 
 
 def test_a_cache_of_what_is_no_batch_is_kept():
@@ -820,7 +820,7 @@ def test_auto_takes_the_number_of_slices_that_is_predicted_to_be_fastest(auto, g
         model = gpt(layers=1)()
         twin = optimize(model, **auto)
         found = twin(*batch)
-        (report,) = twin.reports
+        (report,) = twin.graphs
         assert report.slices > 1
         parts = zip(*(leaf.chunk(report.slices) for leaf in batch), strict=True)
         expected = sum(model(*each).detach() / report.slices for each in parts)
@@ -841,7 +841,7 @@ def test_auto_runs_whole_what_is_refused(auto):
         found = twin(*batch)
         torch.manual_seed(2)
         assert torch.equal(found, model(*batch))
-        assert [report.slices for report in twin.reports] == [1]
+        assert [report.slices for report in twin.graphs] == [1]
         assert "2 slices: slices=2: " in twin.explain()
 
 
@@ -895,7 +895,7 @@ def test_calls_of_any_graph() -> None:
             with torch.no_grad():
                 expected = zip(*(model(each) for each in x.chunk(slices)), strict=True)
                 assert all(map(torch.equal, twin(x), map(torch.cat, expected)))
-        assert twin.unchanged == []
+        assert twin.fallbacks == []
         seen["examples"] += 1
 
     holds()

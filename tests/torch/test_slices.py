@@ -79,7 +79,7 @@ def test_gradients_are_those_of_accumulation_over_the_slices(slices):
     step = assert_exact(MLP, batches, slices, mean)
     assert step.report is not None
     assert step.report.slices == slices
-    assert step.unchanged == []
+    assert step.fallbacks == []
 
 
 @pytest.mark.usefixtures("short_search")
@@ -130,8 +130,8 @@ def test_slices_hide_each_others_collectives():
         options = {"profile": "estimate", "hardware": "v100-sxm2-32"}
         torch.manual_seed(1)
         model = gpt()()
-        uncut = TrainStep(model, **options).plan([batch])
-        sliced = TrainStep(model, slices=2, **options).plan([batch])
+        uncut = TrainStep(model, **options).predict([batch])
+        sliced = TrainStep(model, slices=2, **options).predict([batch])
         assert sliced.timeline.exposed_ns < sliced.eager.exposed_ns
         assert uncut.slices == 1
         assert any(letter in sliced.explain() for letter in ("F0 ", "F1 "))
@@ -143,7 +143,7 @@ def test_auto_takes_the_slices_that_are_predicted_to_be_fastest(auto):
         torch.manual_seed(1)
         model = gpt(layers=1)()
         step = TrainStep(model, **auto)
-        report = step.plan([batch])
+        report = step.predict([batch])
         said = re.findall(r"(\d) slices: ([\d.]+) ms predicted", step.explain())
         assert [count for count, _ in said] == ["1", "2", "4"]
         assert report.slices == int(min(said, key=lambda each: float(each[1]))[0]) > 1
@@ -327,7 +327,7 @@ def test_capacity_that_is_passed_on_routes_as_the_whole_batch(slices, factor):
                 begin()
                 (model(each)[0] / slices).backward()
         assert all(torch.equal(mine[name], grad) for name, grad in gradients(model).items())
-    assert step.unchanged == []
+    assert step.fallbacks == []
     assert tokens_dropped > 0 or factor == 2.0
 
 
@@ -338,10 +338,10 @@ def test_what_is_passed_on_is_planned_and_kept():
     model, x = Switches(Switch(4, 1.0), Switch(2, 1.0)), randn(48, WIDTH)
     options = {"slices": 2, "results": True, "profile": "estimate", "solver": "heu"}
     with pytest.raises(Infeasible) as infeasible:
-        TrainStep(model, memory_budget=0.01, **options).plan([(x,)])
+        TrainStep(model, memory_budget=0.01, **options).predict([(x,)])
     smallest = infeasible.value.smallest_bytes
     step = TrainStep(model, memory_budget=smallest, **options)
-    plan, trace = step.plan([(x,)]).plan, step.report.problem.trace
+    plan, trace = step.predict([(x,)]).plan, step.report.problem.trace
     asked = [op for op in trace.ops if op.signature.startswith(BEFORE)]
     assert len(asked) == 4
     assert plan.recomputed
@@ -446,7 +446,7 @@ def test_a_saved_plan_of_slices_is_taken_again():
     batch = randn(8, 16)
     torch.manual_seed(1)
     model = MLP()
-    plan = TrainStep(model, mean, slices=2, profile="estimate").plan([batch]).plan
+    plan = TrainStep(model, mean, slices=2, profile="estimate").predict([batch]).plan
     step = assert_exact(MLP, [(batch,)], 2, mean, plan=plan)
     assert step.report.plan == plan
     with pytest.raises(Exception, match="the plan was made for trace"):
@@ -509,7 +509,7 @@ def test_any_graph_in_slices() -> None:
                     budget = infeasible.smallest_bytes
             else:
                 raise AssertionError(f"the smallest budget {budget} does not work")
-        assert step.unchanged == []
+        assert step.fallbacks == []
         seen["examples"] += 1
         seen["beside"] += step.report.plan.solver == "slices"
 
@@ -558,14 +558,14 @@ def test_any_graph_runs_across_the_border_as_well() -> None:
                 return
             step = TrainStep(make(), squares, slices=slices, profile="estimate", solver=solver)
             try:
-                report = step.plan([(x,)])
+                report = step.predict([(x,)])
             except Infeasible:
                 return
             found = crossed(report.problem, report.plan, begin, end)
             if found is None:
                 return
             step = assert_exact(make, [(x,)], slices, squares, plan=found)
-        assert step.unchanged == []
+        assert step.fallbacks == []
         assert step.report.plan.order == found.order
         seen["across"] += len(step.report.problem.phases) == 1
 

@@ -57,7 +57,7 @@ def test_recompute_is_the_forwards(around: Callable[[], Any], solver: str) -> No
     model = overlapc.optimize(made(), **FULL | {"solver": solver})
     found = train(model, batches, around=around)
     assert differences(expected, found) == []
-    assert model.unchanged == []
+    assert model.fallbacks == []
     again = [name for name in model.plan.recomputed if "convolution" in name]
     assert bool(again) == (solver == "full")
 
@@ -130,7 +130,7 @@ def test_a_forward_with_another_switch_is_another_graph() -> None:
         expected = train(made(), batch, around=around)
         model.load_state_dict(made().state_dict())
         assert differences(expected, train(model, batch, around=around)) == []
-    assert len(model.reports) == 2
+    assert len(model.graphs) == 2
 
 
 def test_switches_are_set_and_set_back() -> None:

@@ -107,7 +107,7 @@ def test_bitwise_or_named(result: str, body: str, loss: str) -> None:
         if not all(map(torch.equal, expected, found)):
             assert any("came with strides" in line for line in twin.differences)
             assert all(map(close, expected, found))
-    assert twin.unchanged == []
+    assert twin.fallbacks == []
     if loss == "a sum" and body == "nothing" and result != "strided":
         assert twin.differences == []
 

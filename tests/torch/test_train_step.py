@@ -290,7 +290,7 @@ def test_sparse_gradients(tied, count):
     expected, found = model.words.weight.grad, twin.words.weight.grad
     assert found.layout == expected.layout
     assert torch.equal(found.to_dense(), expected.to_dense())
-    assert step.unchanged == []
+    assert step.fallbacks == []
 
 
 @pytest.mark.parametrize("solver", ["heu", "full"])
@@ -301,8 +301,8 @@ def test_microbatches_of_other_shapes_run_behind(solver):
     for rows in ((4, 4, 4, 3), (3, 4), (4, 3, 3, 4, 4), (5,)):
         batches = [Batch((randn(count, 16, seed=i),)) for i, count in enumerate(rows)]
         assert differences(eagerly(model, batches), stepped(step, batches)) == []
-    assert step.plan([randn(4, 16), randn(6, 16)]) is not None
-    assert step.unchanged == []
+    assert step.predict([randn(4, 16), randn(6, 16)]) is not None
+    assert step.fallbacks == []
 
 
 def test_wrong_use_is_refused():
@@ -337,9 +337,9 @@ def test_the_plans_of_a_step_are_taken_again_from_files(tmp_path, monkeypatch):
     batches = [Batch((randn(4, 16, seed=i),)) for i in range(3)]
     model, twin = MLP(), MLP()
     twin.load_state_dict(model.state_dict())
-    planned = TrainStep(model, loss, profile="estimate").plan([batch.args for batch in batches])
+    planned = TrainStep(model, loss, profile="estimate").predict([batch.args for batch in batches])
     force(monkeypatch, 9)
-    other = TrainStep(model, loss, profile="estimate").plan([batch.args for batch in batches])
+    other = TrainStep(model, loss, profile="estimate").predict([batch.args for batch in batches])
     monkeypatch.undo()
     paths = [tmp_path / "lone.txt", tmp_path / "merged.txt"]
     for path, report in zip(paths, (planned, planned.merged), strict=True):
@@ -357,7 +357,9 @@ def test_the_plans_of_a_step_are_taken_again_from_files(tmp_path, monkeypatch):
         (paths, "none are merged here", False),
         (Plan("0" * 16, "none", (), ()), "the plan was made for trace 0000", True),
     ):
-        step = TrainStep(twin, loss, merge=merges, profile="estimate", plan=wrong)
+        step = TrainStep(
+            twin, loss, schedule="auto" if merges else "plain", profile="estimate", plan=wrong
+        )
         with pytest.raises(OverlapcError, match=said):
             stepped(step, batches)
 
@@ -453,7 +455,7 @@ def test_the_peak_of_a_step_is_that_of_plain_accumulation():
             loss = model(*batch)["loss"]
             loss.backward()
 
-    step = TrainStep(model, profile="estimate", merge=False)
+    step = TrainStep(model, profile="estimate", schedule="plain")
     step(batches)
     peaks = []
     for run in (plain, lambda: step(batches)):
@@ -476,7 +478,7 @@ def test_a_number_that_changes_at_every_step_is_an_input():
         for _ in range(2):
             (loss(model, x) * weight).backward()
         assert all(map(torch.equal, mine, [p.grad for p in model.parameters()]))
-    assert step.unchanged == []
+    assert step.fallbacks == []
     assert len(step._reports) == 2
 
 
@@ -485,7 +487,7 @@ def test_hooks_of_modules_run():
     model.layers[0].register_forward_hook(lambda module, given, out: out * 2)
     model.layers[1].register_forward_pre_hook(lambda module, given: (given[0].sin(),))
     step = agrees(model, [(randn(4, 16, seed=i),) for i in range(3)], loss)
-    assert step.unchanged == []
+    assert step.fallbacks == []
 
 
 def test_hooks_of_parameters_are_autograds_business():
@@ -542,7 +544,7 @@ def test_side_effects_and_exceptions_of_a_forward_happen_each_time():
     assert all(map(torch.equal, mine, [p.grad for p in model.parameters()]))
     model.limit = 100
     step(given)
-    assert step.unchanged == []
+    assert step.fallbacks == []
 
 
 def test_what_switches_the_compiler_off_is_said():
@@ -653,7 +655,7 @@ def test_a_model_that_is_another_each_time_is_said(monkeypatch):
     assert [str(each.message)[:40] for each in seen] == [
         "overlapc runs the step as plain PyTorch:"[:40]
     ]
-    assert len(step.unchanged) == 1
+    assert len(step.fallbacks) == 1
 
 
 def test_a_complex_loss_is_refused_as_eager_refuses_it() -> None:

@@ -72,7 +72,7 @@ def optimized(name: str, budget: int | float | None, device: str = "cpu") -> Out
                 return Outcome(f"{SILENT} refusal", f"the budget that was named, too: {error}")
             torch._dynamo.reset()
             return optimized(name, error.smallest_bytes, device)
-    return _judge(wanted, found, bool(twin.reports), said, twin.explain(), twin.unchanged)
+    return _judge(wanted, found, bool(twin.graphs), said, twin.explain(), twin.fallbacks)
 
 
 def stepped(name: str, device: str = "cpu") -> Outcome:

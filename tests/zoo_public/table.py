@@ -79,7 +79,7 @@ def page(found: dict[str, list[Outcome]]) -> str:
             "gradients, buffers and random state (`python -m tests.zoo_public.table`; torch "
             f"{torch.__version__.split('+')[0]}, {versions}, CPU). “Named”: PyTorch's tracing "
             "makes a difference, in a line that the report names. The report may name more lines "
-            "than differ; `optimize(..., check=True)` says which op differs. “Plain PyTorch”: the "
+            "than differ; `optimize(..., verify=True)` says which op differs. “Plain PyTorch”: the "
             "model ran unchanged, with a warning that says why.",
             "",
             f"Of {len(every)} trainings: {counts}, {len(others)} anything else.",

@@ -78,8 +78,8 @@ def test_a_cache_is_put_together(name: str, slices: int) -> None:
             caches = found.past_key_values, whole.past_key_values
             following = [model(x[:, :1], past_key_values=cache).logits for cache in caches]
             torch.testing.assert_close(*following, rtol=1e-4, atol=1e-4)
-    assert twin.unchanged == []
-    (report,) = twin.reports
+    assert twin.fallbacks == []
+    (report,) = twin.graphs
     assert report.slices == slices
 
 
@@ -98,5 +98,5 @@ def test_generate_runs_its_prefill_in_slices(name: str) -> None:
     with pytest.warns(RuntimeWarning, match="an argument is a DynamicCache that holds tensors"):
         found = twin.generate(prompts, **given)
     assert torch.equal(found, model.generate(prompts, **given))
-    (report,) = twin.reports
+    (report,) = twin.graphs
     assert report.name == "graph 0 in 2 slices, its forward alone"

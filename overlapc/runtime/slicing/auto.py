@@ -3,7 +3,7 @@ far as they are not refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,11 @@ class _Ranking:
         return "\n".join(f"{count} slices: {what}" for count, what in sorted(self.said.items()))
 
 
+def _for(how: Mapping[str, Any], slices: int) -> dict[str, Any]:
+    """Options of a step of so many slices: the schedule is of whole microbatches."""
+    return dict(how) | {"slices": slices} | ({"schedule": "auto"} if slices > 1 else {})
+
+
 class AutoStep(TrainStep):
     """A TrainStep for each number of slices, of which one runs a step.
 
@@ -81,17 +86,16 @@ class AutoStep(TrainStep):
         model: nn.Module,
         loss: Callable[..., Tensor] | None = None,
         *,
-        merge: bool = True,
-        pairs: bool = True,
+        schedule: str = "auto",
         results: bool = False,
         **options: Any,
     ) -> None:
-        how = {"merge": merge, "pairs": pairs, "results": results} | options
+        how: dict[str, Any] = {"schedule": schedule, "results": results} | options
         super().__init__(model, loss, **how | {"slices": 1})
         self._asked = how
         if self._options.plans:
             raise OptionError('plan: slices="auto" plans itself; expected the number of slices')
-        self._make = lambda count: TrainStep(model, loss, **how | {"slices": count})
+        self._make = lambda count: TrainStep(model, loss, **_for(how, count))
         self._steps: dict[int, TrainStep] = {}
         self._rankings: dict[Any, _Ranking] = {}
         self._now: tuple[TrainStep, _Ranking] | None = None  # what ran, or was planned, last
@@ -103,7 +107,7 @@ class AutoStep(TrainStep):
         self._take(ranking)
         return results
 
-    def plan(self, microbatches: Sequence[Any]) -> Report | None:
+    def predict(self, microbatches: Sequence[Any]) -> Report | None:
         ranking = self._ranking(microbatches)
         self._take(ranking)
         return self.report
@@ -121,7 +125,7 @@ class AutoStep(TrainStep):
     def _take(self, ranking: _Ranking) -> None:
         count = ranking.left[0]
         self._now = self._steps[count], ranking
-        self.report, self.unchanged = self._steps[count].report, self._steps[count].unchanged
+        self.report, self._fallbacks = self._steps[count].report, self._steps[count].fallbacks
         wanted = {count for each in self._rankings.values() for count in each.left}
         self._steps = {count: step for count, step in self._steps.items() if count in wanted}
 
@@ -139,7 +143,7 @@ class AutoStep(TrainStep):
         if count not in self._steps:
             self._steps[count] = self._make(count)
         step = self._steps[count]
-        return _there(step.plan(microbatches), step.unchanged)
+        return _there(step.predict(microbatches), step.fallbacks)
 
 
 def _there(report: Report | None, unchanged: Sequence[str]) -> Report:
@@ -177,7 +181,7 @@ class AutoCalls:
 
             def planned(count: int) -> Report:
                 calls = self._calls[count]
-                return _there(calls.plan(args, kwargs), calls.unchanged)
+                return _there(calls.plan(args, kwargs), calls.fallbacks)
 
             self._rankings[key] = _Ranking.of(planned)
         return self._rankings[key]

@@ -62,7 +62,7 @@ class SlicedCalls:
         self.model, self.options, self.count, self.uncut = model, options, count, uncut
         self.reports: dict[str, Report] = {}  # by digest of a slice's graph
         self.said: dict[Any, Compared] = {}  # slices compared with their batch, by key and digest
-        self.unchanged: list[str] = []  # why calls ran uncut
+        self.fallbacks: list[str] = []  # why calls ran uncut
         self._traced: dict[Any, Traced] = {}  # by the key of `alike`
         self._plain: set[Any] = set()  # keys of calls that run uncut
         self._attempts = Attempts("optimize in slices")
@@ -254,8 +254,8 @@ class SlicedCalls:
         self._attempts.refused(error)  # other ranks may wait for this one
         refuse_failing(error, self.count, self._given, self._uncut)
         self._plain.add(key)
-        if str(error) not in self.unchanged:
-            self.unchanged.append(str(error))
+        if str(error) not in self.fallbacks:
+            self.fallbacks.append(str(error))
             warnings.warn(f"overlapc runs the batch uncut: {error}", RuntimeWarning, stacklevel=6)
 
 

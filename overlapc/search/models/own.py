@@ -1,7 +1,7 @@
 """`OwnModel` is a model whose blocks a user's function builds for a layout's ranks.
 
     def for_search(tensor, expert):
-        return overlapc.Repeats(Block(config, tensor), layers=32, width=4096, seq=2048, vocab=51200)
+        return Repeats(Block(config, tensor), layers=32, width=4096, seq=2048, vocab=51200)
 
 `tensor` and `expert` are process groups, or None for one rank. The embedding before the blocks, and
 norm, scores and loss behind them, are assumed to be a GPT's. If the function gives them, too, the
@@ -187,10 +187,10 @@ def _made(where: str, tensor: ProcessGroup | None, expert: ProcessGroup | None) 
     except Exception as error:
         raise OptionError(
             f"{where} failed: {error!r}; expected it to take a tensor-parallel and an experts' "
-            "process group (or None) and to return an overlapc.Repeats"
+            "process group (or None) and to return a Repeats"
         ) from error
     if not isinstance(made, Repeats):
-        raise OptionError(f"{where} returned a {type(made).__name__}, expected an overlapc.Repeats")
+        raise OptionError(f"{where} returned a {type(made).__name__}, expected a Repeats")
     return made
 
 
